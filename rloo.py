@@ -318,21 +318,23 @@ def local_share(accelerator: Accelerator, indices: torch.Tensor) -> tuple[torch.
 def on_all_processes(accelerator: Accelerator, num_episodes: int, chunk_size: int, function):
     """Apply `function(indices)` to every episode, each process to its share, in chunks; every process gets it all.
 
-    `function` returns a tensor, or a dict of tensors, of one row for each index.
+    `function` returns a dict of tensors of one row for each index; so does this.
     """
     share, _ = local_share(accelerator, torch.arange(num_episodes))
-    local_result = concatenate([function(chunk) for chunk in share.split(chunk_size)])
-    gathered = accelerator.gather(local_result)
-    return {k: v[:num_episodes] for k, v in gathered.items()} if isinstance(gathered, dict) else gathered[:num_episodes]
+    local_columns = concatenate([function(chunk) for chunk in share.split(chunk_size)])
+    return {name: column[:num_episodes] for name, column in accelerator.gather(local_columns).items()}
 
 
 def micro_batches(accelerator: Accelerator, model, indices: torch.Tensor, weights: torch.Tensor, size: int):
-    """Cut a process's share of a mini-batch into micro-batches. Run the body's forward and backward pass inside this
-    loop: gradients are synchronised over processes on the last micro-batch of a mini-batch and nowhere else."""
+    """Cut a process's share of a mini-batch into micro-batches -> indices, weights, is_last.
+
+    Forward and backward passes belong inside the loop: gradients are synchronised over processes on the last
+    micro-batch of a mini-batch and nowhere else.
+    """
     for start in range(0, len(indices), size):
-        last = start + size >= len(indices)
-        with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            yield indices[start : start + size], weights[start : start + size].to(accelerator.device)
+        is_last = start + size >= len(indices)
+        with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
+            yield indices[start : start + size], weights[start : start + size].to(accelerator.device), is_last
 
 
 # ========================================== 4  data and reward ===========================================
@@ -584,17 +586,22 @@ def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: flo
     return logprobs.gather(-1, targets[..., None]).squeeze(-1), entropy
 
 
-def completion_logprobs(accelerator: Accelerator, model, prompts: list[Prompt], batch, args: Args, pad_token_id: int):
-    """Log-probabilities of the whole batch's completions without gradient, in micro-batches -> [episodes, response],
-    0 after the end. The function that reference, old and new log-probabilities share is `token_logprobs`."""
+@torch.no_grad()
+def completion_pass(accelerator: Accelerator, model, prompts: list[Prompt], batch, args: Args, pad_token_id: int, read):
+    """One pass without gradient over the whole batch, in micro-batches: a dict of [episodes, response], 0 past the end.
 
-    @torch.no_grad()
-    def logprobs_chunk(indices):
+    `read(output, targets)` says what to take from the model's output, as a dict of [rows, tokens].
+    """
+
+    def read_chunk(indices):
         inputs, targets, mask = completion_inputs(prompts, batch, indices, pad_token_id)
-        logprobs, _ = token_logprobs(model(**inputs).logits, targets, args.temperature)
-        return torch.nn.functional.pad(logprobs * mask, (0, args.response_length - targets.shape[1]))
+        padding = (0, args.response_length - targets.shape[1])
+        return {
+            name: torch.nn.functional.pad(values * mask, padding)
+            for name, values in read(model(**inputs), targets).items()
+        }
 
-    return on_all_processes(accelerator, len(prompts), args.per_device_train_batch_size, logprobs_chunk)
+    return on_all_processes(accelerator, len(prompts), args.per_device_train_batch_size, read_chunk)
 
 
 def find_eos_ids(policy, tokenizer, stop_token_id: int | None) -> list[int]:
@@ -699,6 +706,20 @@ def policy_metrics(sums: dict[str, float]) -> dict[str, float]:
     }
 
 
+def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of every metric over those of an iteration's updates that have it."""
+    names = dict.fromkeys(name for update in updates for name in update)
+    return {name: float(np.mean([update[name] for update in updates if name in update])) for name in names}
+
+
+def check_finite(name: str, value: float, iteration: int, step: int):
+    """Stop the run, before the weights are touched, on a value that is not finite."""
+    if not math.isfinite(value):
+        stop(
+            f"iteration {iteration}, step {step}: the {name} is {value}; the weights are as before this step", status=1
+        )
+
+
 # ================================================ 7  main ================================================
 def append_jsonl(path: Path, rows: list[dict]):
     """Append one JSON object a line."""
@@ -706,14 +727,18 @@ def append_jsonl(path: Path, rows: list[dict]):
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def save_model(accelerator: Accelerator, model, tokenizer, args: Args, folder: Path):
-    """The policy and tokenizer for `from_pretrained`, with a model card; written beside and renamed."""
+def save_model(accelerator: Accelerator, model, prefix: str, policy, tokenizer, args: Args, folder: Path):
+    """The policy and tokenizer for `from_pretrained`, with a model card; written beside and renamed.
+
+    `prefix` is where the policy's weights are in those of `model`, which accelerate wraps and may have sharded.
+    """
     state_dict = accelerator.get_state_dict(model)
+    state_dict = {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}
     if not accelerator.is_main_process:
         return
     beside = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
-    accelerator.unwrap_model(model).save_pretrained(beside, state_dict=state_dict)
+    policy.save_pretrained(beside, state_dict=state_dict)
     tokenizer.save_pretrained(beside)
     script = os.path.basename(__file__)
     card = f"# {args.exp_name}\n\n`{args.model_path}`, trained by Tally's `{script}` on `{args.dataset}`.\n"
@@ -859,6 +884,9 @@ def main(args: Args):
         batch.completions = tokenizer.batch_decode(batch.token_ids, skip_special_tokens=True)
         return batch
 
+    def read_logprobs(output, targets):
+        return {"logprobs": token_logprobs(output["logits"], targets, args.temperature)[0]}
+
     def score(prompts: list[Prompt], batch: SimpleNamespace, function, use_reward_model: bool, where: str):
         """Scores from the reward function and the reward model -> [episodes], {part: [episodes]}."""
         scores, parts = score_completions(accelerator, function, prompts, batch.completions, where)
@@ -867,11 +895,11 @@ def main(args: Args):
             sequences = [reward_model_sequence(*episode, reward_tokenizer) for episode in episodes]
 
             def score_chunk(indices):
-                return reward_model_scores(reward_model, [sequences[i] for i in indices], pad_token_id)
+                return {"scores": reward_model_scores(reward_model, [sequences[i] for i in indices], pad_token_id)}
 
             chunk_size = args.per_device_train_batch_size
             with autocast():
-                scores = scores + on_all_processes(accelerator, len(prompts), chunk_size, score_chunk)
+                scores = scores + on_all_processes(accelerator, len(prompts), chunk_size, score_chunk)["scores"]
             if not scores.isfinite().all():
                 stop(f"{where}: the reward model's score is not finite", status=1)
         return scores, parts
@@ -904,10 +932,11 @@ def main(args: Args):
         with autocast():
             batch = generate(episode_prompts, SAMPLING, iteration, args.temperature)
             logprobs = batch.logprobs  # [batch, response], 0 where masked
+            rollout = (episode_prompts, batch, args, pad_token_id, read_logprobs)
             if not single_update:  # the ratio's old log-probabilities come from the pass that makes the new ones
-                logprobs = completion_logprobs(accelerator, model, episode_prompts, batch, args, pad_token_id)
+                logprobs = completion_pass(accelerator, model, *rollout)["logprobs"]
             if reference is not None:
-                ref_logprobs = completion_logprobs(accelerator, reference, episode_prompts, batch, args, pad_token_id)
+                ref_logprobs = completion_pass(accelerator, reference, *rollout)["logprobs"]
 
         # ---- 7b  score, in the order that counts: reward, missing EOS, clip, KL
         scores, parts = score(episode_prompts, batch, reward, reward_model is not None, f"iteration {iteration}")
@@ -933,35 +962,32 @@ def main(args: Args):
             for mini_batch in draw_mini_batches(*order, batch_size, args.k, args.num_mini_batches):
                 optimizer.zero_grad()
                 sums = Counter()
-                share = local_share(accelerator, mini_batch)
-                for micro, weights in micro_batches(accelerator, model, *share, args.per_device_train_batch_size):
+                share, micro_batch_size = local_share(accelerator, mini_batch), args.per_device_train_batch_size
+                for micro, weights, is_last in micro_batches(accelerator, model, *share, micro_batch_size):
                     inputs, targets, mask = completion_inputs(episode_prompts, batch, micro, pad_token_id)
                     with autocast():
                         output = model(**inputs)
-                        new_logprobs, entropy = token_logprobs(output.logits, targets, args.temperature)
+                        new_logprobs, entropy = token_logprobs(output["logits"], targets, args.temperature)
                     old_logprobs = new_logprobs.detach() if single_update else logprobs[micro, : mask.shape[1]]
                     logratio = ((new_logprobs - old_logprobs) * mask).sum(1)  # [micro]: a completion is one action
                     losses, cut = clipped_policy_loss(logratio, advantages[micro], args.cliprange, args.cliprange)
                     # one denominator for all micro-batches and processes: the mini-batch's episodes
                     loss = (losses * weights).sum() / len(mini_batch)
-                    accelerator.backward(loss * accelerator.num_processes)  # gradients are averaged over processes
                     with torch.no_grad():
                         sums.update(policy_sums(logratio, cut, entropy, weights, mask * weights[:, None]))
                         sums.update({"loss": loss})
-                sums = {k: v.item() for k, v in accelerator.reduce(dict(sums), reduction="sum").items()}
+                    if is_last:  # all that can refuse an update falls before its last backward pass
+                        totals = {k: v.item() for k, v in accelerator.reduce(dict(sums), reduction="sum").items()}
+                        check_finite("loss", totals["loss"], iteration, step + 1)
+                    accelerator.backward(loss * accelerator.num_processes)  # gradients are averaged over processes
                 grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm))
-                if not math.isfinite(sums["loss"]) or not math.isfinite(grad_norm):
-                    stop(
-                        f"iteration {iteration}, step {step + 1}: loss {sums['loss']}, gradient norm {grad_norm}: not "
-                        "finite, so the weights were left as they are; a lower --learning-rate may help",
-                        status=1,
-                    )
+                check_finite("gradient norm", grad_norm, iteration, step + 1)
                 learning_rate = scheduler.get_last_lr()[0]
                 optimizer.step()
                 scheduler.step()
                 step += 1
                 progress.update()
-                updates.append({"loss/policy_avg": sums["loss"], **policy_metrics(sums), "grad_norm": grad_norm})
+                updates.append({"loss/policy_avg": totals["loss"], **policy_metrics(totals), "grad_norm": grad_norm})
         train_seconds = time.perf_counter() - train_started
 
         # ---- 7e  log
@@ -981,7 +1007,7 @@ def main(args: Args):
             "response_length_mean": batch.lengths.float().mean().item(),
         }
         metrics |= {f"reward/{name}": sum(values) / len(values) for name, values in parts.items() if name}
-        metrics |= {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+        metrics |= mean_metrics(updates)
         if reference is not None:
             metrics["objective/kl"] = kl.mean().item()
             metrics["objective/non_score_reward"] = -args.kl_coef * metrics["objective/kl"]
@@ -1010,7 +1036,7 @@ def main(args: Args):
 
     # -------------------------------------------------- end --------------------------------------------------
     progress.close()
-    save_model(accelerator, model, tokenizer, args, output_dir / "model")
+    save_model(accelerator, model, "", policy, tokenizer, args, output_dir / "model")
     if is_main:
         print(closing_line(args, plan, output_dir, time.time() - started), flush=True)
     # in this order: a process group that is destroyed under a living model can hang at exit
