@@ -31,6 +31,7 @@ Papers: Ahmadian et al. 2024, Back to Basics, arXiv 2402.14740; Kool et al. 2019
 
 # ============================================== 1  imports ===============================================
 import contextlib
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -38,6 +39,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 from collections import Counter, namedtuple
@@ -53,7 +55,7 @@ import tyro
 import yaml
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import broadcast_object_list, concatenate, gather_object
+from accelerate.utils import DistributedType, broadcast_object_list, concatenate, gather_object
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -78,6 +80,12 @@ class Args:
     """every random number is a function of this seed and of what the number is for"""
     output_dir: str | None = None
     """folder for all that the run writes (default: runs/<exp_name>__<seed>__<unix time>)"""
+    resume: bool = False
+    """continue the run in --output-dir from its newest whole checkpoint, or start it where there is none"""
+    save_every: int | None = None
+    """write a checkpoint every so many iterations, and at the end (default: none)"""
+    save_total_limit: int = 2
+    """checkpoints to keep, the newest ones"""
     plan: int | None = None
     """print the arithmetic for this many processes and exit; loads no model"""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -86,6 +94,12 @@ class Args:
     # model and data
     model_path: str = str(DEFAULT / "policy")
     """the policy: a folder or Hub name that AutoModelForCausalLM loads, with its tokenizer"""
+    lora_r: int | None = None
+    """train LoRA adapters of this rank on all linear layers instead of all weights; needs peft (arXiv 2106.09685)"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, more time, the same result"""
+    trust_remote_code: bool = False
+    """run Python code that comes with a model"""
     ref_model_path: str | None = None
     """the reference model of the KL term (default: the policy before training)"""
     dataset: str = str(DEFAULT / "train.jsonl")
@@ -147,7 +161,7 @@ class Args:
     """clip scores to [-this, this], after --missing-eos-penalty (default: no clipping)"""
 
     # optimizer
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-4
     """AdamW's learning rate, at its highest"""
     adam_beta1: float = 0.9
     """AdamW's decay rate of the first moment"""
@@ -196,8 +210,8 @@ def check_args(args: Args):
     """Refuse values that no run can use. Needs neither data nor models."""
     for names, is_valid, valid in (
         ("batch_size num_mini_batches num_ppo_epochs per_device_train_batch_size", lambda x: x >= 1, "at least 1"),
-        ("per_device_rollout_batch_size response_length total_episodes", lambda x: x >= 1, "at least 1"),
-        ("max_prompt_length eval_every plan", lambda x: x >= 1, "at least 1"),
+        ("per_device_rollout_batch_size response_length total_episodes lora_r", lambda x: x >= 1, "at least 1"),
+        ("max_prompt_length eval_every save_every save_total_limit plan", lambda x: x >= 1, "at least 1"),
         ("warmup_steps num_sample_generations", lambda x: x >= 0, "at least 0"),
         ("num_train_epochs temperature adam_epsilon score_clip", lambda x: 0 < x < math.inf, "above 0 and finite"),
         ("learning_rate eval_temperature kl_coef cliprange", lambda x: 0 <= x < math.inf, "at least 0 and finite"),
@@ -212,9 +226,29 @@ def check_args(args: Args):
                 refuse(f"--{name.replace('_', '-')} must be {valid}, not {value}")
     if args.reward == "none" and args.reward_model_path is None:
         refuse("--reward none needs a --reward-model-path: without either there is nothing to learn from")
+    if args.resume and args.output_dir is None:
+        refuse("--resume needs the --output-dir of the run to continue")
+    if args.lora_r is not None and importlib.util.find_spec("peft") is None:
+        refuse("--lora-r needs peft: pip install peft")
     trackers = [str(name) for name in get_available_trackers()]
     if args.log_with is not None and args.log_with not in trackers:
         refuse(f"--log-with {args.log_with}: unknown or not installed; here there are {', '.join(trackers) or 'none'}")
+
+
+def check_launch(accelerator: Accelerator):
+    """Refuse where accelerate silently runs something else than the launcher was asked for."""
+    instead = "without GPUs use ACCELERATE_USE_CPU=true torchrun --nproc-per-node N"
+    if "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+        refuse(f"accelerate launch --cpu --num_processes N has started a single process; {instead}")
+    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
+        processes = f"{os.environ['WORLD_SIZE']} processes were started, but each sees {accelerator.num_processes}"
+        refuse(f"{processes}, so that no gradient would be shared; {instead}")
+    for name in ("FSDP", "DEEPSPEED"):
+        asked = os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("1", "true")
+        if asked and accelerator.distributed_type != DistributedType[name]:
+            refuse(
+                f"{name} was asked for, but accelerate runs {accelerator.distributed_type.value}: it needs GPUs here"
+            )
 
 
 # ========================================== 3  batch arithmetic ==========================================
@@ -275,7 +309,7 @@ def plan_table(args: Args, num_prompts: int, world_size: int) -> str:
 
 
 # What a random number is for; a key of `keyed_rng`. All numbers of one purpose have keys of the same length.
-PROMPT_ORDER, SAMPLING, EVALUATION, MINI_BATCHES, NEW_HEAD = range(1, 6)
+PROMPT_ORDER, SAMPLING, EVALUATION, MINI_BATCHES, NEW_WEIGHTS = range(1, 6)
 
 
 def keyed_rng(seed: int, purpose: int, *key: int) -> np.random.Generator:
@@ -396,6 +430,11 @@ def tokenize_prompts(flag: str, path: str, rows: list[dict], tokenizer, max_prom
     return kept
 
 
+def fingerprint(prompts: list[Prompt]) -> str:
+    """SHA-256 of the dataset as the run sees it."""
+    return hashlib.sha256(json.dumps([(p.row, p.token_ids) for p in prompts], default=str).encode()).hexdigest()
+
+
 def exact_match(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
     """1 where the completion, stripped, is the row's `answer`, else 0."""
     return [float(completion.strip() == str(row["answer"])) for completion, row in zip(completions, rows)]
@@ -460,30 +499,60 @@ def score_completions(accelerator: Accelerator, reward, prompts: list[Prompt], c
 
 
 # =========================================== 5  model helpers ============================================
-def load_tokenizer(path: str):
-    """The policy's tokenizer."""
+def load_tokenizer(path: str, args: Args):
+    """The tokenizer of a model folder or Hub name."""
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         refuse(f"--model-path {path}: no tokenizer there ({str(error).strip().splitlines()[0]})")
 
 
-def load_model(flag: str, path: str, auto_class, dtype: torch.dtype, **kwargs):
-    """`from_pretrained` without dropout. Refuses what is not such a model -> the model, and what it lacked."""
+def load_model(flag: str, path: str, auto_class, dtype: torch.dtype, args: Args, **config_changes):
+    """`from_pretrained` with every dropout at 0 -> the model in train mode, and what its checkpoint lacked."""
     try:
-        config = AutoConfig.from_pretrained(path, **kwargs)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code, **config_changes)
         for name, value in config.to_dict().items():
             if "drop" in name and isinstance(value, float):
                 setattr(config, name, 0.0)
-        model, info = auto_class.from_pretrained(
-            path, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-        )
+        settings = dict(config=config, dtype=dtype, trust_remote_code=args.trust_remote_code)
+        settings |= dict(ignore_mismatched_sizes=True, output_loading_info=True)
+        model, loading_info = auto_class.from_pretrained(path, **settings)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         refuse(f"{flag} {path}: {auto_class.__name__} does not load it ({str(error).strip().splitlines()[0]})")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    return model.train(), info  # dropout goes by p = 0, not by eval(): gradient checkpointing needs train mode
+    # dropout goes by p = 0, not by eval(): gradient checkpointing needs train mode
+    return model.train(), loading_info
+
+
+def add_lora(model, args: Args, index: int):
+    """Wrap a model with LoRA adapters whose first weights are a function of the seed and the model's index."""
+    import peft
+
+    torch.manual_seed(int(keyed_rng(args.seed, NEW_WEIGHTS, index).integers(2**32)))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules="all-linear")
+    )
+
+
+@contextlib.contextmanager
+def whole_weights(accelerator: Accelerator, model):
+    """Gather sharded weights once for all the passes inside, instead of layer by layer for every token."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            yield
+        return
+    sharded = [module for module in model.modules() if hasattr(module, "set_reshard_after_forward")]  # FSDP2's
+    for module in sharded:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    yield
+    for module in sharded:
+        module.set_reshard_after_forward(True, recurse=False)
+        module.reshard()
 
 
 def pad_left(sequences: list[list[int]], pad_token_id: int, device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -616,16 +685,16 @@ def find_eos_ids(policy, tokenizer, stop_token_id: int | None) -> list[int]:
 def load_reward_model(path: str, tokenizer, args: Args, device):
     """A one-label sequence-classification model and its tokenizer, None where its vocabulary is the policy's."""
     flag, dtype = "--reward-model-path", getattr(torch, args.dtype)
-    model, info = load_model(flag, path, AutoModelForSequenceClassification, dtype, num_labels=1)
+    model, info = load_model(flag, path, AutoModelForSequenceClassification, dtype, args, num_labels=1)
     if not hasattr(model, "score"):
         refuse(f"{flag} {path}: {type(model).__name__} has no `score` head on a decoder")
     if any("score" in str(key) for key in info["mismatched_keys"]):
         refuse(f"{flag} {path}: its head has several labels; a reward model has one")
     if any("score" in key for key in info["missing_keys"]):
-        head = keyed_rng(args.seed, NEW_HEAD, 0).normal(0, model.config.hidden_size**-0.5, model.score.weight.shape)
+        head = keyed_rng(args.seed, NEW_WEIGHTS, 0).normal(0, model.config.hidden_size**-0.5, model.score.weight.shape)
         model.score.weight.data = torch.from_numpy(head).to(dtype)
         print(f"warning: {flag} {path} has no trained head; its scores come from a random one", file=sys.stderr)
-    reward_tokenizer = AutoTokenizer.from_pretrained(path)
+    reward_tokenizer = load_tokenizer(path, args)
     same_vocabulary = reward_tokenizer.get_vocab() == tokenizer.get_vocab()
     return model.to(device), None if same_vocabulary else reward_tokenizer
 
@@ -727,7 +796,77 @@ def append_jsonl(path: Path, rows: list[dict]):
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def save_model(accelerator: Accelerator, model, prefix: str, policy, tokenizer, args: Args, folder: Path):
+def drop_lines_after(path: Path, iteration: int):
+    """Keep the whole lines of iterations up to this one: what a killed run wrote after its checkpoint is made again."""
+    if path.exists():
+        beside = path.with_name(path.name + ".tmp")
+        with open(path, encoding="utf-8") as old, open(beside, "w", encoding="utf-8") as new:
+            new.writelines(line for line in old if line.endswith("\n") and json.loads(line)["iteration"] <= iteration)
+        beside.replace(path)
+
+
+# Flags that may change when a run is resumed: they change what is shown and kept, or memory, never the run.
+FREE_FLAGS = (
+    "exp_name output_dir resume save_every save_total_limit plan trust_remote_code gradient_checkpointing dataset "
+    "dataset_split eval_dataset eval_every eval_temperature eval_reward per_device_train_batch_size "
+    "per_device_rollout_batch_size log_with num_sample_generations save_rollouts"
+).split()
+
+
+def check_same_run(args: Args, output_dir: Path):
+    """Refuse, by name, flags that would make the resumed run another run."""
+    before = yaml.safe_load((output_dir / "args.yaml").read_text())
+    for name, value in vars(args).items():
+        if name not in FREE_FLAGS and before.get(name) != value:
+            flag = f"--{name.replace('_', '-')}"
+            refuse(
+                f"{flag} {value}: the run in {output_dir} had {before.get(name)}, and {flag} would make it another run"
+            )
+
+
+def checkpoints_of(output_dir: Path) -> list[Path]:
+    """Whole checkpoints, the oldest first; one that is being written or removed has another name."""
+    return sorted(output_dir.glob("checkpoints/iteration_" + "[0-9]" * 8))
+
+
+def save_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path, save_total_limit: int):
+    """Write weights, optimizer and `state` beside, rename when whole, then remove all but the newest checkpoints."""
+    folder = output_dir / "checkpoints" / f"iteration_{state['iteration']:08d}"
+    beside = folder.with_suffix(".tmp")
+    try:
+        accelerator.save_state(str(beside))
+        if accelerator.is_main_process:
+            (beside / "state.json").write_text(json.dumps(state))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            shutil.rmtree(folder, ignore_errors=True)
+            beside.rename(folder)
+            for old in checkpoints_of(output_dir)[:-save_total_limit]:
+                old.rename(old.with_suffix(".tmp"))
+                shutil.rmtree(old.with_suffix(".tmp"))
+    except Exception as error:
+        stop(f"--output-dir {folder}: not written ({error}); the checkpoints before it are whole", status=1)
+    accelerator.wait_for_everyone()
+
+
+def load_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path) -> dict:
+    """Load the newest whole checkpoint into what accelerate prepared -> its state, or `state` where there is none."""
+    checkpoints = checkpoints_of(output_dir)
+    if not checkpoints:
+        return state
+    *before, newest = checkpoints
+    try:
+        loaded = json.loads((newest / "state.json").read_text())
+        accelerator.load_state(str(newest))
+    except Exception as error:
+        other = f"remove it to resume from {before[-1]}" if before else "and there is none before it"
+        refuse(f"{newest}: cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}); {other}")
+    if loaded["dataset_sha256"] != state["dataset_sha256"]:
+        refuse(f"--dataset: its prompts are not those that the run in {output_dir} was started with")
+    return loaded
+
+
+def save_model(accelerator: Accelerator, model, prefix: str, policy, tokenizer, args: Args, output_dir: Path):
     """The policy and tokenizer for `from_pretrained`, with a model card; written beside and renamed.
 
     `prefix` is where the policy's weights are in those of `model`, which accelerate wraps and may have sharded.
@@ -736,15 +875,22 @@ def save_model(accelerator: Accelerator, model, prefix: str, policy, tokenizer, 
     state_dict = {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}
     if not accelerator.is_main_process:
         return
-    beside = folder.with_name(folder.name + ".tmp")
+    beside = output_dir / "model.tmp"
     shutil.rmtree(beside, ignore_errors=True)
+    if args.lora_r is not None:
+        policy.save_pretrained(output_dir / "adapter", state_dict=state_dict)
+        merged, _ = load_model("--model-path", args.model_path, AutoModelForCausalLM, torch.float32, args)
+        merged = add_lora(merged, args, index=1)
+        merged.load_state_dict(state_dict)
+        policy = merged.merge_and_unload()
+        state_dict = policy.state_dict()
     policy.save_pretrained(beside, state_dict=state_dict)
     tokenizer.save_pretrained(beside)
     script = os.path.basename(__file__)
     card = f"# {args.exp_name}\n\n`{args.model_path}`, trained by Tally's `{script}` on `{args.dataset}`.\n"
     card += "Every flag is in `../args.yaml`, the counts in `../plan.yaml`, the curve in `../metrics.jsonl`.\n"
     (beside / "README.md").write_text(card)
-    beside.rename(folder)
+    beside.rename(output_dir / "model")
 
 
 def to_rows(**columns) -> list[dict]:
@@ -762,8 +908,10 @@ def is_sample_iteration(iteration: int, iterations: int, num_sample_generations:
     return iteration * num_sample_generations // iterations > (iteration - 1) * num_sample_generations // iterations
 
 
-def closing_line(args: Args, plan: SimpleNamespace, output_dir: Path, seconds: float) -> str:
+def closing_line(args: Args, plan: SimpleNamespace, state: dict, output_dir: Path, seconds: float) -> str:
     """What the run did, from its metrics: counts, scores before and after, seconds, where the model is."""
+    if state["iteration"] < plan.iterations:
+        return f"stopped after {state['step']:,} of {plan.steps:,} steps; --resume continues from the checkpoint"
     history = [json.loads(line) for line in open(output_dir / "metrics.jsonl", encoding="utf-8")]
     sampled = [metrics["objective/scores"] for metrics in history if "objective/scores" in metrics]
     tail = sampled[-10:]
@@ -802,7 +950,7 @@ def main(args: Args):
     eval_reward = reward if args.eval_reward is None else load_reward("--eval-reward", args.eval_reward)
     rows = read_rows("--dataset", args.dataset, args.dataset_split, needs_answer=reward is exact_match)
     if args.plan is None or args.max_prompt_length is not None:
-        tokenizer = load_tokenizer(args.model_path)
+        tokenizer = load_tokenizer(args.model_path, args)
         prompts = tokenize_prompts("--dataset", args.dataset, rows, tokenizer, args.max_prompt_length)
     num_prompts = len(rows) if args.plan is not None and args.max_prompt_length is None else len(prompts)
     if args.plan is not None:
@@ -816,19 +964,17 @@ def main(args: Args):
 
     accelerator = Accelerator(mixed_precision="no", log_with=args.log_with)  # precision: `autocast` below
     device, is_main = accelerator.device, accelerator.is_main_process
-    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
-        refuse(
-            f"the launcher started {os.environ['WORLD_SIZE']} processes, but accelerate sees "
-            f"{accelerator.num_processes}; without GPUs use ACCELERATE_USE_CPU=true torchrun --nproc-per-node N"
-        )
+    check_launch(accelerator)
     plan = batch_arithmetic(args, num_prompts, accelerator.num_processes)
     output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{int(started)}"
     output_dir = Path(broadcast_object_list([output_dir])[0])  # the clocks of two processes may differ
     if (output_dir / "args.yaml").exists():
-        refuse(f"--output-dir {output_dir}: already holds a run; give another folder")
+        if not args.resume:
+            refuse(f"--output-dir {output_dir}: already holds a run; give another folder, or --resume to continue it")
+        check_same_run(args, output_dir)
 
     # ------------------------------------------------ models -------------------------------------------------
-    policy, _ = load_model("--model-path", args.model_path, AutoModelForCausalLM, torch.float32)
+    policy, _ = load_model("--model-path", args.model_path, AutoModelForCausalLM, torch.float32, args)
     longest = max(len(p.token_ids) for p in prompts + eval_prompts) + args.response_length
     positions = getattr(policy.config, "max_position_embeddings", None) or math.inf
     if longest > positions:
@@ -839,20 +985,39 @@ def main(args: Args):
     eos_ids = find_eos_ids(policy, tokenizer, args.stop_token_id)
     pad_token_id = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     reference = reward_model = reward_tokenizer = None
-    if args.kl_coef > 0:
-        path = args.ref_model_path or args.model_path
-        reference, _ = load_model("--ref-model-path", path, AutoModelForCausalLM, getattr(torch, args.dtype))
+    if args.gradient_checkpointing:
+        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if args.lora_r is not None:
+        policy = add_lora(policy, args, index=1)
+    if args.kl_coef > 0 and args.lora_r is not None and args.ref_model_path is None:
+
+        def reference(**inputs):
+            with policy.disable_adapter():
+                return policy(**inputs)
+
+    elif args.kl_coef > 0:
+        path, dtype = args.ref_model_path or args.model_path, getattr(torch, args.dtype)
+        reference, _ = load_model("--ref-model-path", path, AutoModelForCausalLM, dtype, args)
         if reference.config.vocab_size != policy.config.vocab_size:
             refuse(f"--ref-model-path {path}: its vocabulary is not the policy's")
         reference.to(device)
     if args.reward_model_path is not None:
         reward_model, reward_tokenizer = load_reward_model(args.reward_model_path, tokenizer, args, device)
     adam = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
-    optimizer = torch.optim.AdamW(policy.parameters(), **adam, weight_decay=args.weight_decay)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, **adam, weight_decay=args.weight_decay)
     # not handed to `prepare`, which would step it once per process
     scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, plan.steps)
     model, optimizer = accelerator.prepare(policy, optimizer)
 
+    # all that an iteration hands to the next, besides weights and optimizer; a checkpoint's state.json
+    state = {"iteration": 0, "step": 0, "dataset_sha256": fingerprint(prompts)}
+    if args.resume:
+        state = load_checkpoint(accelerator, state, output_dir)
+        scheduler.last_epoch = state["step"]  # the rate is a function of it
+        if is_main:
+            for name in ("metrics", "samples", "rollouts"):
+                drop_lines_after(output_dir / f"{name}.jsonl", state["iteration"] if state["iteration"] else -1)
     if is_main:
         output_dir.mkdir(parents=True, exist_ok=True)
         (output_dir / "args.yaml").write_text(yaml.safe_dump(vars(args), sort_keys=False))
@@ -878,8 +1043,10 @@ def main(args: Args):
             return sample(policy, token_ids, uniforms[indices], temperature, eos_ids, pad_token_id)
 
         chunk_size = args.per_device_rollout_batch_size or len(prompts)
+        policy.eval()  # gradient checkpointing has no KV cache in train mode
         with autocast():
             batch = SimpleNamespace(**on_all_processes(accelerator, len(prompts), chunk_size, sample_chunk))
+        policy.train()
         batch.token_ids = trim_rows(batch.tokens, batch.lengths)
         batch.completions = tokenizer.batch_decode(batch.token_ids, skip_special_tokens=True)
         return batch
@@ -906,22 +1073,30 @@ def main(args: Args):
 
     def evaluate(iteration: int) -> float:
         """Mean raw score of the evaluation prompts."""
-        batch = generate(eval_prompts, EVALUATION, iteration, args.eval_temperature)
+        with whole_weights(accelerator, model):
+            batch = generate(eval_prompts, EVALUATION, iteration, args.eval_temperature)
         use_reward_model = reward_model is not None and args.eval_reward in (None, "none")
         where = f"evaluation at iteration {iteration}"
         scores, _ = score(eval_prompts, batch, eval_reward, use_reward_model, where)
         return scores.mean().item()
 
     # ------------------------------------------------- loop --------------------------------------------------
-    step = 0
-    progress = tqdm(total=plan.steps, unit="step", disable=not is_main, dynamic_ncols=True)
-    if eval_prompts:
+    received = []  # signals: the iteration is finished and saved, then the run ends; a second one ends it at once
+
+    def on_signal(number, frame):
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    step, stopped_by = state["step"], 0
+    progress = tqdm(total=plan.steps, initial=step, unit="step", disable=not is_main, dynamic_ncols=True)
+    if eval_prompts and state["iteration"] == 0:
         metrics = {"iteration": 0, "step": 0, "episode": 0, "epoch": 0.0, "eval/scores": evaluate(0)}
         if is_main:
             append_jsonl(output_dir / "metrics.jsonl", [metrics])
         accelerator.log(metrics, step=0)
 
-    for iteration in range(1, plan.iterations + 1):
+    for iteration in range(state["iteration"] + 1, plan.iterations + 1):
         # ---- 7a  rollout: k completions of each drawn prompt, side by side; then every process holds the whole batch
         rollout_started = time.perf_counter()
         batch_size = args.batch_size if iteration < plan.iterations else plan.last_batch_size
@@ -929,7 +1104,7 @@ def main(args: Args):
         drawn = draw_prompts(args.seed, num_prompts, first_prompt, batch_size // args.k)
         episode_prompts = [prompts[i] for i in drawn for _ in range(args.k)]  # [batch]
         single_update = args.num_ppo_epochs * min(args.num_mini_batches, batch_size) == 1
-        with autocast():
+        with whole_weights(accelerator, model), autocast():
             batch = generate(episode_prompts, SAMPLING, iteration, args.temperature)
             logprobs = batch.logprobs  # [batch, response], 0 where masked
             rollout = (episode_prompts, batch, args, pad_token_id, read_logprobs)
@@ -982,7 +1157,7 @@ def main(args: Args):
                     accelerator.backward(loss * accelerator.num_processes)  # gradients are averaged over processes
                 grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm))
                 check_finite("gradient norm", grad_norm, iteration, step + 1)
-                learning_rate = scheduler.get_last_lr()[0]
+                learning_rate = optimizer.param_groups[0]["lr"]
                 optimizer.step()
                 scheduler.step()
                 step += 1
@@ -1033,16 +1208,28 @@ def main(args: Args):
         if is_main:
             append_jsonl(output_dir / "metrics.jsonl", [metrics])
         accelerator.log(metrics, step=step)
+        state |= {"iteration": iteration, "step": step}
+        signals = accelerator.gather(torch.tensor([max(received, default=0)], device=device))
+        stopped_by = 0 if last else int(signals.max())  # a process may have seen its signal in another iteration
+        if stopped_by or (args.save_every is not None and (last or iteration % args.save_every == 0)):
+            save_checkpoint(accelerator, state, output_dir, args.save_total_limit)
+        if stopped_by:
+            break
 
     # -------------------------------------------------- end --------------------------------------------------
     progress.close()
-    save_model(accelerator, model, "", policy, tokenizer, args, output_dir / "model")
+    if not stopped_by and not (output_dir / "model").exists():
+        save_model(accelerator, model, "", policy, tokenizer, args, output_dir)
     if is_main:
-        print(closing_line(args, plan, output_dir, time.time() - started), flush=True)
+        print(closing_line(args, plan, state, output_dir, time.time() - started), flush=True)
     # in this order: a process group that is destroyed under a living model can hang at exit
     accelerator.wait_for_everyone()
     model, optimizer, policy = accelerator.free_memory(model, optimizer, policy)
     accelerator.end_training()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    if stopped_by:
+        raise SystemExit(128 + stopped_by)
 
 
 # ============================================== 8  entry point ===========================================

@@ -1,0 +1,34 @@
+"""
+The reward of one-digit sums and differences, checked by reasoning-gym's own verifier:
+
+    --dataset benchmark/smollm2/chain_sum_train.jsonl --reward benchmark/chain_sum.py:score
+
+The last number of a completion is its answer: 1 if that is right, else 0. So one completion gives one answer; working
+before it ("3 + 4 = 7") costs nothing, and a list of guesses gains nothing over its last one. What remains is an answer
+that the response length cut off or that the policy went on talking after; `--missing-eos-penalty` is for those.
+
+Needs `pip install reasoning-gym==0.1.25`.
+"""
+
+import re
+
+import reasoning_gym
+
+# 200 questions exist; the 2,000 drawn here, each from its own seed, hold them all
+DATASET = reasoning_gym.create_dataset(
+    "chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1, size=2000, seed=0
+)
+# a minus right after a number, a letter or ")" is an operator, not a sign: the last number of "5-9" is 9
+NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?")
+
+
+def last_number(text: str) -> str:
+    """The last number written in digits, with its sign and without thousands separators; "" where there is none."""
+    numbers = NUMBER.findall(text.replace("\u2212", "-"))  # U+2212 is the typographic minus
+    return numbers[-1].replace(",", "") if numbers else ""
+
+
+def score(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
+    """Returns 1.0 or 0.0 per completion: whether its last number equals the row's `answer`."""
+    scores = [DATASET.score_answer(last_number(text), entry=row) for text, row in zip(completions, rows)]
+    return [float(value == 1.0) for value in scores]  # the verifier's partial credit goes by length: not counted

@@ -1,0 +1,156 @@
+"""
+Makes the default policy and data of the three scripts, in one command: `python benchmark/make_default.py`.
+
+The task is adding two-digit numbers: prompt "37+58=", answer "95". The policy is a Llama of 3 layers, hidden size 128
+and 0.64M parameters that reads one character at a time. It is made in two stages of supervised training:
+
+1. on correct sums, well beyond the point where it can add: the weaker the skill, the lower RL ends;
+2. briefly, on sums of which 65 % have one wrong digit, so that it adds correctly in about a third of its samples.
+
+Why so? Reinforcement learning from a score makes likelier what a policy already does now and then. So the skill must
+be there, and sampled unreliably: the situation of RLHF, where pretraining taught the skill from text of mixed quality.
+Stage 1 alone leaves nothing to improve. Stopped half-way, it gives a policy that is right just as often but has no
+skill to be found, and improves slowly. Stage 2 leaves the right answer the likeliest: greedy decoding is nearly always
+right before any RL, and what RL can raise is the sampled accuracy. Both are printed.
+
+Sums held out for evaluation are in no stage of the training, nor are their mirrors (58+37 where 37+58 is held out).
+Every random number comes from a seeded generator and the work is done by one thread, so that two runs on one machine
+write the same bytes. It takes about four minutes and writes, beside this file, the folder `default/`:
+
+    policy/       model.safetensors (float32), config, generation config and tokenizer, for `from_pretrained`
+    train.jsonl   2,048 prompts with their answers
+    eval.jsonl    256 held-out prompts with their answers
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+FOLDER = Path(__file__).parent / "default"
+VOCAB = ["<pad>", "<eos>", *"0123456789+-= "]
+PAD, EOS = 0, 1
+PROMPT_LENGTH = len("37+58=")
+RESPONSE_LENGTH = len("198") + 1  # the longest answer and its EOS
+NUM_TRAIN, NUM_EVAL = 2048, 256
+BATCH_SIZE = 128
+SEED = 1
+
+
+def split_sums(rng):
+    """Returns all sums but the held-out ones and their mirrors, and the held-out ones: int arrays [n, 2], shuffled."""
+    sums = rng.permutation([(a, b) for a in range(10, 100) for b in range(10, 100)])  # [8100, 2]
+    held_out = {tuple(sorted(pair)) for pair in sums[:NUM_EVAL].tolist()}
+    seen = [pair for pair in sums.tolist() if tuple(sorted(pair)) not in held_out]
+    return np.array(seen), sums[:NUM_EVAL]
+
+
+def write_jsonl(path, sums):
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums.tolist()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_tokenizer():
+    """One token per character; a character outside the vocabulary raises an error."""
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCAB)}))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        model_max_length=64,
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_policy():
+    config = LlamaConfig(
+        vocab_size=len(VOCAB),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        attention_dropout=0.0,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    policy = LlamaForCausalLM(config)
+    policy.generation_config = GenerationConfig(do_sample=True, eos_token_id=EOS, pad_token_id=PAD)
+    return policy
+
+
+def encode(sums, answers):
+    """Token ids of prompts and of answers, each ended by EOS: [n, PROMPT_LENGTH] and [n, RESPONSE_LENGTH]."""
+    prompts = [[VOCAB.index(c) for c in f"{a}+{b}="] for a, b in sums]
+    responses = [[VOCAB.index(c) for c in answer] + [EOS] for answer in answers]
+    responses = [ids + [PAD] * (RESPONSE_LENGTH - len(ids)) for ids in responses]
+    return torch.tensor(prompts), torch.tensor(responses)
+
+
+def spoil(answer, rng):
+    """Changes one digit of an answer."""
+    i = rng.integers(len(answer))
+    others = [d for d in "0123456789" if d != answer[i] and not (i == 0 and d == "0")]
+    return answer[:i] + rng.choice(others) + answer[i + 1 :]
+
+
+def train(policy, sums, right, steps, lr, rng):
+    """Supervised training on answers of which the fraction `right` is right; the rate is warmed up, then falls to 0."""
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 50, 1 - step / steps))
+    for _ in range(steps):
+        batch = sums[rng.integers(len(sums), size=BATCH_SIZE)]  # [BATCH_SIZE, 2]
+        answers = [str(a + b) if rng.random() < right else spoil(str(a + b), rng) for a, b in batch]
+        prompts, responses = encode(batch, answers)
+        # the last token is only predicted, never read; the last token of a prompt predicts the first of its answer
+        logits = policy(torch.cat([prompts, responses[:, :-1]], dim=1)).logits[:, PROMPT_LENGTH - 1 :]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), responses.flatten(), ignore_index=PAD)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+
+
+@torch.no_grad()
+def accuracy(policy, sums, generator=None):
+    """The fraction of answers that are right, EOS included: sampled with a generator, greedy without."""
+    tokens, responses = encode(sums, [str(a + b) for a, b in sums])
+    for _ in range(RESPONSE_LENGTH):
+        probs = policy(tokens).logits[:, -1].softmax(-1)  # [n, len(VOCAB)]
+        token = probs.argmax(-1, keepdim=True) if generator is None else probs.multinomial(1, generator=generator)
+        tokens = torch.cat([tokens, token], dim=1)
+    matches = (tokens[:, PROMPT_LENGTH:] == responses) | (responses == PAD)  # [n, RESPONSE_LENGTH]; not past EOS
+    return matches.all(1).double().mean().item()
+
+
+def main():
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    rng = np.random.default_rng(SEED)
+    seen, held_out = split_sums(rng)
+    policy = make_policy()
+    train(policy, seen, right=1.0, steps=3000, lr=1e-3, rng=rng)
+    print(f"greedy accuracy on held-out prompts after stage 1: {accuracy(policy, held_out):.3f}")
+    train(policy, seen, right=0.35, steps=200, lr=3e-4, rng=rng)
+    for name, sums in (("train", seen[:NUM_TRAIN]), ("held-out", held_out)):
+        sampled = accuracy(policy, sums, torch.Generator().manual_seed(SEED))
+        print(f"{name} prompts: accuracy {sampled:.3f} sampled, {accuracy(policy, sums):.3f} greedy")
+
+    FOLDER.mkdir(exist_ok=True)
+    write_jsonl(FOLDER / "train.jsonl", seen[:NUM_TRAIN])
+    write_jsonl(FOLDER / "eval.jsonl", held_out)
+    policy.save_pretrained(FOLDER / "policy")
+    make_tokenizer().save_pretrained(FOLDER / "policy")
+
+
+if __name__ == "__main__":
+    main()

