@@ -127,7 +127,7 @@ class Args:
     total_episodes: int | None = None
     """train on this many episodes, rounded up to whole groups, instead of --num-train-epochs"""
     batch_size: int = 64
-    """episodes of one iteration, over all processes; a multiple of --num-generations and of --num-mini-batches"""
+    """episodes of one iteration, over all processes; a multiple of the group size and of --num-mini-batches"""
     num_mini_batches: int = 1
     """optimizer steps that one pass over an iteration's batch is cut into"""
     num_ppo_epochs: int = 1
@@ -219,9 +219,19 @@ def refuse(message: str):
     stop(message, status=2)
 
 
+def check_ranges(args: Args, *ranges):
+    """Refuse the first flag outside its range; each range is the names of flags, a test, and the test in words."""
+    for names, is_valid, valid in ranges:
+        for name in names.split():
+            value = getattr(args, name)
+            if value is not None and not is_valid(value):
+                refuse(f"--{name.replace('_', '-')} must be {valid}, not {value}")
+
+
 def check_args(args: Args):
     """Refuse values that no run can use. Needs neither data nor models."""
-    for names, is_valid, valid in (
+    check_ranges(
+        args,
         ("batch_size num_mini_batches num_ppo_epochs per_device_train_batch_size", lambda x: x >= 1, "at least 1"),
         ("per_device_rollout_batch_size response_length total_episodes lora_r", lambda x: x >= 1, "at least 1"),
         ("max_prompt_length eval_every save_every save_total_limit plan", lambda x: x >= 1, "at least 1"),
@@ -232,11 +242,7 @@ def check_args(args: Args):
         ("adam_beta1 adam_beta2", lambda x: 0 <= x < 1, "at least 0 and below 1"),
         ("max_grad_norm", lambda x: x > 0, "above 0 (inf: no clipping)"),
         ("seed", lambda x: 0 <= x < 2**32, "between 0 and 2**32 - 1"),  # one word of a key of `keyed_rng`
-    ):
-        for name in names.split():
-            value = getattr(args, name)
-            if value is not None and not is_valid(value):
-                refuse(f"--{name.replace('_', '-')} must be {valid}, not {value}")
+    )
     if args.reward == "none" and args.reward_model_path is None:
         refuse("--reward none needs a --reward-model-path: without either there is nothing to learn from")
     if args.resume and args.output_dir is None:
@@ -976,6 +982,7 @@ def main(args: Args):
     check_args(args)
     if args.num_generations < 2:
         refuse(f"--num-generations must be at least 2, not {args.num_generations}: scores are compared in a group")
+    check_ranges(args, ("cliprange_high", lambda x: 0 <= x < math.inf, "at least 0 and finite"))
     cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
     if args.eval_dataset is None and args.dataset == Args.dataset:
         args.eval_dataset = str(DEFAULT / "eval.jsonl")

@@ -127,15 +127,15 @@ class Args:
     """the reward of the evaluation, as in --reward (default: --reward plus --reward-model-path)"""
 
     # batch sizes
-    num_train_epochs: float = 2.0
+    num_train_epochs: float = 4.0
     """passes over the prompts of the dataset; may be a fraction"""
     total_episodes: int | None = None
     """train on this many episodes, rounded up to whole groups, instead of --num-train-epochs"""
     batch_size: int = 64
-    """episodes of one iteration, over all processes; a multiple of --num-mini-batches"""
+    """episodes of one iteration, over all processes; a multiple of the group size and of --num-mini-batches"""
     num_mini_batches: int = 1
     """optimizer steps that one pass over an iteration's batch is cut into"""
-    num_ppo_epochs: int = 1
+    num_ppo_epochs: int = 4
     """passes over each iteration's batch"""
     per_device_train_batch_size: int = 64
     """episodes of one forward and backward pass on one process; changes memory and speed, never the result"""
@@ -187,7 +187,7 @@ class Args:
     missing_eos_penalty: float = 0.0
     """subtracted from the score of an episode that never ended, the EOS trick (arXiv 2403.17031, detail 4)"""
     score_clip: float | None = None
-    """clip scores to [-this, this], after --missing-eos-penalty and scaling (default: no clipping)"""
+    """clip scores to [-this, this], after --missing-eos-penalty (default: no clipping)"""
 
     # optimizer
     learning_rate: float = 1e-4
@@ -235,27 +235,30 @@ def refuse(message: str):
     stop(message, status=2)
 
 
+def check_ranges(args: Args, *ranges):
+    """Refuse the first flag outside its range; each range is the names of flags, a test, and the test in words."""
+    for names, is_valid, valid in ranges:
+        for name in names.split():
+            value = getattr(args, name)
+            if value is not None and not is_valid(value):
+                refuse(f"--{name.replace('_', '-')} must be {valid}, not {value}")
+
+
 def check_args(args: Args):
     """Refuse values that no run can use. Needs neither data nor models."""
-    for names, is_valid, valid in (
+    check_ranges(
+        args,
         ("batch_size num_mini_batches num_ppo_epochs per_device_train_batch_size", lambda x: x >= 1, "at least 1"),
         ("per_device_rollout_batch_size response_length total_episodes lora_r", lambda x: x >= 1, "at least 1"),
         ("max_prompt_length eval_every save_every save_total_limit plan", lambda x: x >= 1, "at least 1"),
         ("warmup_steps num_sample_generations", lambda x: x >= 0, "at least 0"),
-        ("kl_target kl_horizon target_kl ratio_threshold", lambda x: 0 < x < math.inf, "above 0 and finite"),
-        ("gamma lam", lambda x: 0 <= x <= 1, "between 0 and 1"),
-        ("cliprange_value vf_coef", lambda x: 0 <= x < math.inf, "at least 0 and finite"),
         ("num_train_epochs temperature adam_epsilon score_clip", lambda x: 0 < x < math.inf, "above 0 and finite"),
         ("learning_rate eval_temperature kl_coef cliprange", lambda x: 0 <= x < math.inf, "at least 0 and finite"),
         ("missing_eos_penalty weight_decay", lambda x: 0 <= x < math.inf, "at least 0 and finite"),
         ("adam_beta1 adam_beta2", lambda x: 0 <= x < 1, "at least 0 and below 1"),
         ("max_grad_norm", lambda x: x > 0, "above 0 (inf: no clipping)"),
         ("seed", lambda x: 0 <= x < 2**32, "between 0 and 2**32 - 1"),  # one word of a key of `keyed_rng`
-    ):
-        for name in names.split():
-            value = getattr(args, name)
-            if value is not None and not is_valid(value):
-                refuse(f"--{name.replace('_', '-')} must be {valid}, not {value}")
+    )
     if args.reward == "none" and args.reward_model_path is None:
         refuse("--reward none needs a --reward-model-path: without either there is nothing to learn from")
     if args.resume and args.output_dir is None:
@@ -1060,6 +1063,14 @@ def main(args: Args):
     started = time.time()
     transformers.utils.logging.disable_progress_bar()
     check_args(args)
+    check_ranges(
+        args,
+        ("kl_target kl_horizon target_kl ratio_threshold", lambda x: 0 < x < math.inf, "above 0 and finite"),
+        ("gamma lam", lambda x: 0 <= x <= 1, "between 0 and 1"),
+        ("cliprange_value vf_coef", lambda x: 0 <= x < math.inf, "at least 0 and finite"),
+    )
+    if args.adaptive_kl and args.kl_coef == 0:
+        refuse("--adaptive-kl needs a --kl-coef above 0 to start from")
     if args.eval_dataset is None and args.dataset == Args.dataset:
         args.eval_dataset = str(DEFAULT / "eval.jsonl")
 

@@ -127,7 +127,7 @@ class Args:
     total_episodes: int | None = None
     """train on this many episodes, rounded up to whole groups, instead of --num-train-epochs"""
     batch_size: int = 64
-    """episodes of one iteration, over all processes; a multiple of --rloo-k and of --num-mini-batches"""
+    """episodes of one iteration, over all processes; a multiple of the group size and of --num-mini-batches"""
     num_mini_batches: int = 1
     """optimizer steps that one pass over an iteration's batch is cut into"""
     num_ppo_epochs: int = 1
@@ -149,7 +149,7 @@ class Args:
 
     # algorithm
     kl_coef: float = 0.01
-    """weight of the KL to the reference in the reward, per nat; 0 loads no reference model (arXiv 2402.14740, eq. 2)"""
+    """weight of the KL to the reference in the reward, per nat; 0 loads no reference model (arXiv 1909.08593, eq. 2)"""
     cliprange: float = 0.2
     """clips the ratio to 1 +- this (PPO, arXiv 1707.06347, eq. 7); the ratio is that of the whole completion, so with
     several updates per iteration 0.2 saturates for long completions; with a single update it does nothing"""
@@ -206,9 +206,19 @@ def refuse(message: str):
     stop(message, status=2)
 
 
+def check_ranges(args: Args, *ranges):
+    """Refuse the first flag outside its range; each range is the names of flags, a test, and the test in words."""
+    for names, is_valid, valid in ranges:
+        for name in names.split():
+            value = getattr(args, name)
+            if value is not None and not is_valid(value):
+                refuse(f"--{name.replace('_', '-')} must be {valid}, not {value}")
+
+
 def check_args(args: Args):
     """Refuse values that no run can use. Needs neither data nor models."""
-    for names, is_valid, valid in (
+    check_ranges(
+        args,
         ("batch_size num_mini_batches num_ppo_epochs per_device_train_batch_size", lambda x: x >= 1, "at least 1"),
         ("per_device_rollout_batch_size response_length total_episodes lora_r", lambda x: x >= 1, "at least 1"),
         ("max_prompt_length eval_every save_every save_total_limit plan", lambda x: x >= 1, "at least 1"),
@@ -219,11 +229,7 @@ def check_args(args: Args):
         ("adam_beta1 adam_beta2", lambda x: 0 <= x < 1, "at least 0 and below 1"),
         ("max_grad_norm", lambda x: x > 0, "above 0 (inf: no clipping)"),
         ("seed", lambda x: 0 <= x < 2**32, "between 0 and 2**32 - 1"),  # one word of a key of `keyed_rng`
-    ):
-        for name in names.split():
-            value = getattr(args, name)
-            if value is not None and not is_valid(value):
-                refuse(f"--{name.replace('_', '-')} must be {valid}, not {value}")
+    )
     if args.reward == "none" and args.reward_model_path is None:
         refuse("--reward none needs a --reward-model-path: without either there is nothing to learn from")
     if args.resume and args.output_dir is None:

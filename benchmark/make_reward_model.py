@@ -1,0 +1,114 @@
+"""
+Makes the reward model of the default task, as RLHF has it, in one command: `python benchmark/make_reward_model.py`.
+
+1. the default policy draws 8 completions of each of the 2,048 training prompts, at temperature 1;
+2. a rule stands in for the people who compare answers: of two completions of a prompt, a right one is preferred to a
+   wrong one. All such pairs are kept, each once however often its two were drawn;
+3. a copy of the policy whose head gives one number instead of a distribution is trained on the pairs with the loss of
+   Bradley and Terry, -log sigmoid(r_chosen - r_rejected) (Stiennon et al. 2020, arXiv 2009.01325).
+
+It reads prompt and completion as token ids, the EOS included, and its score is the head's output at the last token,
+found by length. Only differences of scores mean something: the loss leaves the zero open.
+
+As in RLHF the pairs are read only a few times (here twice), and all come from the policy before RL. On held-out prompts
+the model is right about four pairs in five, and nothing has taught it what to think of answers that this policy never
+gives. `reward_model_curves.py` shows what RL makes of that.
+
+Every random number comes from a seeded generator and the work is done by one thread, so that two runs on one machine
+write the same bytes. It takes about half a minute, prints the accuracy on pairs made in the same way of the held-out
+prompts, and writes `default/reward_model/`: weights (float32), config and tokenizer, for `from_pretrained`.
+"""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils import logging
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from rloo import keyed_rng, pad_left, positions_from_mask, reward_model_scores, sample  # noqa: E402
+
+FOLDER = Path(__file__).parent / "default"
+NUM_PROMPTS, NUM_SAMPLES = 2048, 8
+RESPONSE_LENGTH = 8
+BATCH_SIZE = 64  # pairs
+EPOCHS = 2
+LEARNING_RATE = 3e-4
+SEED = 1
+TRAIN_SAMPLES, EVAL_SAMPLES, PAIR_ORDER = range(3)  # what random numbers are for
+
+
+def draw_pairs(policy, tokenizer, path: Path, num_prompts: int, purpose: int) -> list[tuple[list[int], list[int]]]:
+    """Samples completions of a file's prompts -> pairs (chosen, rejected) of token lists, prompt and completion."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()[:num_prompts]]
+    rows = [row for row in rows for _ in range(NUM_SAMPLES)]
+    prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
+    uniforms = torch.from_numpy(keyed_rng(SEED, purpose).random((len(rows), RESPONSE_LENGTH)))
+    drawn = sample(policy, prompts, uniforms, 1.0, [tokenizer.eos_token_id], tokenizer.pad_token_id)
+    chosen, rejected = {}, {}  # of each prompt; dicts as sets that keep their order
+    for row, prompt, tokens, length in zip(rows, prompts, drawn["tokens"].tolist(), drawn["lengths"]):
+        is_right = tokenizer.decode(tokens[:length], skip_special_tokens=True).strip() == row["answer"]
+        sequences = chosen if is_right else rejected
+        sequences.setdefault(row["prompt"], {})[(*prompt, *tokens[:length])] = None
+    return [
+        (list(right), list(wrong))
+        for prompt in chosen
+        for right, wrong in itertools.product(chosen[prompt], rejected.get(prompt, ()))
+    ]
+
+
+def scores_of(model, sequences: list[list[int]], pad_token_id: int) -> torch.Tensor:
+    """What rloo.py's `reward_model_scores` returns, with gradient: the head's output at each last token, [rows]."""
+    input_ids, mask = pad_left(sequences, pad_token_id, "cpu")
+    hidden = model.base_model(input_ids, attention_mask=mask, position_ids=positions_from_mask(mask), use_cache=False)
+    return model.score(hidden.last_hidden_state[:, -1]).squeeze(-1)
+
+
+def train(model, pairs: list, pad_token_id: int):
+    """Bradley-Terry; the rate is warmed up, then falls to 0."""
+    rng = keyed_rng(SEED, PAIR_ORDER)
+    order = np.concatenate([rng.permutation(len(pairs)) for _ in range(EPOCHS)])
+    batches = np.array_split(order, len(order) // BATCH_SIZE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / 10, 1 - i / len(batches)))
+    for batch in batches:
+        chosen, rejected = zip(*(pairs[i] for i in batch))
+        chosen_scores, rejected_scores = scores_of(model, chosen + rejected, pad_token_id).chunk(2)
+        loss = -torch.nn.functional.logsigmoid(chosen_scores - rejected_scores).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+
+
+def accuracy(model, pairs: list, pad_token_id: int) -> float:
+    """The fraction of pairs whose right completion scores higher, as rloo.py scores them."""
+    chosen, rejected = (reward_model_scores(model, list(side), pad_token_id) for side in zip(*pairs))
+    return (chosen > rejected).double().mean().item()
+
+
+def main():
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # the new head is meant to be missing in the policy's checkpoint
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "policy")
+    policy = AutoModelForCausalLM.from_pretrained(FOLDER / "policy", dtype=torch.float32).eval()
+    pairs = draw_pairs(policy, tokenizer, FOLDER / "train.jsonl", NUM_PROMPTS, TRAIN_SAMPLES)
+    held_out = draw_pairs(policy, tokenizer, FOLDER / "eval.jsonl", NUM_PROMPTS, EVAL_SAMPLES)
+
+    model = AutoModelForSequenceClassification.from_pretrained(FOLDER / "policy", num_labels=1, dtype=torch.float32)
+    torch.nn.init.zeros_(model.score.weight)
+    train(model, pairs, tokenizer.pad_token_id)
+    for name, some in (("training", pairs), ("held-out", held_out)):
+        print(f"{len(some):,} {name} pairs: accuracy {accuracy(model, some, tokenizer.pad_token_id):.3f}")
+    model.save_pretrained(FOLDER / "reward_model")
+    tokenizer.save_pretrained(FOLDER / "reward_model")
+
+
+if __name__ == "__main__":
+    main()
