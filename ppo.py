@@ -226,7 +226,9 @@ class Args:
 def stop(message: str, status: int):
     """End the program with one line on standard error, from the main process (status 2: bad input, 1: a fault)."""
     if int(os.environ.get("RANK", 0)) == 0:
-        print(f"{os.path.basename(__file__)}: {message}", file=sys.stderr, flush=True)
+        tqdm.write(
+            f"{os.path.basename(__file__)}: {message}", file=sys.stderr
+        )  # beside a progress bar, not in its line
     raise SystemExit(status)
 
 
@@ -400,9 +402,12 @@ def micro_batches(accelerator: Accelerator, model, indices: torch.Tensor, weight
     Forward and backward passes belong inside the loop: gradients are synchronised over processes on the last
     micro-batch of a mini-batch and nowhere else.
     """
+    is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     for start in range(0, len(indices), size):
         is_last = start + size >= len(indices)
-        with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
+        if is_deepspeed:  # its last backward pass takes the optimizer's step, too
+            accelerator.gradient_state._set_sync_gradients(is_last)
+        with contextlib.nullcontext() if is_last or is_deepspeed else accelerator.no_sync(model):
             yield indices[start : start + size], weights[start : start + size].to(accelerator.device), is_last
 
 
@@ -554,6 +559,8 @@ def load_model(flag: str, path: str, auto_class, dtype: torch.dtype, args: Args,
         model, loading_info = auto_class.from_pretrained(path, **settings)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         refuse(f"{flag} {path}: {auto_class.__name__} does not load it ({str(error).strip().splitlines()[0]})")
+    if auto_class is AutoModelForCausalLM and loading_info["missing_keys"]:
+        refuse(f"{flag} {path}: not a causal language model, it lacks {sorted(loading_info['missing_keys'])[0]}")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -571,6 +578,20 @@ def add_lora(model, args: Args, index: int):
     )
 
 
+def configure_deepspeed(accelerator: Accelerator, args: Args):
+    """Hand over what DeepSpeed's engine does itself: clipping, autocast, gathering the weights that are saved."""
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    config |= {
+        "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": 1,  # `micro_batches` counts them
+        "gradient_clipping": 0.0 if math.isinf(args.max_grad_norm) else args.max_grad_norm,
+        "torch_autocast": {"enabled": args.dtype == "bfloat16", "dtype": "bfloat16"},
+    }
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    # else transformers shards all that it loads, the reference too, which has no engine to gather it
+    transformers.integrations.unset_hf_deepspeed_config()
+
+
 @contextlib.contextmanager
 def whole_weights(accelerator: Accelerator, model):
     """Gather sharded weights once for all the passes inside, instead of layer by layer for every token."""
@@ -578,15 +599,23 @@ def whole_weights(accelerator: Accelerator, model):
         import deepspeed
 
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            hooks = getattr(model.optimizer, "parameter_offload", None)  # ZeRO-3's, which would release every layer
+            if hooks is not None:
+                hooks._remove_module_hooks()
+                hooks.forward_hooks.clear(), hooks.backward_hooks.clear()
             yield
+            if hooks is not None:
+                hooks.setup_zero_stage3_hooks()
         return
     sharded = [module for module in model.modules() if hasattr(module, "set_reshard_after_forward")]  # FSDP2's
     for module in sharded:
         module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
+    if sharded:  # FSDP2's first pass must be the whole model's, also where only a part of it samples; it gathers all
+        with torch.no_grad():
+            model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=accelerator.device), logits_to_keep=1)
     yield
     for module in sharded:
-        module.set_reshard_after_forward(True, recurse=False)
+        module.set_reshard_after_forward(module is not model, recurse=False)  # the root's come first in the backward
         module.reshard()
 
 
@@ -735,9 +764,9 @@ def load_reward_model(path: str, tokenizer, args: Args, device):
 
 
 @torch.no_grad()
-def reward_model_scores(model, sequences: list[list[int]], pad_token_id: int) -> torch.Tensor:
+def reward_model_scores(model, sequences: list[list[int]]) -> torch.Tensor:
     """The head's output at the last token of each sequence, [rows]: found by length, as pad may equal EOS."""
-    input_ids, mask = pad_left(sequences, pad_token_id, model.device)
+    input_ids, mask = pad_left(sequences, 0, model.device)  # masked, so any token of its vocabulary pads
     hidden = model.base_model(input_ids, attention_mask=mask, position_ids=positions_from_mask(mask), use_cache=False)
     return model.score(hidden.last_hidden_state[:, -1]).float().squeeze(-1)
 
@@ -780,7 +809,7 @@ def load_policy_and_value(policy, args: Args, reward_model_fits: bool) -> Policy
         flag, path = "--reward-model-path", args.reward_model_path
     if path is None:
         flag, path = "--model-path", args.model_path
-    architectures = AutoConfig.from_pretrained(path).architectures or [""]
+    architectures = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code).architectures or [""]
     if not architectures[0].endswith("ForSequenceClassification"):
         trunk, _ = load_model(flag, path, AutoModel, torch.float32, args)
         model = PolicyAndValue(policy, trunk)
@@ -919,12 +948,19 @@ def append_jsonl(path: Path, rows: list[dict]):
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
+def write_whole(path: Path, text: str):
+    """Write a file beside and rename it, so that it is never there in part."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text(text)
+    beside.replace(path)
+
+
 def drop_lines_after(path: Path, iteration: int):
     """Keep the whole lines of iterations up to this one: what a killed run wrote after its checkpoint is made again."""
     if path.exists():
         beside = path.with_name(path.name + ".tmp")
-        with open(path, encoding="utf-8") as old, open(beside, "w", encoding="utf-8") as new:
-            new.writelines(line for line in old if line.endswith("\n") and json.loads(line)["iteration"] <= iteration)
+        with open(path, "rb") as old, open(beside, "wb") as new:  # bytes: a kill may have cut a character in two
+            new.writelines(line for line in old if line.endswith(b"\n") and json.loads(line)["iteration"] <= iteration)
         beside.replace(path)
 
 
@@ -957,6 +993,10 @@ def save_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path, sav
     folder = output_dir / "checkpoints" / f"iteration_{state['iteration']:08d}"
     beside = folder.with_suffix(".tmp")
     try:
+        if accelerator.is_main_process:  # what a kill left
+            for stale in output_dir.glob("checkpoints/*.tmp"):
+                shutil.rmtree(stale)
+        accelerator.wait_for_everyone()
         accelerator.save_state(str(beside))
         if accelerator.is_main_process:
             (beside / "state.json").write_text(json.dumps(state))
@@ -995,9 +1035,9 @@ def save_model(accelerator: Accelerator, model, prefix: str, policy, tokenizer, 
     `prefix` is where the policy's weights are in those of `model`, which accelerate wraps and may have sharded.
     """
     state_dict = accelerator.get_state_dict(model)
-    state_dict = {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}
     if not accelerator.is_main_process:
         return
+    state_dict = {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}
     beside = output_dir / "model.tmp"
     shutil.rmtree(beside, ignore_errors=True)
     if args.lora_r is not None:
@@ -1061,6 +1101,7 @@ def show_samples(accelerator: Accelerator, samples: list[dict], step: int):
 
 def main(args: Args):
     started = time.time()
+    transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     check_args(args)
     check_ranges(
@@ -1094,6 +1135,8 @@ def main(args: Args):
     accelerator = Accelerator(mixed_precision="no", log_with=args.log_with)  # precision: `autocast` below
     device, is_main = accelerator.device, accelerator.is_main_process
     check_launch(accelerator)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        configure_deepspeed(accelerator, args)
     plan = batch_arithmetic(args, num_prompts, accelerator.num_processes)
     output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{int(started)}"
     output_dir = Path(broadcast_object_list([output_dir])[0])  # the clocks of two processes may differ
@@ -1101,6 +1144,11 @@ def main(args: Args):
         if not args.resume:
             refuse(f"--output-dir {output_dir}: already holds a run; give another folder, or --resume to continue it")
         check_same_run(args, output_dir)
+        if (output_dir / "model").exists():
+            if is_main:
+                print(f"nothing to do: the run in {output_dir} is finished, its model is in {output_dir / 'model'}")
+            accelerator.end_training()
+            return
 
     # ------------------------------------------------ models -------------------------------------------------
     policy, _ = load_model("--model-path", args.model_path, AutoModelForCausalLM, torch.float32, args)
@@ -1134,6 +1182,9 @@ def main(args: Args):
         reward_model, reward_tokenizer = load_reward_model(args.reward_model_path, tokenizer, args, device)
     reward_model_fits = reward_model is not None and reward_tokenizer is None
     model = load_policy_and_value(policy, args, reward_model_fits)
+    can_drop_updates = args.target_kl is not None or args.ratio_threshold is not None
+    if can_drop_updates and accelerator.distributed_type == DistributedType.DEEPSPEED:
+        refuse("--target-kl and --ratio-threshold drop updates, which DeepSpeed cannot do; use FSDP2 or DDP")
     adam = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, **adam, weight_decay=args.weight_decay)
@@ -1152,8 +1203,8 @@ def main(args: Args):
                 drop_lines_after(output_dir / f"{name}.jsonl", state["iteration"] if state["iteration"] else -1)
     if is_main:
         output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / "args.yaml").write_text(yaml.safe_dump(vars(args), sort_keys=False))
-        (output_dir / "plan.yaml").write_text(plan_table(args, num_prompts, accelerator.num_processes))
+        write_whole(output_dir / "args.yaml", yaml.safe_dump(vars(args), sort_keys=False))
+        write_whole(output_dir / "plan.yaml", plan_table(args, num_prompts, accelerator.num_processes))
         print(plan_table(args, num_prompts, accelerator.num_processes), end="")
         processes = f"{accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)}"
         print(f"{processes} on {device.type}, {args.dtype}; writing to {output_dir}", flush=True)
@@ -1203,7 +1254,7 @@ def main(args: Args):
             sequences = [reward_model_sequence(*episode, reward_tokenizer) for episode in episodes]
 
             def score_chunk(indices):
-                return {"scores": reward_model_scores(reward_model, [sequences[i] for i in indices], pad_token_id)}
+                return {"scores": reward_model_scores(reward_model, [sequences[i] for i in indices])}
 
             chunk_size = args.per_device_train_batch_size
             with autocast():
