@@ -972,15 +972,13 @@ FREE_FLAGS = (
 ).split()
 
 
-def check_same_run(args: Args, output_dir: Path):
+def check_same_run(flags: dict, output_dir: Path):
     """Refuse, by name, flags that would make the resumed run another run."""
     before = yaml.safe_load((output_dir / "args.yaml").read_text())
-    for name, value in vars(args).items():
+    for name, value in flags.items():
         if name not in FREE_FLAGS and before.get(name) != value:
-            flag = f"--{name.replace('_', '-')}"
-            refuse(
-                f"{flag} {value}: the run in {output_dir} had {before.get(name)}, and {flag} would make it another run"
-            )
+            flag = f"--{name.replace('_', '-').removesuffix('-sha256')}"
+            refuse(f"{flag}: would make it another run: {output_dir} has {name} {before.get(name)}, not {value}")
 
 
 def checkpoints_of(output_dir: Path) -> list[Path]:
@@ -1023,9 +1021,7 @@ def load_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path) -> 
         accelerator.load_state(str(newest))
     except Exception as error:
         other = f"remove it to resume from {before[-1]}" if before else "and there is none before it"
-        refuse(f"{newest}: cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}); {other}")
-    if loaded["dataset_sha256"] != state["dataset_sha256"]:
-        refuse(f"--dataset: its prompts are not those that the run in {output_dir} was started with")
+        refuse(f"{newest}: cannot be read ({type(error).__name__}: {error}); {other}".replace("\n", " "))
     return loaded
 
 
@@ -1140,10 +1136,11 @@ def main(args: Args):
     plan = batch_arithmetic(args, num_prompts, accelerator.num_processes)
     output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{int(started)}"
     output_dir = Path(broadcast_object_list([output_dir])[0])  # the clocks of two processes may differ
+    flags = vars(args) | {"dataset_sha256": fingerprint(prompts)}
     if (output_dir / "args.yaml").exists():
         if not args.resume:
             refuse(f"--output-dir {output_dir}: already holds a run; give another folder, or --resume to continue it")
-        check_same_run(args, output_dir)
+        check_same_run(flags, output_dir)
         if (output_dir / "model").exists():
             if is_main:
                 print(f"nothing to do: the run in {output_dir} is finished, its model is in {output_dir / 'model'}")
@@ -1193,7 +1190,7 @@ def main(args: Args):
     model, optimizer = accelerator.prepare(model, optimizer)
 
     # all that an iteration hands to the next, besides weights and optimizer; a checkpoint's state.json
-    state = {"iteration": 0, "step": 0, "dataset_sha256": fingerprint(prompts)}
+    state = {"iteration": 0, "step": 0}
     state |= {"kl_coef": args.kl_coef, "score_count": 0, "score_mean": 0.0, "score_squares": 0.0}
     if args.resume:
         state = load_checkpoint(accelerator, state, output_dir)
@@ -1203,7 +1200,7 @@ def main(args: Args):
                 drop_lines_after(output_dir / f"{name}.jsonl", state["iteration"] if state["iteration"] else -1)
     if is_main:
         output_dir.mkdir(parents=True, exist_ok=True)
-        write_whole(output_dir / "args.yaml", yaml.safe_dump(vars(args), sort_keys=False))
+        write_whole(output_dir / "args.yaml", yaml.safe_dump(flags, sort_keys=False))
         write_whole(output_dir / "plan.yaml", plan_table(args, num_prompts, accelerator.num_processes))
         print(plan_table(args, num_prompts, accelerator.num_processes), end="")
         processes = f"{accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)}"
