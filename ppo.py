@@ -135,7 +135,7 @@ class Args:
     """episodes of one iteration, over all processes; a multiple of the group size and of --num-mini-batches"""
     num_mini_batches: int = 1
     """optimizer steps that one pass over an iteration's batch is cut into"""
-    num_ppo_epochs: int = 4
+    num_ppo_epochs: int = 2
     """passes over each iteration's batch"""
     per_device_train_batch_size: int = 64
     """episodes of one forward and backward pass on one process; changes memory and speed, never the result"""
