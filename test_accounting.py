@@ -14,15 +14,20 @@ import ast
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import json
 import math
 import os
+import pickle
 import random
 import re
+import resource
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import time
 import typing
 from collections import Counter
 from pathlib import Path
@@ -37,6 +42,7 @@ import transformers
 import tyro
 import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from hypothesis import HealthCheck, given, settings, strategies
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import (
@@ -2134,3 +2140,406 @@ def test_wandb_offline(script, world, tmp_path, monkeypatch):
     finished = launch(script, 1, tmp_path, flags)
     assert finished.returncode == 0, finished.stderr
     assert list(tmp_path.glob("**/wandb/offline-run-*/*.wandb"))
+
+
+# ========================================= any configuration, or a refusal ================================
+ODD_SIZES = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+@strategies.composite
+def odd_flags(draw):
+    """Flags of odd sizes, about one in six with a fault, and the number of prompts."""
+    k, num_mini_batches = draw(strategies.sampled_from([2, 3, 4, 5])), draw(strategies.integers(1, 5))
+    flags = dict(k=k, num_mini_batches=num_mini_batches, num_ppo_epochs=draw(strategies.integers(1, 3)))
+    flags["batch_size"] = math.lcm(k, num_mini_batches) * draw(strategies.integers(1, 4))
+    flags["num_train_epochs"] = draw(strategies.sampled_from([1.0, 0.5, 1.5, 2.0, 0.01, 1 / 3]))
+    flags["total_episodes"] = draw(strategies.none() | strategies.integers(1, 40))
+    flags["per_device_train_batch_size"] = draw(strategies.integers(1, 7))
+    flags["per_device_rollout_batch_size"] = draw(strategies.none() | strategies.integers(1, 7))
+    faults = [("batch_size", flags["batch_size"] + 1), ("batch_size", 0), ("num_mini_batches", 0)]
+    faults += [("num_ppo_epochs", 0), ("total_episodes", -1), ("num_train_epochs", -0.5), ("num_train_epochs", 0.0)]
+    faults += [("per_device_train_batch_size", -3), ("per_device_rollout_batch_size", 0)]
+    if draw(strategies.integers(1, 6)) == 4:
+        flags.update([draw(strategies.sampled_from(faults))])
+    return flags, draw(strategies.integers(1, 11))
+
+
+def is_valid(script, flags):
+    """Every size is above 0, and a batch is whole groups and whole mini-batches. PPO's group is one episode."""
+    k = flags["k"] if script.__name__ in GROUP_FLAG else 1
+    above_zero = all(value > 0 for value in flags.values() if value is not None)
+    return above_zero and flags["batch_size"] % k == 0 and flags["batch_size"] % flags["num_mini_batches"] == 0
+
+
+def planned(args, num_prompts):
+    """What `deal` says of a run's flags -> [(episodes, steps) of each iteration]."""
+    names = "k batch_size num_mini_batches num_ppo_epochs num_train_epochs total_episodes"
+    return deal(num_prompts=num_prompts, **{name: getattr(args, name) for name in names.split()})
+
+
+def test_any_sizes_are_counted_or_refused(script):
+    """200 drawn configurations: the counts are those of dealing cards, or the flags are refused with status 2."""
+    outcomes = Counter()
+
+    @settings(ODD_SIZES, max_examples=200)
+    @given(odd_flags(), strategies.integers(1, 9))
+    def check(drawn, world_size):
+        flags, num_prompts = drawn
+        args, status = make_args(script, **flags), 0
+        try:
+            script.check_args(args)
+            plan = script.batch_arithmetic(args, num_prompts, world_size)
+        except SystemExit as stopped:
+            status = stopped.code
+        assert status == (0 if is_valid(script, flags) else 2), flags
+        outcomes[status] += 1
+        if status == 0:
+            iterations = planned(args, num_prompts)
+            counts = plan.iterations, plan.last_batch_size, plan.episodes, plan.steps
+            assert counts == (len(iterations), iterations[-1][0], *(sum(x) for x in zip(*iterations))), flags
+
+    check()
+    assert outcomes.total() >= 200 and 0.7 <= outcomes[0] / outcomes.total() < 1, outcomes
+
+
+@pytest.mark.slow
+def test_any_configuration_runs_as_planned_or_is_refused(script, world, tmp_path):
+    """40 drawn configurations as real runs, with everything that can be switched on: exactly the planned counts, or
+    status 2 and nothing written; never anything else."""
+    outcomes, numbers = Counter(), iter(range(10_000))
+    switches = dict(
+        response_length=strategies.sampled_from([1, 2, 6, 63]),  # the models have 64 positions
+        kl_coef=strategies.sampled_from([0.0, 0.05]),
+        dtype=strategies.sampled_from(["float32", "float32", "bfloat16"]),
+        lr_scheduler_type=strategies.sampled_from(["linear", "cosine", "constant"]),
+        temperature=strategies.sampled_from([1.0, 0.3, 2.0]),
+        save_every=strategies.none() | strategies.integers(1, 3),
+        missing_eos_penalty=strategies.sampled_from([0.0, 1.0]),
+        model_path=strategies.sampled_from([world.llama, world.gpt2, world.many_eos]),
+        whiten_advantages=strategies.booleans(),
+        gradient_checkpointing=strategies.booleans(),
+    )
+    if script.__name__ == "grpo":
+        del switches["whiten_advantages"]
+
+    @settings(ODD_SIZES, max_examples=40)
+    @given(odd_flags(), strategies.fixed_dictionaries(switches))
+    def check(drawn, switched):
+        flags, num_prompts = drawn
+        output_dir, status = tmp_path / f"run{next(numbers)}", 0
+        longest = max(map(len, make_prompts(num_prompts)))
+        valid = is_valid(script, flags) and longest + switched["response_length"] <= 64
+        everything = base_flags(world) | flags | switched | dict(dataset=world.dataset(num_prompts))
+        args = make_args(script, **everything, output_dir=str(output_dir))
+        reset_accelerate()
+        try:
+            script.main(args)
+        except SystemExit as stopped:
+            status = stopped.code
+        assert status == (0 if valid else 2), everything
+        outcomes[status] += 1
+        if not valid:
+            assert not output_dir.exists()
+            return
+        step = episode = 0
+        for row, (episodes, steps) in zip(read_jsonl(output_dir / "metrics.jsonl"), planned(args, num_prompts)):
+            step, episode = step + steps, episode + episodes
+            assert (row["step"], row["episode"]) == (step, episode)
+        assert [step, episode] == [sum(counts) for counts in zip(*planned(args, num_prompts))][::-1]
+        assert len(read_jsonl(output_dir / "rollouts.jsonl")) == episode
+        assert (output_dir / "model").exists()
+        shutil.rmtree(output_dir)
+
+    check()
+    assert outcomes.total() >= 30 and 0.7 <= outcomes[0] / outcomes.total() < 1, outcomes
+
+
+# ============================================== nothing lost ==============================================
+SAVING = dict(save_every=1, save_total_limit=99, num_train_epochs=3, num_mini_batches=2)
+
+
+def stopped_after(output_dir, folder, iteration):
+    """A copy of a finished run's folder as if it had been killed after an iteration's checkpoint."""
+    stopped = shutil.copytree(output_dir, folder)
+    for name in ("model", "adapter"):
+        shutil.rmtree(stopped / name, ignore_errors=True)
+    for checkpoint in sorted((stopped / "checkpoints").iterdir())[iteration:]:
+        shutil.rmtree(checkpoint)
+    return stopped
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "state.json"])
+def test_an_unreadable_checkpoint_is_named(script, run, capsys, tmp_path, name):
+    """A file of the newest checkpoint cut in two: one line with it and the whole one before it, from which it goes on
+    once the other is gone; with none before it, the line says so."""
+    output_dir = run(script, **SAVING)[2]
+    expected = result_of(output_dir)
+    for kept in (1, 2):
+        stopped = stopped_after(output_dir, tmp_path / f"stopped{kept}", kept)
+        *before, newest = sorted((stopped / "checkpoints").iterdir())
+        os.truncate(newest / name, (newest / name).stat().st_size // 2)
+        files = contents(stopped)
+        with stops_with(2, capsys, str(newest), str(before[-1]) if before else "none before it"):
+            run(script, output_dir=str(stopped), resume=True, **SAVING)
+        assert contents(stopped) == files
+    shutil.rmtree(newest)
+    run(script, output_dir=str(stopped), resume=True, **SAVING)
+    assert result_of(stopped) == expected
+
+
+class Malicious:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_a_pickle_in_a_checkpoint_is_never_executed(script, run, capsys, tmp_path):
+    """A pickle with a side effect, plain or in torch's format, in place of any file that is not safetensors or JSON."""
+    pickle.loads(pickle.dumps(Malicious(tmp_path / "control")))
+    assert (tmp_path / "control").exists()  # it would work
+    output_dir = run(script, **SAVING)[2]
+    names = [path.name for path in sorted((output_dir / "checkpoints").iterdir())[0].iterdir()]
+    names = [name for name in names if not name.endswith((".safetensors", ".json"))]
+    assert "optimizer.bin" in names
+    for number, (name, write) in enumerate(itertools.product(names, (pickle.dump, torch.save))):
+        stopped, struck = stopped_after(output_dir, tmp_path / f"stopped{number}", 2), tmp_path / f"struck{number}"
+        *_, newest = sorted((stopped / "checkpoints").iterdir())
+        with open(newest / name, "wb") as file:
+            write(Malicious(struck), file)
+        if name == "optimizer.bin":
+            with stops_with(2, capsys, str(newest)):
+                run(script, output_dir=str(stopped), resume=True, **SAVING)
+        else:  # what no run needs may be ignored
+            with contextlib.suppress(SystemExit):
+                run(script, output_dir=str(stopped), resume=True, **SAVING)
+        assert not struck.exists(), f"{name} was executed"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
+def test_a_full_disk_leaves_the_checkpoint_before(script, run, monkeypatch, capsys, tmp_path, name):
+    """No room for the last byte of a file of the third checkpoint: one line, status 1, the two before untouched, and
+    a resumed run is the one that had room."""
+    expected = result_of(run(script, **SAVING)[2])
+    output_dir, save_checkpoint, limits = tmp_path / "full", script.save_checkpoint, resource.RLIMIT_FSIZE
+    before = {}
+
+    def save_without_room(accelerator, state, *args):
+        if state["iteration"] < 3:
+            return save_checkpoint(accelerator, state, *args)
+        before.update(contents(output_dir))
+        room = (output_dir / "checkpoints" / "iteration_00000002" / name).stat().st_size - 1
+        soft, hard = resource.getrlimit(limits)
+        resource.setrlimit(limits, (room, hard))  # Python ignores the signal: writing more is an OSError
+        try:
+            save_checkpoint(accelerator, state, *args)
+        finally:
+            resource.setrlimit(limits, (soft, hard))
+
+    monkeypatch.setattr(script, "save_checkpoint", save_without_room)
+    with stops_with(1, capsys, "iteration_00000003", "not written"):
+        run(script, output_dir=str(output_dir), **SAVING)
+    assert [path.name for path in script.checkpoints_of(output_dir)] == ["iteration_00000001", "iteration_00000002"]
+    assert contents(output_dir).items() >= before.items() and not (output_dir / "model").exists()
+    monkeypatch.undo()
+    run(script, output_dir=str(output_dir), resume=True, **SAVING)
+    assert result_of(output_dir) == expected
+
+
+STRIKES = '''
+import os, time
+from rewards import letters
+
+calls = 0
+
+def struck(prompts, completions, rows):
+    """At the second call of the process SIGNAL_RANK, that process gets SIGNAL."""
+    global calls
+    calls += 1
+    if calls == 2 and os.environ.get("RANK", "0") == os.environ.get("SIGNAL_RANK"):
+        print("struck at", time.time(), flush=True)
+        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+    return letters(prompts, completions, rows)
+'''
+
+
+@pytest.fixture
+def strike(tmp_path, monkeypatch):
+    """strike(signal, rank) -> the reward whose second call gives that signal to that process."""
+
+    def set_signal(number, rank=0):
+        (tmp_path / "strikes.py").write_text(STRIKES)
+        monkeypatch.setenv("SIGNAL", str(int(number)))
+        monkeypatch.setenv("SIGNAL_RANK", str(rank))
+        return f"{tmp_path / 'strikes.py'}:struck"
+
+    return set_signal
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_saves_a_checkpoint(script, run, world, monkeypatch, tmp_path, number, strike):
+    """SIGTERM and SIGINT in the middle of the second iteration: it is finished and saved, the status is 143 or 130,
+    and the resumed run is the unbroken one."""
+    flags = dict(num_train_epochs=3, num_mini_batches=2, num_ppo_epochs=2, reward=strike(number))
+    output_dir = tmp_path / "signalled"
+    finished = launch(script, 1, tmp_path, base_flags(world) | flags | dict(output_dir=output_dir))
+    assert finished.returncode == 128 + number, finished.stderr
+    assert finished.stdout.splitlines()[-1].startswith("stopped after") and "Traceback" not in finished.stderr
+    assert [path.name for path in (output_dir / "checkpoints").iterdir()] == ["iteration_00000002"]
+    assert not (output_dir / "model").exists()
+    monkeypatch.delenv("SIGNAL_RANK")
+    run(script, output_dir=str(output_dir), resume=True, **flags)
+    assert result_of(output_dir) == result_of(run(script, **flags)[2])
+
+
+@pytest.mark.slow
+def test_one_process_dying_ends_the_launch(script, run, world, monkeypatch, tmp_path, strike):
+    """SIGKILL of one of two processes: the launch ends with a failure within a minute, and can be resumed."""
+    flags = dict(save_every=1, num_train_epochs=3, reward=strike(signal.SIGKILL, rank=1))
+    output_dir = tmp_path / "died"
+    finished = launch(script, 2, tmp_path, base_flags(world) | flags | dict(output_dir=output_dir))
+    ended = time.time()
+    assert finished.returncode != 0 and not (output_dir / "model").exists()
+    [struck_at] = re.findall(r"struck at ([0-9.]+)", finished.stdout)
+    assert ended - float(struck_at) < 60
+    monkeypatch.delenv("SIGNAL_RANK")
+    _, metrics, resumed = run(script, output_dir=str(output_dir), resume=True, **flags)
+    _, expected, unbroken = run(script, **flags)
+    compare_runs(script, expected, metrics, unbroken, resumed)
+
+
+@pytest.mark.slow
+def test_kill_and_resume(script, tmp_path):
+    """Nine kills, one at least in every phase, on one and two processes by turns: the run that was never killed."""
+    command = [sys.executable, str(HERE / "benchmark" / "kill_and_resume.py"), "--scripts", script.__name__]
+    command += ["--runs", "1, 2 by turns", "--results", str(tmp_path / "results.json")]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    [row] = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert row["kills"] >= 8 and row["fine"] and row["relative_distance"] < 1e-3
+    phases = ["anywhere", "loading", "metrics", "model", "removing", "rollout", "training", "written"]
+    assert sorted(row["phases"]) == phases
+
+
+# ============================================== any hardware ==============================================
+STRADDLING = dict(k=2, batch_size=8, num_mini_batches=2, num_ppo_epochs=2, total_episodes=26, kl_coef=0.1)
+EVERYTHING = {  # what has sums, moments and controllers over the whole batch
+    "rloo": dict(whiten_advantages=True),
+    "grpo": dict(importance_sampling_level="sequence", mask_truncated_completions=True, loss_type="dapo"),
+    "ppo": dict(score_norm=True, score_scaling=True, whiten_rewards=True, adaptive_kl=True, kl_horizon=50),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", ["plain", "everything"])
+def test_any_hardware_gives_the_same_run(script, run, world, tmp_path, features):
+    """1, 2 and 3 processes, micro-batch 1, 3 and all, rollouts of 1 and of all: the same completions, metrics and
+    weights. Three divides neither the batch nor its mini-batches, groups straddle processes, the last batch has fewer
+    episodes than there are processes, and prompts have 1 to 16 tokens."""
+    sizes = STRADDLING | (EVERYTHING[script.__name__] if features == "everything" else {})
+    sizes |= dict(model_path=world.many_eos, ref_model_path=world.reference)
+    _, metrics, output_dir = run(script, **sizes)
+    assert metrics[-1]["episode"] - metrics[-2]["episode"] == 2 and len(metrics) == 4
+    for processes, micro_batch_size, rollout_batch_size in ((1, 1, 1), (1, 3, None), (2, 3, 1), (3, 1, None)):
+        memory = dict(per_device_train_batch_size=micro_batch_size)
+        memory |= {} if rollout_batch_size is None else dict(per_device_rollout_batch_size=rollout_batch_size)
+        if processes == 1:
+            other = run(script, **sizes, **memory)[2]
+        else:
+            other = tmp_path / f"on_{processes}"
+            finished = launch(script, processes, tmp_path, base_flags(world) | sizes | memory | dict(output_dir=other))
+            assert finished.returncode == 0, finished.stderr
+            assert f"{processes} processes on cpu" in finished.stdout
+        compare_runs(script, metrics, read_jsonl(other / "metrics.jsonl"), output_dir, other)
+
+
+def test_gradient_checkpointing_recomputes(script, run, monkeypatch):
+    """Every layer's forward pass with gradient is made twice, and the run is the same bit by bit."""
+    passes = record_calls(monkeypatch, transformers.models.llama.modeling_llama.LlamaMLP, "forward")
+    flags = dict(num_mini_batches=2, num_ppo_epochs=2, per_device_train_batch_size=5)
+    results, counts = [], []
+    for gradient_checkpointing in (False, True):
+        passes.clear()
+        output_dir = run(script, gradient_checkpointing=gradient_checkpointing, **flags)[2]
+        counts.append([sum(call.training is training for call in passes) for training in (True, False)])
+        results.append(result_of(output_dir))
+    (trained, sampled), recomputed = counts
+    assert trained > 0 and sampled > 0 and recomputed == [2 * trained, sampled]
+    assert results[0] == results[1]
+
+
+def test_lora_is_the_policy_with_its_adapter(script, run, world, monkeypatch, tmp_path):
+    """model/ computes what the first policy with adapter/ computes; the reference is the policy without its adapter,
+    and no second model is loaded; a resumed run is the same."""
+    peft = pytest.importorskip("peft")
+    loads = record_calls(monkeypatch, script, "load_model")
+    flags = SAVING | dict(lora_r=2, learning_rate=0.02, kl_coef=0.1)
+    output_dir = run(script, **flags)[2]
+    assert "--ref-model-path" not in {call.args[0] for call in loads}
+    models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in (world.llama, output_dir / "model")]
+    prompt = torch.tensor([encode("12+34=")])
+    with torch.no_grad():
+        first, trained = (model(prompt).logits for model in models)
+        for row in read_jsonl(output_dir / "rollouts.jsonl")[::7]:
+            expected = plain_logprobs(models[0], encode(row["prompt"]), row["token_ids"]).tolist()
+            assert row["ref_logprobs"] == pytest.approx(expected, abs=1e-4)
+        adapted = peft.PeftModel.from_pretrained(models[0], output_dir / "adapter").eval()(prompt).logits
+    torch.testing.assert_close(trained, adapted, rtol=1e-4, atol=1e-4)
+    assert (trained - first).abs().max() > 0.01
+    stopped = stopped_after(output_dir, tmp_path / "stopped", 2)
+    run(script, output_dir=str(stopped), resume=True, **flags)
+    assert result_of(stopped) == result_of(output_dir)
+    assert contents(stopped / "adapter") == contents(output_dir / "adapter")
+
+
+def test_bfloat16_lora_and_gradient_checkpointing_together(script, run, world, tmp_path):
+    """All at once, also resumed: the unbroken run, whose model/ is float32 and not the first policy."""
+    pytest.importorskip("peft")
+    flags = SAVING | dict(lora_r=2, dtype="bfloat16", gradient_checkpointing=True, learning_rate=0.02)
+    _, metrics, output_dir = run(script, **flags)
+    assert all(math.isfinite(value) for row in metrics for value in row.values())
+    weights = weights_of(output_dir / "model")
+    assert {w.dtype for w in weights} == {torch.float32} and distance(weights_of(world.llama), weights) > 1e-4
+    stopped = stopped_after(output_dir, tmp_path / "stopped", 2)
+    run(script, output_dir=str(stopped), resume=True, **flags)
+    assert result_of(stopped) == result_of(output_dir)
+
+
+@pytest.mark.slow
+def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
+    """Weights sharded over two processes by benchmark/fsdp2_cpu.py: the same run, a model/ that loads, and no gather
+    of weights for every token of a rollout."""
+    sizes = STRADDLING | dict(per_device_train_batch_size=1)
+    _, metrics, output_dir = run(script, **sizes)
+    program = str(HERE / "benchmark" / "fsdp2_cpu.py")
+    flags = command_line(with_group(script, base_flags(world) | sizes | dict(output_dir=tmp_path / "sharded")))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [*launcher, program, script.__file__, *flags]
+    finished = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr
+    [(in_rollouts, in_all)] = re.findall(r"all-gathers of weights: (\d+) in rollout passes, (\d+)", finished.stdout)
+    assert int(in_rollouts) == 0 and int(in_all) > 0
+    compare_runs(script, metrics, read_jsonl(tmp_path / "sharded" / "metrics.jsonl"), output_dir, tmp_path / "sharded")
+
+
+def test_a_launch_that_is_not_what_was_asked_is_refused(script, run, monkeypatch, capsys, tmp_path):
+    """accelerate launch --cpu --num_processes 2 starts one process; FSDP on a plain CPU run is no FSDP."""
+    for words, variables in {
+        ("ACCELERATE_USE_CPU=true torchrun",): dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"),
+        ("FSDP", "needs GPUs"): dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2"),
+    }.items():
+        with monkeypatch.context() as environment, stops_with(2, capsys, *words):
+            environment.delenv("WORLD_SIZE", raising=False)
+            for name, value in variables.items():
+                environment.setenv(name, value)
+            run(script, output_dir=str(tmp_path / "out"))
+        assert not (tmp_path / "out").exists()
