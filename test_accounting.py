@@ -1759,6 +1759,34 @@ def test_resume_refuses_another_run_and_starts_a_new_one(script, run, world, cap
     assert (first / "metrics.jsonl").read_text() == before
 
 
+def test_every_iteration_draws_its_own_numbers(script, run, monkeypatch):
+    """No uniform number of a run is used twice: neither in a group, nor in another iteration."""
+    sampled = record_calls(monkeypatch, script, "sample")
+    run(script, num_train_epochs=3)
+    numbers = [x for call in sampled for x in call.args[2].flatten().tolist()]
+    assert len(sampled) > 1 and len(set(numbers)) == len(numbers)
+
+
+def test_the_ratio_moves_with_the_weights(script, run):
+    """From the second update of an iteration on the ratio is to the policy that sampled, not to the one of now."""
+    _, metrics, _ = run(script, num_ppo_epochs=2, learning_rate=0.01, total_episodes=12)
+    assert metrics[0]["val/ratio_var"] > 1e-6 and metrics[0]["policy/approxkl_avg"] > 1e-6
+
+
+@only("ppo")
+def test_ppo_pays_with_the_adapted_kl_coefficient(script, run, world):
+    """The coefficient that is logged is the one in the reward: a return is score - kl_coef * KL of the episode."""
+    flags = dict(adaptive_kl=True, kl_coef=0.2, kl_target=0.001, kl_horizon=50, ref_model_path=world.reference)
+    flags |= dict(gamma=1.0, lam=1.0, num_train_epochs=5)
+    _, metrics, output_dir = run(script, **flags)
+    coefficients = {row["iteration"]: row["objective/kl_coef"] for row in metrics}
+    assert max(coefficients.values()) > 0.21
+    for row in read_jsonl(output_dir / "rollouts.jsonl"):
+        kl = sum(row["logprobs"]) - sum(row["ref_logprobs"])
+        expected = row["score"] - coefficients[row["iteration"]] * kl
+        assert row["returns"][0] == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
 # =========================================== several processes ===========================================
 PROBE = '''
 import atexit, json, os, pathlib, sys
@@ -2255,7 +2283,7 @@ def test_any_configuration_runs_as_planned_or_is_refused(script, world, tmp_path
 
 
 # ============================================== nothing lost ==============================================
-SAVING = dict(save_every=1, save_total_limit=99, num_train_epochs=3, num_mini_batches=2)
+SAVING = dict(save_every=1, save_total_limit=99, num_train_epochs=2, num_mini_batches=2, batch_size=6)
 
 
 def stopped_after(output_dir, folder, iteration):
@@ -2354,7 +2382,9 @@ def test_a_full_disk_leaves_the_checkpoint_before(script, run, monkeypatch, caps
 
 
 STRIKES = '''
-import os, time
+import os, sys, time
+
+sys.path.insert(0, os.path.dirname(__file__))
 from rewards import letters
 
 calls = 0
@@ -2463,13 +2493,15 @@ def test_any_hardware_gives_the_same_run(script, run, world, tmp_path, features)
 
 def test_gradient_checkpointing_recomputes(script, run, monkeypatch):
     """Every layer's forward pass with gradient is made twice, and the run is the same bit by bit."""
-    passes = record_calls(monkeypatch, transformers.models.llama.modeling_llama.LlamaMLP, "forward")
+    passes, layer = [], transformers.models.llama.modeling_llama.LlamaMLP
+    forward = layer.forward  # counted as it begins: torch ends a recomputation as soon as it has what it needs
+    monkeypatch.setattr(layer, "forward", lambda *args: passes.append(torch.is_grad_enabled()) or forward(*args))
     flags = dict(num_mini_batches=2, num_ppo_epochs=2, per_device_train_batch_size=5)
     results, counts = [], []
     for gradient_checkpointing in (False, True):
         passes.clear()
         output_dir = run(script, gradient_checkpointing=gradient_checkpointing, **flags)[2]
-        counts.append([sum(call.training is training for call in passes) for training in (True, False)])
+        counts.append([passes.count(with_gradient) for with_gradient in (True, False)])
         results.append(result_of(output_dir))
     (trained, sampled), recomputed = counts
     assert trained > 0 and sampled > 0 and recomputed == [2 * trained, sampled]
