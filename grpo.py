@@ -889,18 +889,22 @@ FREE_FLAGS = (
 ).split()
 
 
-def check_same_run(flags: dict, output_dir: Path):
-    """Refuse, by name, flags that would make the resumed run another run."""
-    before = yaml.safe_load((output_dir / "args.yaml").read_text())
-    for name, value in flags.items():
-        if name not in FREE_FLAGS and before.get(name) != value:
-            flag = f"--{name.replace('_', '-').removesuffix('-sha256')}"
-            refuse(f"{flag}: would make it another run: {output_dir} has {name} {before.get(name)}, not {value}")
-
-
 def checkpoints_of(output_dir: Path) -> list[Path]:
     """Whole checkpoints, the oldest first; one that is being written or removed has another name."""
     return sorted(output_dir.glob("checkpoints/iteration_" + "[0-9]" * 8))
+
+
+def check_same_run(args: Args, dataset_sha256: str, output_dir: Path):
+    """Refuse, by name, flags and prompts that would make the resumed run another run."""
+    before = yaml.safe_load((output_dir / "args.yaml").read_text())
+    for name, value in vars(args).items():
+        if name not in FREE_FLAGS and before.get(name) != value:
+            flag = f"--{name.replace('_', '-')}"
+            refuse(f"{flag} {value}: would make it another run; the one in {output_dir} has {before.get(name)}")
+    for checkpoint in checkpoints_of(output_dir)[-1:]:
+        with contextlib.suppress(OSError, ValueError):  # `load_checkpoint` says what cannot be read
+            if json.loads((checkpoint / "state.json").read_text())["dataset_sha256"] != dataset_sha256:
+                refuse(f"--dataset {args.dataset}: its prompts are not those that the run in {output_dir} began with")
 
 
 def save_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path, save_total_limit: int):
@@ -1049,11 +1053,11 @@ def main(args: Args):
     plan = batch_arithmetic(args, num_prompts, accelerator.num_processes)
     output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{int(started)}"
     output_dir = Path(broadcast_object_list([output_dir])[0])  # the clocks of two processes may differ
-    flags = vars(args) | {"dataset_sha256": fingerprint(prompts)}
+    dataset_sha256 = fingerprint(prompts)
     if (output_dir / "args.yaml").exists():
         if not args.resume:
             refuse(f"--output-dir {output_dir}: already holds a run; give another folder, or --resume to continue it")
-        check_same_run(flags, output_dir)
+        check_same_run(args, dataset_sha256, output_dir)
         if (output_dir / "model").exists():
             if is_main:
                 print(f"nothing to do: the run in {output_dir} is finished, its model is in {output_dir / 'model'}")
@@ -1098,7 +1102,7 @@ def main(args: Args):
     model, optimizer = accelerator.prepare(policy, optimizer)
 
     # all that an iteration hands to the next, besides weights and optimizer; a checkpoint's state.json
-    state = {"iteration": 0, "step": 0}
+    state = {"iteration": 0, "step": 0, "dataset_sha256": dataset_sha256}
     if args.resume:
         state = load_checkpoint(accelerator, state, output_dir)
         scheduler.last_epoch = state["step"]  # the rate is a function of it
@@ -1107,7 +1111,7 @@ def main(args: Args):
                 drop_lines_after(output_dir / f"{name}.jsonl", state["iteration"] if state["iteration"] else -1)
     if is_main:
         output_dir.mkdir(parents=True, exist_ok=True)
-        write_whole(output_dir / "args.yaml", yaml.safe_dump(flags, sort_keys=False))
+        write_whole(output_dir / "args.yaml", yaml.safe_dump(vars(args), sort_keys=False))
         write_whole(output_dir / "plan.yaml", plan_table(args, num_prompts, accelerator.num_processes))
         print(plan_table(args, num_prompts, accelerator.num_processes), end="")
         processes = f"{accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)}"
