@@ -2176,7 +2176,7 @@ ODD_SIZES = settings(derandomize=True, deadline=None, database=None, suppress_he
 
 @strategies.composite
 def odd_flags(draw):
-    """Flags of odd sizes, about one in six with a fault, and the number of prompts."""
+    """Flags of odd sizes, about one in ten with a fault, and the number of prompts."""
     k, num_mini_batches = draw(strategies.sampled_from([2, 3, 4, 5])), draw(strategies.integers(1, 5))
     flags = dict(k=k, num_mini_batches=num_mini_batches, num_ppo_epochs=draw(strategies.integers(1, 3)))
     flags["batch_size"] = math.lcm(k, num_mini_batches) * draw(strategies.integers(1, 4))
@@ -2187,7 +2187,7 @@ def odd_flags(draw):
     faults = [("batch_size", flags["batch_size"] + 1), ("batch_size", 0), ("num_mini_batches", 0)]
     faults += [("num_ppo_epochs", 0), ("total_episodes", -1), ("num_train_epochs", -0.5), ("num_train_epochs", 0.0)]
     faults += [("per_device_train_batch_size", -3), ("per_device_rollout_batch_size", 0)]
-    if draw(strategies.integers(1, 6)) == 4:
+    if draw(strategies.integers(1, 10)) == 4:
         flags.update([draw(strategies.sampled_from(faults))])
     return flags, draw(strategies.integers(1, 11))
 
