@@ -28,7 +28,7 @@ FOLDER = Path(__file__).resolve().parent
 RESULT = FOLDER / "results" / "reward_model_curves"
 SEEDS = (1, 2, 3)
 KL_COEFS = (0.01, 0.3)
-SCRIPT_FLAGS = {"rloo": [], "grpo": ["--scale-rewards", "none"], "ppo": []}
+SCRIPT_FLAGS = {"rloo": [], "grpo": ["--scale-rewards", "none"], "ppo": ["--num-ppo-epochs", "4"]}
 FLAGS = f"""
     --reward none --reward-model-path {FOLDER}/default/reward_model --total-episodes 12288
     --eval-dataset {FOLDER}/default/eval.jsonl --eval-reward exact_match --eval-temperature 1.0 --eval-every 8
