@@ -58,6 +58,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, broadcast_object_list, concatenate, gather_object
 from rich.console import Console
 from rich.table import Table
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import (
     AutoConfig,
@@ -68,6 +69,8 @@ from transformers import (
 )
 
 DEFAULT = Path(__file__).resolve().parent / "benchmark" / "default"
+LARGEST_LOGITS = 2**25  # entries of a chunk of logits, 128 MiB in float32
+LARGEST_MASK = 2**24  # entries of the mask of rows that share prompts
 
 
 # =============================================== 2  flags ================================================
@@ -370,29 +373,55 @@ def local_share(accelerator: Accelerator, indices: torch.Tensor) -> tuple[torch.
     return indices[positions.clamp(max=len(indices) - 1)], (positions < len(indices)).float()
 
 
-def on_all_processes(accelerator: Accelerator, num_episodes: int, chunk_size: int, function):
-    """Apply `function(indices)` to every episode, each process to its share, in chunks; every process gets it all.
+def on_all_processes(accelerator: Accelerator, lengths: torch.Tensor, chunk_size: int, function):
+    """Apply `function(indices)` to every episode, each process to its share, in chunks of episodes of similar
+    `lengths` [episodes], so that little is padded; every process gets it all, in the episodes' order.
 
     `function` returns a dict of tensors of one row for each index; so does this.
     """
-    share, _ = local_share(accelerator, torch.arange(num_episodes))
-    local_columns = concatenate([function(chunk) for chunk in share.split(chunk_size)])
-    return {name: column[:num_episodes] for name, column in accelerator.gather(local_columns).items()}
+    share, _ = local_share(accelerator, torch.arange(len(lengths)))
+    order = lengths[share].argsort(stable=True)
+    local_columns = concatenate([function(chunk) for chunk in share[order].split(chunk_size)])
+    local_columns = {name: column[order.argsort()] for name, column in local_columns.items()}
+    return {name: column[: len(lengths)] for name, column in accelerator.gather(local_columns).items()}
 
 
-def micro_batches(accelerator: Accelerator, model, indices: torch.Tensor, weights: torch.Tensor, size: int):
-    """Cut a process's share of a mini-batch into micro-batches -> indices, weights, is_last.
+def cut_share(share: torch.Tensor, lengths: torch.Tensor, k: int, size: int, num_passes: int) -> list[torch.Tensor]:
+    """Positions in a process's `share` of episodes, in `num_passes` near-equal pieces of at most `size`: the groups
+    sorted by length, so that little is padded, and kept whole where the sizes allow.
 
-    Forward and backward passes belong inside the loop: gradients are synchronised over processes on the last
-    micro-batch of a mini-batch and nowhere else.
+    The groups 0 1 | 2 3 | 4 5 of k = 2, of which the second is the shortest, in two passes of at most 4: 2 3 0 1 | 4 5.
     """
-    is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    for start in range(0, len(indices), size):
-        is_last = start + size >= len(indices)
+    groups = [list(members) for _, members in itertools.groupby(range(len(share)), lambda p: int(share[p]) // k)]
+    groups.sort(key=lambda members: max(int(lengths[share[p]]) for p in members))
+    pieces = [[p for g in piece for p in groups[g]] for piece in torch.arange(len(groups)).tensor_split(num_passes)]
+    if max(map(len, pieces)) <= size:
+        return [torch.tensor(piece, dtype=torch.long) for piece in pieces]
+    return list(torch.tensor([p for members in groups for p in members]).tensor_split(num_passes))
+
+
+def micro_batches(
+    accelerator: Accelerator, model, mini_batch: torch.Tensor, trained: torch.Tensor, lengths, args: Args
+):
+    """This process's share of the episodes `trained` of a mini-batch, in micro-batches -> indices, weights, is_last.
+
+    There are as many as the whole mini-batch needs, on every process; one without episodes repeats one with weight 0,
+    so that gradients are zero and never None. Forward and backward passes belong inside the loop: gradients are
+    synchronised over processes on the last micro-batch of a mini-batch and nowhere else.
+    """
+    size, is_deepspeed = args.per_device_train_batch_size, accelerator.distributed_type == DistributedType.DEEPSPEED
+    num_passes = math.ceil(math.ceil(len(mini_batch) / accelerator.num_processes) / size)
+    share, weights = local_share(accelerator, trained)
+    pieces = cut_share(share, lengths, args.k, size, num_passes)
+    for number, piece in enumerate(pieces, start=1):
+        is_last = number == num_passes
+        indices, piece_weights = share[piece], weights[piece]
+        if len(piece) == 0:
+            indices, piece_weights = mini_batch[:1], torch.zeros(1)
         if is_deepspeed:  # its last backward pass takes the optimizer's step, too
             accelerator.gradient_state._set_sync_gradients(is_last)
         with contextlib.nullcontext() if is_last or is_deepspeed else accelerator.no_sync(model):
-            yield indices[start : start + size], weights[start : start + size].to(accelerator.device), is_last
+            yield indices, piece_weights.to(accelerator.device), is_last
 
 
 # ========================================== 4  data and reward ===========================================
@@ -595,8 +624,10 @@ def whole_weights(accelerator: Accelerator, model):
     for module in sharded:
         module.set_reshard_after_forward(False, recurse=False)
     if sharded:  # FSDP2's first pass must be the whole model's, also where only a part of it samples; it gathers all
+        prompt, token = Prompt({}, "", [0]), torch.zeros((1, 1), dtype=torch.long, device=accelerator.device)
+        batch = SimpleNamespace(tokens=token, token_ids=[[0]], lengths=token[0] + 1, mask=token == 0)
         with torch.no_grad():
-            model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=accelerator.device), logits_to_keep=1)
+            model(**completion_inputs([prompt], batch, torch.arange(1), 1, None), temperature=1.0)
     yield
     for module in sharded:
         module.set_reshard_after_forward(module is not model, recurse=False)  # the root's come first in the backward
@@ -640,13 +671,14 @@ def sample(model, prompts: list[list[int]], uniforms: torch.Tensor, temperature:
     prompts: token lists, one per episode; equal neighbours (a group) are run through the model once
     uniforms: [episodes, response_length], float64, one number per token
     Returns a dict: tokens [episodes, response_length], padded after the end; lengths [episodes], the EOS included;
-    ended [episodes], 1 where an EOS came; logprobs [episodes, response_length], 0 after the end.
+    ended [episodes], 1 where an EOS came; logprobs and entropies [episodes, response_length], 0 after the end.
     """
     device, (episodes, response_length) = uniforms.device, uniforms.shape
     tokens = torch.full((episodes, response_length), pad_token_id, device=device)
-    logprobs = torch.zeros((episodes, response_length), device=device)
+    logprobs, entropies = torch.zeros((2, episodes, response_length), device=device)
     lengths, ended = torch.zeros_like(tokens[:, 0]), torch.zeros_like(tokens[:, 0])
     eos_ids = torch.tensor(eos_ids, device=device)
+    check_every = 1 if device.type == "cpu" else 8  # tokens; to know who has finished means waiting for a GPU
 
     groups = [list(members) for _, members in itertools.groupby(prompts)]
     group = torch.tensor([i for i, members in enumerate(groups) for _ in members], device=device)  # [episodes]
@@ -661,64 +693,200 @@ def sample(model, prompts: list[list[int]], uniforms: torch.Tensor, temperature:
             cache.batch_select_indices(group)
             logits, mask = logits[group], mask[group]
         picked = pick_tokens(logits, uniforms[alive, t], temperature)
-        tokens[alive, t] = picked
-        logprobs[alive, t] = scaled_logprobs(logits, temperature or 1.0).gather(-1, picked[:, None]).squeeze(1)
-        lengths[alive] += 1
-        is_eos = torch.isin(picked, eos_ids)
-        if is_eos.any():  # finished episodes leave the batch
-            ended[alive[is_eos]] = 1
-            stay = (~is_eos).nonzero().squeeze(1)
+        going = ended[alive] == 0  # [alive]; the others finished since the last check, what they sample does not count
+        tokens[alive, t] = torch.where(going, picked, pad_token_id)
+        picked_logprobs, picked_entropies = token_logprobs(logits, picked, temperature or 1.0)
+        logprobs[alive, t], entropies[alive, t] = picked_logprobs * going, picked_entropies * going
+        lengths[alive] += going
+        ended[alive] |= going & torch.isin(picked, eos_ids)
+        if (t + 1) % check_every == 0 and ended[alive].any():  # finished episodes leave the batch
+            stay = (ended[alive] == 0).nonzero().squeeze(1)
             alive, picked, mask = alive[stay], picked[stay], mask[stay]
             cache.batch_select_indices(stay)
-        if len(alive) == 0:
-            break
+            if len(alive) == 0:
+                break
         input_ids, mask = picked[:, None], torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
         position_ids = mask.sum(1, keepdim=True) - 1
-    return {"tokens": tokens, "lengths": lengths, "ended": ended, "logprobs": logprobs}
+    return {"tokens": tokens, "lengths": lengths, "ended": ended, "logprobs": logprobs, "entropies": entropies}
 
 
-def completion_inputs(prompts: list[Prompt], batch: SimpleNamespace, indices: torch.Tensor, pad_token_id: int):
-    """The episodes `indices` of a batch as one model input whose last outputs predict the completions.
+def row_lengths(prompts: list[Prompt], batch: SimpleNamespace, k: int) -> torch.Tensor:
+    """Tokens of each episode's prompt and of the longest completion of its group, [episodes], on the CPU."""
+    longest = batch.lengths.view(-1, k).amax(1).repeat_interleave(k).cpu()
+    return torch.tensor([len(p.token_ids) for p in prompts]) + longest
 
-    Prompts are padded on the left, completions on the right, both to the longest of these rows. A row of prompt
-    `a b` and completion `x y eos` beside a longer prompt is `_ a b x y`: the outputs at b, x and y predict x, y, eos.
-    Returns the model's keyword arguments, the targets and their mask, both [rows, longest completion].
+
+def lay_out_rows(groups: list[int], prompt_lengths: list[int], lengths: list[int], token_cost: int | None):
+    """Which episodes of a model input share a row, as lists of their positions, and the longest row's length.
+
+    Neighbours of a group share one, so that their prompt is computed once, where that costs less than a row for each:
+    a row of n tokens, padding included, costs n * (token_cost + n), the linear layers and attention, and the mask of
+    shared rows has at most LARGEST_MASK entries. A `token_cost` of None never shares. All lists are [episodes].
     """
-    input_ids, prompt_mask = pad_left([prompts[i].token_ids for i in indices], pad_token_id, batch.tokens.device)
-    lengths = batch.lengths[indices]
-    targets = batch.tokens[indices, : lengths.max()]  # [rows, longest]
-    # pad may equal EOS, and a policy may emit pad: mask by length, never by token
-    mask = torch.arange(targets.shape[1], device=targets.device) < lengths[:, None]  # [rows, longest]
-    attention_mask = torch.cat([prompt_mask, mask[:, 1:].long()], dim=1)
-    inputs = dict(input_ids=torch.cat([input_ids, targets[:, :-1]], dim=1), attention_mask=attention_mask)
-    inputs |= dict(position_ids=positions_from_mask(attention_mask), logits_to_keep=targets.shape[1], use_cache=False)
-    return inputs, targets, mask
+
+    def length(row):
+        return prompt_lengths[row[0]] + sum(lengths[p] - 1 for p in row)
+
+    positions = range(len(groups))
+    alone = [[p] for p in positions]
+    shared = [list(members) for _, members in itertools.groupby(positions, lambda p: groups[p])]
+    longest_alone, longest_shared = max(map(length, alone)), max(map(length, shared))
+    if token_cost is None or len(shared) * longest_shared**2 > LARGEST_MASK:
+        return alone, longest_alone
+    cost_alone = len(alone) * longest_alone * (token_cost + longest_alone)
+    cost_shared = len(shared) * longest_shared * (token_cost + longest_shared)
+    return (shared, longest_shared) if cost_shared < cost_alone else (alone, longest_alone)
+
+
+def completion_inputs(prompts: list[Prompt], batch: SimpleNamespace, indices, k: int, token_cost: int | None) -> dict:
+    """The episodes `indices` of a batch as what `CompletionModel` takes.
+
+    A row is a prompt and a completion without its last token or, where `lay_out_rows` says so, several completions side
+    by side, each of which sees the prompt and itself; it is padded on the right. The prompt `a b` and its completions
+    `x y eos` and `z eos` make the row `a b x y z` with the positions 0 1 2 3 2: the outputs at b, x and y predict
+    x, y, eos, those at b and z predict z, eos.
+    """
+    device = batch.tokens.device
+    episodes = [(i // k, prompts[i].token_ids, batch.token_ids[i]) for i in indices.tolist()]
+    groups, prompt_ids, completions = zip(*episodes)
+    rows, width = lay_out_rows(groups, list(map(len, prompt_ids)), list(map(len, completions)), token_cost)
+    input_ids, position_ids, parts, predict_at = [], [], [], []
+    for number, row in enumerate(rows):
+        prompt = prompt_ids[row[0]]
+        row_ids, row_positions, row_parts = list(prompt), list(range(len(prompt))), [0] * len(prompt)
+        for part, p in enumerate(row, start=1):
+            first, inputs = number * width + len(row_ids), completions[p][:-1]
+            predict_at += [number * width + len(prompt) - 1, *range(first, first + len(inputs))]
+            row_ids += inputs
+            row_positions += range(len(prompt), len(prompt) + len(inputs))
+            row_parts += [part] * len(inputs)
+        padding = width - len(row_ids)
+        input_ids.append(row_ids + [0] * padding)  # any token pads: nothing looks to its right
+        position_ids.append(row_positions + [0] * padding)
+        parts.append(row_parts + [-1] * padding)
+    parts = torch.tensor(parts, device=device)  # [rows, width]: 0 in the prompt, 1 in its first completion, -1 padding
+    attention_mask = (parts >= 0).long()
+    if len(rows) < len(episodes):
+        seen = (parts[:, None] == 0) | (parts[:, None] == parts[:, :, None])  # [rows, width, width], by whom and what
+        attention_mask = torch.zeros(seen.shape, device=device).masked_fill(~seen.tril(), -math.inf)[:, None]
+    longest = int(batch.lengths[indices].max())
+    return {
+        "input_ids": torch.tensor(input_ids, device=device),
+        "position_ids": torch.tensor(position_ids, device=device),
+        "attention_mask": attention_mask,  # [rows, width], or added to attention's scores, [rows, 1, width, width]
+        "predict_at": torch.tensor(predict_at, device=device),  # which of the rows * width outputs predict a target
+        "targets": batch.tokens[indices, :longest],  # [episodes, longest]
+        "mask": batch.mask[indices, :longest],
+    }
 
 
 def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float):
-    """Log-probability of each target token, with gradient, and the exact entropy in nats, without; both [rows, n]."""
-    logprobs = scaled_logprobs(logits, temperature)  # [rows, n, vocabulary]
+    """Log-probability of each target token, with gradient, and the exact entropy in nats, without; both [tokens]."""
+    logprobs = scaled_logprobs(logits, temperature)  # [tokens, vocabulary]
     with torch.no_grad():
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(-1, targets[..., None]).squeeze(-1), entropy
+        entropies = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropies
+
+
+class CompletionModel(torch.nn.Module):
+    """A causal language model whose forward pass gives log-probabilities and entropies of completions.
+
+    One module, head included, so that accelerate, FSDP and DeepSpeed see every pass; and the logits of a whole
+    micro-batch, the largest tensor of many a run, are never there at once.
+    """
+
+    def __init__(self, language_model, adapter_off: bool = False):
+        """`adapter_off`: without the LoRA adapters in it."""
+        super().__init__()
+        self.language_model, self.adapter_off = language_model, adapter_off
+        self.has_plain_head = has_plain_head(without_peft(language_model))
+        self.chunk_size = max(1, LARGEST_LOGITS // without_peft(language_model).config.get_text_config().vocab_size)
+
+    def read(self, predict_at: torch.Tensor, **inputs):
+        """What the head reads at the outputs `predict_at`, [tokens, hidden], and the head."""
+        model = without_peft(self.language_model)
+        with self.language_model.disable_adapter() if self.adapter_off else contextlib.nullcontext():
+            if self.has_plain_head:
+                outputs, head = model.base_model(**inputs).last_hidden_state, model.get_output_embeddings()
+            else:
+                outputs, head = model(**inputs).logits, torch.nn.Identity()
+        return outputs.flatten(0, 1)[predict_at], head
+
+    def forward(self, targets, mask, predict_at, temperature: float, **inputs) -> dict[str, torch.Tensor]:
+        """Log-probabilities and entropies of `targets` where `mask` is True, else 0; all are [episodes, tokens]."""
+        hidden, head = self.read(predict_at, **inputs, use_cache=False)
+
+        def read_chunk(hidden, targets):
+            return token_logprobs(head(hidden), targets, temperature)
+
+        chunks = list(zip(hidden.split(self.chunk_size), targets[mask].split(self.chunk_size)))
+        if len(chunks) > 1 and torch.is_grad_enabled():  # the backward pass makes the logits again, chunk by chunk
+            columns = zip(*(checkpoint(read_chunk, *chunk, use_reentrant=False) for chunk in chunks))
+        else:
+            columns = zip(*(read_chunk(*chunk) for chunk in chunks))
+        return {name: spread(torch.cat(x), mask) for name, x in zip(("logprobs", "entropies"), columns)}
+
+
+def spread(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """One value for each True of the mask, in their places, 0 elsewhere; of the mask's shape."""
+    return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values)
+
+
+def without_peft(model):
+    """The model that peft put its adapters into; the model itself where there are none."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def nearly_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal up to the rounding of a whole model."""
+    return bool((a - b).abs().max() <= torch.finfo(a.dtype).eps ** 0.5 * b.abs().max())
 
 
 @torch.no_grad()
-def completion_pass(accelerator: Accelerator, model, prompts: list[Prompt], batch, args: Args, pad_token_id: int, read):
-    """One pass without gradient over the whole batch, in micro-batches: a dict of [episodes, response], 0 past the end.
+def has_plain_head(model) -> bool:
+    """Whether the logits are the head's output as it is; some models scale or cap it. Tried on three tokens."""
+    head, inputs = model.get_output_embeddings(), torch.arange(3, device=model.device)[None]
+    enlarge = head.register_forward_hook(lambda module, inputs, output: 1000 * output)  # beyond every cap
+    logits = model(inputs, use_cache=False).logits
+    enlarge.remove()
+    return nearly_equal(logits, 1000 * head(model.base_model(inputs, use_cache=False).last_hidden_state))
 
-    `read(output, targets)` says what to take from the model's output, as a dict of [rows, tokens].
-    """
 
-    def read_chunk(indices):
-        inputs, targets, mask = completion_inputs(prompts, batch, indices, pad_token_id)
-        padding = (0, args.response_length - targets.shape[1])
-        return {
-            name: torch.nn.functional.pad(values * mask, padding)
-            for name, values in read(model(**inputs), targets).items()
-        }
+@torch.no_grad()
+def can_share_prompts(model: CompletionModel) -> bool:
+    """Whether attention does what a mask [rows, 1, width, width] and position ids say and nothing else. A window is not
+    in such a mask; the rest is tried, on two completions of one prompt."""
+    config = without_peft(model.language_model).config.get_text_config()
+    windows = ("sliding_window", "attention_chunk_size", "window_size")
+    if any(getattr(config, name, None) for name in windows):
+        return False
+    device, lengths = model.language_model.device, torch.tensor([3, 2])
+    mask = torch.arange(3) < lengths[:, None]
+    tokens = torch.tensor([[4, 5, 6], [6, 5, 0]], device=device)
+    batch = SimpleNamespace(tokens=tokens, token_ids=trim_rows(tokens, lengths), lengths=lengths, mask=mask.to(device))
+    outputs = []
+    for token_cost in (None, 0):
+        inputs = completion_inputs([Prompt({}, "", [1, 2, 3])] * 2, batch, torch.arange(2), 2, token_cost)
+        reads = {name: x for name, x in inputs.items() if name not in ("targets", "mask")}
+        try:
+            outputs.append(model.read(**reads, use_cache=False)[0])
+        except Exception:  # a model that builds something of its own from a mask [rows, tokens]
+            return False
+    return nearly_equal(*outputs)
 
-    return on_all_processes(accelerator, len(prompts), args.per_device_train_batch_size, read_chunk)
+
+@torch.no_grad()
+def completion_pass(accelerator: Accelerator, model, prompts: list[Prompt], batch, args: Args, token_cost: int | None):
+    """One pass without gradient over the whole batch, in micro-batches: what the model gives, [episodes, response]."""
+
+    def read_micro_batch(indices):
+        inputs = completion_inputs(prompts, batch, indices, args.k, token_cost)
+        padding = (0, args.response_length - inputs["mask"].shape[1])
+        columns = model(**inputs, temperature=args.temperature)
+        return {name: torch.nn.functional.pad(column, padding) for name, column in columns.items()}
+
+    lengths = row_lengths(prompts, batch, args.k)
+    return on_all_processes(accelerator, lengths, args.per_device_train_batch_size, read_micro_batch)
 
 
 def find_eos_ids(policy, tokenizer, stop_token_id: int | None) -> list[int]:
@@ -901,9 +1069,9 @@ def check_same_run(args: Args, dataset_sha256: str, output_dir: Path):
         if name not in FREE_FLAGS and before.get(name) != value:
             flag = f"--{name.replace('_', '-')}"
             refuse(f"{flag} {value}: would make it another run; the one in {output_dir} has {before.get(name)}")
-    for checkpoint in checkpoints_of(output_dir)[-1:]:
+    for newest in checkpoints_of(output_dir)[-1:]:
         with contextlib.suppress(OSError, ValueError):  # `load_checkpoint` says what cannot be read
-            if json.loads((checkpoint / "state.json").read_text())["dataset_sha256"] != dataset_sha256:
+            if json.loads((newest / "state.json").read_text())["dataset_sha256"] != dataset_sha256:
                 refuse(f"--dataset {args.dataset}: its prompts are not those that the run in {output_dir} began with")
 
 
@@ -946,12 +1114,12 @@ def load_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path) -> 
     return loaded
 
 
-def save_model(accelerator: Accelerator, model, prefix: str, policy, tokenizer, args: Args, output_dir: Path):
+def save_model(accelerator: Accelerator, model, policy, tokenizer, args: Args, output_dir: Path):
     """The policy and tokenizer for `from_pretrained`, with a model card; written beside and renamed.
 
-    `prefix` is where the policy's weights are in those of `model`, which accelerate wraps and may have sharded.
+    The policy's weights are among those of `model`, which accelerate wraps and may have sharded.
     """
-    state_dict = accelerator.get_state_dict(model)
+    state_dict, prefix = accelerator.get_state_dict(model), "language_model."
     if not accelerator.is_main_process:
         return
     state_dict = {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}
@@ -1081,25 +1249,24 @@ def main(args: Args):
     if args.lora_r is not None:
         policy = add_lora(policy, args, index=1)
     if args.kl_coef > 0 and args.lora_r is not None and args.ref_model_path is None:
-
-        def reference(**inputs):
-            with policy.disable_adapter():
-                return policy(**inputs)
-
+        reference = CompletionModel(policy, adapter_off=True)
     elif args.kl_coef > 0:
         path, dtype = args.ref_model_path or args.model_path, getattr(torch, args.dtype)
         reference, _ = load_model("--ref-model-path", path, AutoModelForCausalLM, dtype, args)
         if reference.config.vocab_size != policy.config.vocab_size:
             refuse(f"--ref-model-path {path}: its vocabulary is not the policy's")
-        reference.to(device)
+        reference = CompletionModel(reference.to(device))
     if args.reward_model_path is not None:
         reward_model, reward_tokenizer = load_reward_model(args.reward_model_path, tokenizer, args, device)
+    trained_model = CompletionModel(policy)
+    can_share = all(can_share_prompts(m) for m in (trained_model, reference) if m is not None)
+    token_cost = 6 * policy.config.get_text_config().hidden_size if can_share else None  # 12 hidden^2 weights a layer
     adam = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, **adam, weight_decay=args.weight_decay)
+    weights = [parameter for parameter in trained_model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(weights, **adam, weight_decay=args.weight_decay, fused=device.type == "cuda")
     # not handed to `prepare`, which would step it once per process
     scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, plan.steps)
-    model, optimizer = accelerator.prepare(policy, optimizer)
+    model, optimizer = accelerator.prepare(trained_model, optimizer)
 
     # all that an iteration hands to the next, besides weights and optimizer; a checkpoint's state.json
     state = {"iteration": 0, "step": 0, "dataset_sha256": dataset_sha256}
@@ -1133,17 +1300,16 @@ def main(args: Args):
             token_ids = [prompts[i].token_ids for i in indices]
             return sample(policy, token_ids, uniforms[indices], temperature, eos_ids, pad_token_id)
 
+        lengths = torch.tensor([len(p.token_ids) for p in prompts])
         chunk_size = args.per_device_rollout_batch_size or len(prompts)
         policy.eval()  # gradient checkpointing has no KV cache in train mode
         with autocast():
-            batch = SimpleNamespace(**on_all_processes(accelerator, len(prompts), chunk_size, sample_chunk))
+            batch = SimpleNamespace(**on_all_processes(accelerator, lengths, chunk_size, sample_chunk))
         policy.train()
+        batch.mask = torch.arange(args.response_length, device=device) < batch.lengths[:, None]  # [episodes, response]
         batch.token_ids = trim_rows(batch.tokens, batch.lengths)
         batch.completions = tokenizer.batch_decode(batch.token_ids, skip_special_tokens=True)
         return batch
-
-    def read_logprobs(output, targets):
-        return {"logprobs": token_logprobs(output["logits"], targets, args.temperature)[0]}
 
     def score(prompts: list[Prompt], batch: SimpleNamespace, function, use_reward_model: bool, where: str):
         """Scores from the reward function and the reward model -> [episodes], {part: [episodes]}."""
@@ -1155,9 +1321,9 @@ def main(args: Args):
             def score_chunk(indices):
                 return {"scores": reward_model_scores(reward_model, [sequences[i] for i in indices])}
 
-            chunk_size = args.per_device_train_batch_size
+            lengths, chunk_size = torch.tensor([len(s) for s in sequences]), args.per_device_train_batch_size
             with autocast():
-                scores = scores + on_all_processes(accelerator, len(prompts), chunk_size, score_chunk)["scores"]
+                scores = scores + on_all_processes(accelerator, lengths, chunk_size, score_chunk)["scores"]
             if not scores.isfinite().all():
                 stop(f"{where}: the reward model's score is not finite", status=1)
         return scores, parts
@@ -1197,8 +1363,9 @@ def main(args: Args):
         single_update = args.num_ppo_epochs * min(args.num_mini_batches, batch_size) == 1
         with whole_weights(accelerator, model), autocast():
             batch = generate(episode_prompts, SAMPLING, iteration, args.temperature)
+            lengths = row_lengths(episode_prompts, batch, args.k)  # [batch]
             logprobs = batch.logprobs  # [batch, response], 0 where masked
-            rollout = (episode_prompts, batch, args, pad_token_id, read_logprobs)
+            rollout = (episode_prompts, batch, args, token_cost)
             if not single_update:  # the ratio's old log-probabilities come from the pass that makes the new ones
                 logprobs = completion_pass(accelerator, model, *rollout)["logprobs"]
             if reference is not None:
@@ -1222,17 +1389,24 @@ def main(args: Args):
             order = (args.seed, iteration, ppo_epoch)
             for mini_batch in draw_mini_batches(*order, batch_size, args.k, args.num_mini_batches):
                 optimizer.zero_grad()
-                sums = Counter()
+                # with a single update an episode of advantage 0 has no gradient, and the rollout has its metrics
+                skips = (advantages[mini_batch] == 0).cpu() & single_update & (reference is None)
+                skipped, trained = mini_batch[skips], mini_batch[~skips]
+                seen = (batch.mask & included[:, None])[skipped] / accelerator.num_processes  # [skipped, response]
+                units = seen
+                if args.importance_sampling_level == "sequence":
+                    units = included[skipped][:, None] / accelerator.num_processes  # [skipped, 1]
+                no_change = torch.zeros_like(units)
+                sums = Counter(policy_sums(no_change, no_change, batch.entropies[skipped], units, seen))
                 loss_weights = torch.zeros(batch_size, device=device)  # [batch], per token of an episode
                 loss_weights[mini_batch] = token_weights(
                     batch.lengths[mini_batch], included[mini_batch], args.loss_type, args.response_length
                 )
-                share, micro_batch_size = local_share(accelerator, mini_batch), args.per_device_train_batch_size
-                for micro, weights, is_last in micro_batches(accelerator, model, *share, micro_batch_size):
-                    inputs, targets, mask = completion_inputs(episode_prompts, batch, micro, pad_token_id)
+                for micro, weights, is_last in micro_batches(accelerator, model, mini_batch, trained, lengths, args):
+                    inputs = completion_inputs(episode_prompts, batch, micro, args.k, token_cost)
                     with autocast():
-                        output = model(**inputs)
-                        new_logprobs, entropy = token_logprobs(output["logits"], targets, args.temperature)
+                        output = model(**inputs, temperature=args.temperature)
+                    new_logprobs, entropies, mask = output["logprobs"], output["entropies"], inputs["mask"]
                     old_logprobs = new_logprobs.detach() if single_update else logprobs[micro, : mask.shape[1]]
                     mask = mask & included[micro][:, None]
                     logratio = (new_logprobs - old_logprobs) * mask  # [micro, tokens]
@@ -1247,7 +1421,7 @@ def main(args: Args):
                     # one denominator for all micro-batches and processes: it is in the token weights
                     loss = (losses * mask * (loss_weights[micro] * weights)[:, None]).sum()
                     with torch.no_grad():
-                        sums.update(policy_sums(logratio, cut, entropy, units, mask * weights[:, None]))
+                        sums.update(policy_sums(logratio, cut, entropies, units, mask * weights[:, None]))
                         low, high = cut & (advantage < 0), cut & (advantage > 0)
                         sums.update({"loss": loss, "low": (low * units).sum(), "high": (high * units).sum()})
                     if is_last:  # all that can refuse an update falls before its last backward pass
@@ -1319,7 +1493,7 @@ def main(args: Args):
     # -------------------------------------------------- end --------------------------------------------------
     progress.close()
     if not stopped_by and not (output_dir / "model").exists():
-        save_model(accelerator, model, "", policy, tokenizer, args, output_dir)
+        save_model(accelerator, model, policy, tokenizer, args, output_dir)
     if is_main:
         print(closing_line(args, plan, state, output_dir, time.time() - started), flush=True)
     # in this order: a process group that is destroyed under a living model can hang at exit

@@ -146,6 +146,14 @@ ARCHITECTURES = {
     "neox": (transformers.GPTNeoXConfig, SHAPE | dict(rotary_pct=1.0)),
     # the one with absolute positions, and with every dropout on
     "gpt2": (transformers.GPT2Config, GPT2_SHAPE | dict(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)),
+    # those that cannot share prompts: windows, a bias from the mask, capped logits
+    "mistral": (transformers.MistralConfig, SHAPE | dict(num_key_value_heads=1, sliding_window=4)),
+    "gemma2": (transformers.Gemma2Config, SHAPE | dict(num_key_value_heads=1, head_dim=8, sliding_window=4)),
+    "bloom": (transformers.BloomConfig, dict(hidden_size=16, n_layer=2, n_head=2)),
+    "gpt_neo": (
+        transformers.GPTNeoConfig,
+        dict(hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], window_size=4),
+    ),
 }
 
 
@@ -172,6 +180,10 @@ import numpy, torch
 def letters(prompts, completions, rows):
     """Differs between the completions of a prompt and between prompts."""
     return [len(set(c)) + 0.3 * c.count("1") - 0.1 * len(c) * (len(p) % 3) for p, c in zip(prompts, completions)]
+
+def seldom(prompts, completions, rows):
+    """Differs between the completions of one prompt in three; equal scores whose mean rounds to another number."""
+    return [len(set(c)) if len(p) % 3 == 0 else 0.1 for p, c in zip(prompts, completions)]
 
 def number(prompts, completions, rows):
     """Names the prompt."""
@@ -620,6 +632,14 @@ def test_several_mini_batches_do_not_depend_on_the_micro_batch(script, run):
     compare_runs(script, metrics, metrics_cut, one, cut)
 
 
+def check_same_metrics(metrics, other_metrics):
+    """Equal up to rounding, but for times."""
+    for row, other in zip(metrics, other_metrics, strict=True):
+        assert row.keys() == other.keys()
+        for name in row.keys() - {"eps", "time/rollout_s", "time/train_s"}:
+            assert other[name] == pytest.approx(row[name], rel=1e-4, abs=1e-6), (row["iteration"], name)
+
+
 def compare_runs(script, metrics, other_metrics, output_dir, other_dir):
     """Two runs of the same flags agree up to rounding, as the design promises."""
     same_episodes = [
@@ -627,10 +647,7 @@ def compare_runs(script, metrics, other_metrics, output_dir, other_dir):
         for folder in (output_dir, other_dir)
     ]
     assert same_episodes[0] == same_episodes[1]
-    for row, other in zip(metrics, other_metrics, strict=True):
-        assert row.keys() == other.keys()
-        for name in row.keys() - {"eps", "time/rollout_s", "time/train_s"}:
-            assert other[name] == pytest.approx(row[name], rel=1e-4, abs=1e-6), (row["iteration"], name)
+    check_same_metrics(metrics, other_metrics)
     args = yaml.safe_load((output_dir / "args.yaml").read_text())
     paths = args["model_path"], output_dir / "model", other_dir / "model"
     start, end, other_end = (flat(weights_of(path)) for path in paths)
@@ -695,7 +712,9 @@ def hand_made_batch(script, completions, response_length):
     lengths = torch.tensor([len(c) for c in completions])
     tokens = torch.tensor([c + [PAD] * (response_length - len(c)) for c in completions])
     prompts = [script.Prompt({}, text, encode(text)) for text in ("1", "23+45=", "7-", "0000000000")]
-    return prompts[: len(completions)], SimpleNamespace(tokens=tokens, lengths=lengths)
+    mask = torch.arange(response_length) < lengths[:, None]
+    batch = SimpleNamespace(tokens=tokens, lengths=lengths, mask=mask, token_ids=completions)
+    return prompts[: len(completions)], batch
 
 
 def test_nothing_after_the_end_counts(script):
@@ -707,13 +726,14 @@ def test_nothing_after_the_end_counts(script):
         for row, length in zip(batch.tokens, batch.lengths):
             row[length:] = junk
         model = make_model("llama")
-        inputs, targets, mask = script.completion_inputs(prompts, batch, torch.arange(4), PAD)
-        logprobs, _ = script.token_logprobs(model(**inputs).logits, targets, 1.0)
-        assert mask.sum(1).tolist() == [3, 1, 5, 6]
+        inputs = script.completion_inputs(prompts, batch, torch.arange(4), 1, None)
+        logprobs = script.CompletionModel(model)(**inputs, temperature=1.0)["logprobs"]
+        assert inputs["mask"].sum(1).tolist() == [3, 1, 5, 6]
+        assert torch.equal(logprobs != 0, inputs["mask"])
         for row, prompt, completion in zip(logprobs, prompts, completions):
             plain = plain_logprobs(model, prompt.token_ids, completion)
             assert torch.allclose(row[: len(completion)], plain, atol=1e-5)
-        ((logprobs * mask).sum(1) * torch.tensor([1.0, -2, 3, 5])).sum().backward()
+        (logprobs.sum(1) * torch.tensor([1.0, -2, 3, 5])).sum().backward()
         gradients.append(flat(p.grad for p in model.parameters()))
     assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
 
@@ -744,7 +764,7 @@ def test_every_pass_gives_the_same_logprobs(script, run, world, monkeypatch):
     model whose config asks for dropout, left-padded prompts of 1 to 16 tokens, temperature 0.7, two PPO epochs."""
     sampled = record_calls(monkeypatch, script, "sample")
     inputs = record_calls(monkeypatch, script, "completion_inputs")
-    trained = record_calls(monkeypatch, script, "token_logprobs")
+    trained = record_calls(monkeypatch, script.CompletionModel, "forward")
     ratios = record_calls(monkeypatch, script, "clipped_policy_loss")
     flags = dict(temperature=0.7, num_ppo_epochs=2, total_episodes=24, batch_size=24, kl_coef=0.1)
     _, metrics, output_dir = run(script, model_path=world.gpt2, per_device_train_batch_size=5, **flags)
@@ -753,18 +773,176 @@ def test_every_pass_gives_the_same_logprobs(script, run, world, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(world.gpt2).eval()
     with torch.no_grad():
         plain = [plain_logprobs(model, encode(row["prompt"]), row["token_ids"], 0.7) for row in rows]
+    by_length = sorted(range(24), key=lambda i: len(rows[i]["prompt"]))
     for i, (row, expected) in enumerate(zip(rows, plain)):
-        from_sampler = sampled[0].result["logprobs"][i, : len(expected)]
+        from_sampler = sampled[0].result["logprobs"][by_length.index(i), : len(expected)]
         assert torch.allclose(from_sampler, expected, atol=1e-5), "sampler"
         assert torch.allclose(torch.tensor(row["logprobs"]), expected, atol=1e-5), "pass without gradient"
         assert torch.allclose(torch.tensor(row["ref_logprobs"]), expected, atol=1e-5), "reference"
     first_epoch = [call for call in inputs if call.training][:5]  # 24 episodes by 5
-    first_epoch_logprobs = [call.result[0] for call in trained if call.result[0].requires_grad][:5]
+    first_epoch_logprobs = [call.result["logprobs"] for call in trained if call.training][:5]
     for call, logprobs in zip(first_epoch, first_epoch_logprobs, strict=True):
         for row, index in zip(logprobs, call.args[2].tolist()):
             assert torch.allclose(row[: len(plain[index])], plain[index], atol=1e-5), "training"
     for call in ratios[:5]:  # before the first update
         assert call.args[0].detach().exp().sub(1).abs().max() < 1e-5, "ratio"
+
+
+LAYOUTS = {  # prompts of two groups of three; which completion is longest differs
+    "equal": ("12", "34", [[5, 6, EOS], [7, EOS], [8, 9, 4]]),
+    "long-prompt": ("1234567890", "5", [[5], [7, 8, 9, 10, EOS], [EOS]]),
+    "one-token": ("1", "2", [[EOS], [5], [EOS]]),
+}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "neox", "qwen3", "tied"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_shared_prompt_gives_what_rows_of_their_own_give(script, architecture, layout):
+    """Log-probabilities, entropies and gradients are equal to 1e-5 whether the completions of a group share a row or
+    each has its own, in whole groups and in parts of them."""
+    first, second, completions = LAYOUTS[layout]
+    prompts = [script.Prompt({}, text, encode(text)) for text in (first, second) for _ in range(3)]
+    _, batch = hand_made_batch(script, completions + completions[::-1], response_length=6)
+    if architecture == "tied":
+        model = script.CompletionModel(make_model("llama", tie_word_embeddings=True))
+    else:
+        model = script.CompletionModel(make_model(architecture))
+    assert script.can_share_prompts(model)
+    for indices in (torch.arange(6), torch.tensor([4, 5, 0, 1, 2]), torch.tensor([2, 2])):
+        seen = []
+        for token_cost in (None, 10**6):  # attention is cheap: fewer tokens decide
+            inputs = script.completion_inputs(prompts, batch, indices, 3, token_cost)
+            output = model(**inputs, temperature=0.7)
+            model.zero_grad()
+            (
+                output["logprobs"] * torch.arange(1, 1 + output["logprobs"].numel()).view_as(output["logprobs"])
+            ).sum().backward()
+            gradient = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            seen.append((inputs["input_ids"].shape, output, gradient))
+        (plain_shape, plain, plain_gradient_), (shape, shared, gradient) = seen
+        assert shape.numel() < plain_shape.numel()
+        for name in ("logprobs", "entropies"):
+            assert torch.allclose(plain[name], shared[name], atol=1e-5), name
+        assert distance(plain_gradient_, gradient) < 1e-5
+        for row, i in zip(plain["logprobs"], indices.tolist()):
+            expected = plain_logprobs(model.language_model, prompts[i].token_ids, batch.token_ids[i], 0.7)
+            assert torch.allclose(row[: len(expected)], expected, atol=1e-5)
+
+
+def test_rows_are_shared_where_that_is_cheaper(script, monkeypatch):
+    """`lay_out_rows` against its rule: n tokens cost n * (token_cost + n), padding included, and a mask is small."""
+
+    def rows(groups, prompts, completions, token_cost):
+        return script.lay_out_rows(groups, prompts, completions, token_cost)
+
+    apart = [[0], [1], [2], [3]]
+    assert rows([0, 0, 1, 1], [9, 9, 9, 9], [3, 3, 3, 3], None) == (apart, 11)  # never
+    assert rows([0, 0, 1, 1], [9, 9, 9, 9], [3, 3, 3, 3], 768) == ([[0, 1], [2, 3]], 13)
+    assert rows([0, 1, 2, 3], [9, 9, 9, 9], [3, 3, 3, 3], 768) == (apart, 11)  # no neighbours
+    assert rows([0, 1, 1, 2], [9, 9, 9, 9], [3, 3, 3, 3], 768) == ([[0], [1, 2], [3]], 13)
+    # a prompt of 1 saves 3 of 400 tokens, for which each token would attend to four times as many
+    assert rows([0, 0, 0, 0], [1, 1, 1, 1], [100, 100, 100, 100], 768) == (apart, 100)
+    # the one long group would pad the other row: 2 * 59 tokens against 4 * 30
+    assert rows([0, 0, 1, 1], [1, 1, 1, 1], [30, 30, 2, 2], 10**9) == ([[0, 1], [2, 3]], 59)
+    assert rows([0, 0, 1, 2], [1, 1, 1, 1], [30, 30, 2, 2], 10**9) == (apart, 30)
+    monkeypatch.setattr(script, "LARGEST_MASK", 2 * 13 * 13 - 1)
+    assert rows([0, 0, 1, 1], [9, 9, 9, 9], [3, 3, 3, 3], 768) == (apart, 11)
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma2", "bloom", "gpt_neo"])
+def test_models_that_cannot_share_prompts_use_rows_of_their_own(script, run, tmp_path, updates, architecture):
+    """Windows, biases made from a mask [rows, tokens] and recurrences fall back by themselves, to the same gradient."""
+    path = save_model(tmp_path / architecture, make_model(architecture))
+    _, _, output_dir = run(script, model_path=path, total_episodes=24, batch_size=24, temperature=0.7)
+    model = script.CompletionModel(AutoModelForCausalLM.from_pretrained(path).eval())
+    assert not script.can_share_prompts(model)
+    rows = read_jsonl(output_dir / "rollouts.jsonl")
+    expected = plain_gradient(path, rows, token_weights(script, rows), temperature=0.7)
+    assert distance(expected, updates[0].gradients[: len(expected)]) < 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_logits_in_chunks_give_the_same(script, monkeypatch, architecture):
+    """Log-probabilities, entropies and gradients do not depend on the chunks, and no chunk is larger than it may be;
+    also where the model caps its logits, so that its head alone does not make them."""
+    prompts, batch = hand_made_batch(script, [[5, 6, EOS], [EOS], [PAD, 7, PAD, 9, EOS], [4, 5, 6, 7, 8, 9]], 6)
+    inputs = script.completion_inputs(prompts, batch, torch.arange(4), 1, None)
+    sizes = record_calls(monkeypatch, script, "token_logprobs")
+    seen = []
+    for largest in (2**25, 4 * len(VOCAB), 1):
+        monkeypatch.setattr(script, "LARGEST_LOGITS", largest)
+        model = script.CompletionModel(make_model(architecture))
+        assert model.has_plain_head == (architecture == "llama")
+        sizes.clear()
+        output = model(**inputs, temperature=0.7)
+        assert max(call.args[0].numel() for call in sizes) <= max(largest, len(VOCAB))
+        (output["logprobs"].sum(1) * torch.tensor([1.0, -2, 3, 5])).sum().backward()
+        seen.append((output["logprobs"], output["entropies"], flat(p.grad for p in model.parameters())))
+    for other in seen[1:]:
+        assert all(distance([a], [b]) < 1e-5 for a, b in zip(seen[0], other))
+
+
+@pytest.mark.parametrize("size", [2, 5, 64])
+def test_episodes_without_gradient_are_left_out(script, run, world, monkeypatch, updates, size):
+    """With a single update and no KL in the loss, episodes of advantage 0 are not trained on; the number of passes, the
+    metrics, gradients and weights are those of a run that trains on all, and no gradient is ever None."""
+    if script.__name__ == "ppo":
+        pytest.skip("every token has an advantage of its own")
+    name = "rloo_advantages" if script.__name__ == "rloo" else "grpo_advantages"
+    function = getattr(script, name)
+
+    def tiny_for_none(*args):  # nothing to a gradient in float32, but not 0
+        result = function(*args)
+        advantages, *others = result if isinstance(result, tuple) else (result,)
+        advantages = advantages.masked_fill(advantages == 0, 1e-30)
+        return (advantages, *others) if others else advantages
+
+    flags = dict(batch_size=24, num_train_epochs=6, kl_coef=0.0, reward=world.reward("seldom"), stop_token_id=5)
+    inputs, runs = record_calls(monkeypatch, script, "completion_inputs"), []
+    for advantages in (function, tiny_for_none):
+        monkeypatch.setattr(script, name, advantages)
+        inputs.clear(), updates.clear()
+        _, metrics, output_dir = run(script, per_device_train_batch_size=size, **flags)
+        passes = [len(call.args[2]) for call in inputs if call.training]
+        runs.append((metrics, passes, weights_of(output_dir / "model"), [u.gradients for u in updates]))
+    (metrics, passes, weights, gradients), (all_metrics, all_passes, all_weights, all_gradients) = runs
+    assert len(passes) == len(all_passes) and sum(passes) < 0.7 * sum(all_passes)
+    assert any(flat(g).norm() == 0 for g in gradients) and any(flat(g).norm() > 0 for g in gradients)
+    assert [len(g) for g in gradients] == [len(g) for g in all_gradients]
+    assert distance(itertools.chain(*all_gradients), itertools.chain(*gradients)) < 1e-5
+    before = weights_of(world.llama)
+    moved = [a - b for a, b in zip(all_weights, before)]
+    assert distance(moved, [a - b for a, b in zip(weights, before)]) < 1e-3
+    check_same_metrics(metrics, all_metrics)
+
+
+@pytest.mark.parametrize("kl_coef, num_ppo_epochs", [(0.1, 1), (0.0, 2)])
+def test_episodes_that_have_a_gradient_are_never_left_out(script, run, world, monkeypatch, kl_coef, num_ppo_epochs):
+    """Advantages of 0 do not silence the KL term, nor an episode whose ratio a later update moves."""
+    inputs = record_calls(monkeypatch, script, "completion_inputs")
+    flags = dict(batch_size=24, num_train_epochs=1, reward=world.reward("seldom"), ref_model_path=world.reference)
+    args, metrics, _ = run(script, kl_coef=kl_coef, num_ppo_epochs=num_ppo_epochs, **flags)
+    assert sum(len(call.args[2]) for call in inputs if call.training) == metrics[-1]["episode"] * num_ppo_epochs
+
+
+def test_micro_batches_are_sorted_and_keep_groups_whole(script):
+    """`cut_share` by hand: pieces cover the share once, none is too large, groups stay whole where the sizes allow."""
+    share, lengths = torch.tensor([4, 5, 6, 7, 0, 1, 2, 3, 8, 9]), torch.tensor([9, 9, 9, 9, 3, 3, 3, 3, 6, 6])
+
+    def cut(k, size, num_passes, length=10):
+        pieces = script.cut_share(share[:length], lengths, k, size, num_passes)
+        assert len(pieces) == num_passes and max(map(len, pieces)) <= size
+        assert sorted(p for piece in pieces for p in piece.tolist()) == list(range(length))
+        return [share[piece].tolist() for piece in pieces]
+
+    assert cut(4, 10, 1) == [[4, 5, 6, 7, 8, 9, 0, 1, 2, 3]]  # the shortest first
+    assert cut(4, 4, 3) == [[4, 5, 6, 7], [8, 9], [0, 1, 2, 3]]
+    assert cut(4, 6, 2) == [[4, 5, 6, 7, 8, 9], [0, 1, 2, 3]]
+    assert cut(4, 5, 2) == [[4, 5, 6, 7, 8], [9, 0, 1, 2, 3]]
+    assert cut(1, 3, 4) == [[4, 5, 6], [7, 8, 9], [0, 1], [2, 3]]
+    assert cut(4, 1, 10) == [[4], [5], [6], [7], [8], [9], [0], [1], [2], [3]]
+    assert cut(4, 2, 5, length=0) == [[]] * 5
+    assert cut(4, 2, 4, length=4) == [[4], [5], [6], [7]]
 
 
 @pytest.mark.parametrize("policy", ["gpt2", "dropout"])
