@@ -260,7 +260,7 @@ def run(worker: str, job: dict, folder: Path, python: str = sys.executable) -> d
         command = [python, BENCHMARK / worker, job_file, result_file]
         finished = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
     if finished.returncode:
-        raise SystemExit(f"throughput.py: {worker} ended with status {finished.returncode}; see {log_file}")
+        raise SystemExit(f"{worker} ended with status {finished.returncode}; see {log_file}")
     return json.loads(result_file.read_text())
 
 
@@ -317,6 +317,7 @@ LONGEST = ("longest_prompt", "longest_completion")
 def measure(name: str, algorithm: str, args: Args, folder: Path) -> dict:
     """Run a case with one algorithm: the pairs, the checks, the floor -> its entry in the results."""
     case = CASE_DEFAULTS | CASES[name]
+    folder.mkdir()
     model, rows = model_and_rows(name, args.steps * case["batch"] // case["k"], folder, args.seed)
     dataset = folder / "prompts.jsonl"
     dataset.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
