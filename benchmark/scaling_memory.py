@@ -1,0 +1,68 @@
+"""One run of benchmark/scaling.py that watches memory: the peak of every part of an iteration.
+
+    python benchmark/scaling_memory.py JOB.json RESULT.json
+
+A part's peak is the highest of any iteration, above what the process had when the part began for the first time: what
+an iteration leaves behind for the next one counts. Linux only: it is the kernel's own peak, set back for each part.
+"""
+
+import functools
+import gc
+import json
+import sys
+from pathlib import Path
+
+import throughput_tally
+from throughput_tally import read_kilobytes
+
+
+def main(job: dict) -> dict:
+    """Run a job -> each part's peak above its first beginning, and the whole run's peak, in GiB."""
+    module = throughput_tally.load_script(job)
+    began, peaks = {}, {}  # KiB
+
+    def begin(part: str):
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak, VmHWM, is now what the process has
+        began.setdefault(part, read_kilobytes("VmRSS"))
+
+    def end(part: str):
+        peaks[part] = max(read_kilobytes("VmHWM"), peaks.get(part, 0))
+
+    def watch(name: str, part: str):
+        original = getattr(module, name)
+
+        @functools.wraps(original)
+        def watched(*args, **kwargs):
+            begin(part)
+            result = original(*args, **kwargs)
+            end(part)
+            return result
+
+        setattr(module, name, watched)
+
+    def begin_training(original):
+        def draw_mini_batches(*args, **kwargs):
+            begin("train")
+            return original(*args, **kwargs)
+
+        return draw_mini_batches
+
+    def end_training(original):
+        def mean_metrics(*args, **kwargs):
+            end("train")
+            return original(*args, **kwargs)
+
+        return mean_metrics
+
+    watch("sample", "generation")
+    watch("completion_pass", "logprobs")
+    module.draw_mini_batches = begin_training(module.draw_mini_batches)  # the first of what an update calls
+    module.mean_metrics = end_training(module.mean_metrics)  # the first after the last update
+    throughput_tally.measure(module, job)
+    parts = {part: (peaks[part] - began[part]) / 2**20 for part in peaks}
+    return dict(parts=parts, peak_gib=max(peaks.values()) / 2**20)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(main(json.loads(Path(sys.argv[1]).read_text()))))

@@ -1,0 +1,66 @@
+"""The floor of benchmark/throughput.py: the bare model's passes for one step, with nothing around them.
+
+    python benchmark/throughput_floor.py JOB.json RESULT.json
+
+For a batch of rows that are all as long as the longest, with every prompt repeated k times: one prefill and one
+decoding step for each further token; one forward of the reference (where there is one); one forward and backward of the
+log-probabilities of the completion's tokens; one step of AdamW. No sampling, no masks, no scores, no metrics. It is a
+limit for programs that compute every padded token; one that computes fewer can be below it.
+"""
+
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from throughput_tally import read_kilobytes
+from transformers import AutoModelForCausalLM, DynamicCache
+
+
+def completion_logprobs(model, tokens: torch.Tensor, completion_tokens: int) -> torch.Tensor:
+    """Log-probabilities of the last tokens of every row, [rows, completion_tokens]."""
+    logits = model(tokens[:, :-1], logits_to_keep=completion_tokens, use_cache=False).logits.float()
+    targets = tokens[:, -completion_tokens:, None]
+    return torch.log_softmax(logits, dim=-1).gather(-1, targets).squeeze(-1)
+
+
+def main(job: dict) -> dict:
+    """Seconds of every part of a step, once for each repeat, and the memory of it all."""
+    torch.set_num_threads(job["threads"])
+    torch.manual_seed(job["seed"])
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    if job["kl_coef"] > 0:
+        reference = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job["learning_rate"])
+    prompt_tokens, completion_tokens = job["longest_prompt"], job["longest_completion"]
+    tokens = torch.randint(model.config.vocab_size, (job["batch"], prompt_tokens + completion_tokens))
+    steps = []
+    for _ in range(job["steps"]):
+        moments = [time.perf_counter()]
+        with torch.autocast("cpu", torch.bfloat16, enabled=job["dtype"] == "bfloat16"):
+            with torch.no_grad():
+                cache, new_tokens = DynamicCache(config=model.config), tokens[:, :prompt_tokens]
+                for t in range(completion_tokens):
+                    model(new_tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                    new_tokens = tokens[:, prompt_tokens + t, None]
+                del cache
+                moments.append(time.perf_counter())
+                if job["kl_coef"] > 0:
+                    completion_logprobs(reference, tokens, completion_tokens)
+                moments.append(time.perf_counter())
+            loss = completion_logprobs(model, tokens, completion_tokens).mean()
+        loss.backward()
+        moments.append(time.perf_counter())
+        optimizer.step()
+        optimizer.zero_grad()
+        moments.append(time.perf_counter())
+        parts = [end - begin for begin, end in itertools.pairwise(moments)]
+        step = dict(zip(("generation", "logprobs", "train", "optimizer"), parts), seconds=sum(parts))
+        steps.append(step)
+    return dict(steps=steps, peak_gib=read_kilobytes("VmHWM") / 2**20)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(main(json.loads(Path(sys.argv[1]).read_text()))))

@@ -1,0 +1,135 @@
+"""One measured run of rloo.py or grpo.py for benchmark/throughput.py and benchmark/scaling.py, in its own process.
+
+    python benchmark/throughput_tally.py JOB.json RESULT.json
+
+It imports the script as it is and replaces, in the module, only what a measurement needs: `sample` and
+`completion_pass` get a clock around them, `draw_prompts` hands out the prompts in the file's order (as TRL is told to)
+and marks where an iteration begins, and `save_model` writes nothing and marks where the last one ended.
+"""
+
+import functools
+import importlib
+import itertools
+import json
+import os
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+BENCHMARK = Path(__file__).resolve().parent
+
+
+def read_kilobytes(name: str) -> int:
+    """A line of /proc/self/status: VmHWM is the most memory this process had, VmRSS what it has now, in KiB.
+
+    Not getrusage's ru_maxrss, which a process inherits from the one that started it.
+    """
+    return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith(f"{name}:")))
+
+
+def flags(job: dict) -> list[str]:
+    """The script's command line for a job."""
+    values = {
+        "model-path": job["model"],
+        "dataset": job["dataset"],
+        "reward": f"{BENCHMARK / 'throughput_rewards.py'}:{job['reward']}",
+        "total-episodes": job["steps"] * job["batch"],
+        {"rloo": "rloo-k", "grpo": "num-generations"}[job["algorithm"]]: job["k"],
+        "batch-size": job["batch"],
+        "per-device-train-batch-size": job.get("micro_batch", job["batch"]),
+        "response-length": job["completion_tokens"],
+        "temperature": 1.0,
+        "kl-coef": job["kl_coef"],
+        "learning-rate": job["learning_rate"],
+        "max-grad-norm": 1.0,
+        "dtype": job["dtype"],
+        "num-sample-generations": 0,
+        "seed": job["seed"],
+        "output-dir": job["output_dir"],
+    }
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+
+def load_script(job: dict):
+    """Import the script, with the job's number of threads and, for forced lengths, without an EOS."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    sys.path.insert(0, str(BENCHMARK.parent))
+    import torch
+
+    torch.set_num_threads(job["threads"])
+    module = importlib.import_module(job["algorithm"])
+    if job["forced"]:
+        module.find_eos_ids = lambda *args, **kwargs: [-1]  # no token ends an episode
+    return module
+
+
+def measure(module, job: dict) -> dict:
+    """Run a job's steps -> the seconds and counts of each, and the run's memory."""
+    import tyro
+
+    begins, steps, prompt_lengths = [], [], []
+
+    def add_clock(name: str, key: str):
+        original = getattr(module, name)
+
+        @functools.wraps(original)
+        def clocked(*args, **kwargs):
+            started = time.perf_counter()
+            result = original(*args, **kwargs)
+            steps[-1][key] += time.perf_counter() - started
+            return result
+
+        setattr(module, name, clocked)
+
+    def keep_lengths(original):
+        def tokenize_prompts(*args, **kwargs):
+            prompts = original(*args, **kwargs)
+            prompt_lengths.extend(len(prompt.token_ids) for prompt in prompts)
+            return prompts
+
+        return tokenize_prompts
+
+    def in_file_order(original):
+        drawn = 0
+
+        def draw_prompts(*args, **kwargs):
+            nonlocal drawn
+            begins.append(time.perf_counter())
+            order = range(drawn, drawn + len(original(*args, **kwargs)))
+            drawn = order.stop
+            order = [position % len(prompt_lengths) for position in order]
+            lengths = [prompt_lengths[i] for i in order]
+            counts = dict(prompt_tokens=job["k"] * sum(lengths), longest_prompt=max(lengths))
+            steps.append(dict(generation=0.0, logprobs=0.0, **counts))
+            return order
+
+        return draw_prompts
+
+    add_clock("sample", "generation")
+    add_clock("completion_pass", "logprobs")
+    module.tokenize_prompts = keep_lengths(module.tokenize_prompts)
+    module.draw_prompts = in_file_order(module.draw_prompts)
+    module.save_model = lambda *args, **kwargs: begins.append(time.perf_counter())
+    module.main(tyro.cli(module.Args, args=flags(job)))
+
+    rows = [json.loads(line) for line in open(Path(job["output_dir"]) / "metrics.jsonl", encoding="utf-8")]
+    rows = [row for row in rows if row["iteration"] > 0]
+    for step, row, (begin, end) in zip(steps, rows, itertools.pairwise(begins), strict=True):
+        step["seconds"] = end - begin
+        step["train"] = row["time/train_s"]
+        step["rest"] = step["seconds"] - step["generation"] - step["logprobs"] - step["train"]
+        step["rollout_s"] = row["time/rollout_s"]  # as the script logs it: generation, log-probabilities, scores
+        step["tokens"] = round(row["response_length_mean"] * job["batch"])
+        step["ended"] = row["val/num_eos_tokens"]
+    return dict(
+        steps=steps,
+        episodes=rows[-1]["episode"],
+        peak_gib=read_kilobytes("VmHWM") / 2**20,
+        versions={name: version(name) for name in ("torch", "transformers", "accelerate")},
+    )
+
+
+if __name__ == "__main__":
+    job = json.loads(Path(sys.argv[1]).read_text())
+    Path(sys.argv[2]).write_text(json.dumps(measure(load_script(job), job)))

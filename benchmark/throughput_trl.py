@@ -1,0 +1,170 @@
+"""One measured run of TRL's RLOOTrainer or GRPOTrainer for benchmark/throughput.py, in TRL's own environment.
+
+    python benchmark/throughput_trl.py JOB.json RESULT.json
+
+`settings` is TRL's whole configuration. What differs from its defaults, and why:
+
+    bf16                          its default is True, on a CPU too; here as the case says. The weights are float32 in
+                                  both programs, and bfloat16 is autocast in both
+    gradient_checkpointing        its default is True, which Tally's is not: off in both
+    disable_dropout               on, as always in Tally
+    steps_per_generation, ..      one rollout and one optimizer step for each batch, in one micro-batch
+    shuffle_dataset               off: both programs take the prompts in the file's order
+    beta, temperature, ..         the same in both; the reference model is loaded wherever beta is above 0
+    loss_type, scale_rewards      GRPO's as in grpo.py's defaults
+    use_transformers_continuous_batching, cache_implementation
+                                  left at their defaults: the dynamic cache is TRL's fastest way to generate on a CPU
+    eos_token_id                  -1 for forced lengths, so that nothing ends; cheaper than min_new_tokens, which
+                                  rewrites the logits for every token
+
+Two things that no setting changes: without Triton (so on every CPU) TRL 1.16 computes the log-probabilities of the
+prompt's tokens, too, and masks them; and its backward pass computes the logits again, which saves memory.
+"""
+
+import itertools
+import json
+import os
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # the model is a folder; the model card's template is not needed
+
+import throughput_rewards  # noqa: E402
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from transformers import PrinterCallback, TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
+
+
+def settings(job: dict) -> dict:
+    """The arguments of RLOOConfig or GRPOConfig."""
+    chosen = dict(
+        output_dir=job["output_dir"],
+        seed=job["seed"],
+        use_cpu=True,
+        bf16=job["dtype"] == "bfloat16",
+        model_init_kwargs={"dtype": "float32"},
+        gradient_checkpointing=False,
+        disable_dropout=True,
+        # one rollout, one micro-batch and one optimizer step for each batch
+        per_device_train_batch_size=job["batch"],
+        gradient_accumulation_steps=1,
+        steps_per_generation=1,
+        num_iterations=1,
+        max_steps=job["steps"],
+        shuffle_dataset=False,
+        # sampling
+        num_generations=job["k"],
+        max_completion_length=job["completion_tokens"],
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        generation_kwargs={"eos_token_id": [-1]} if job["forced"] else None,
+        # algorithm and optimizer
+        beta=job["kl_coef"],
+        learning_rate=job["learning_rate"],
+        lr_scheduler_type="linear",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        # nothing is written or shown; metrics are made at every step, as Tally makes them
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    if job["algorithm"] == "grpo":
+        chosen |= dict(loss_type="grpo", scale_rewards="group")
+    return chosen
+
+
+def clocked(trainer_class):
+    """The trainer with clocks around its parts; each step's seconds and counts are in its list `steps`."""
+
+    class Clocked(trainer_class):
+        def __init__(self, *args, **kwargs):
+            self.steps = []
+            super().__init__(*args, **kwargs)
+
+        def _prepare_inputs(self, *args, **kwargs):
+            self.steps.append(dict(generation=0.0, logprobs=0.0))
+            inputs = super()._prepare_inputs(*args, **kwargs)
+            self.steps[-1]["train_began"] = time.perf_counter()
+            return inputs
+
+        def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+            started = time.perf_counter()
+            result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            self.steps[-1]["generation"] += time.perf_counter() - started
+            completion_ids = result[0] if isinstance(result, tuple) else result  # GRPO's has log-probabilities, too
+            self.steps[-1] |= dict(
+                prompt_tokens=sum(len(ids) for ids in prompt_ids),
+                longest_prompt=max(len(ids) for ids in prompt_ids),
+                tokens=sum(len(ids) for ids in completion_ids),
+                longest_completion=max(len(ids) for ids in completion_ids),
+                ended=sum(ids[-1] in self.eos_token_ids for ids in completion_ids),
+            )
+            return result
+
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            started, in_rollout = time.perf_counter(), not torch.is_grad_enabled()
+            result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            if in_rollout:  # the old policy's and the reference's; the one with gradient is part of training
+                self.steps[-1]["logprobs"] += time.perf_counter() - started
+            return result
+
+    return Clocked
+
+
+class StepEnds(TrainerCallback):
+    """The moment that training began, and those at which each optimizer step was done."""
+
+    def __init__(self):
+        self.moments = []
+
+    def on_train_begin(self, *args, **kwargs):
+        self.moments.append(time.perf_counter())
+
+    def on_step_end(self, *args, **kwargs):
+        self.moments.append(time.perf_counter())
+
+
+def main(job: dict) -> dict:
+    """Run a job's steps -> the seconds and counts of each, and the run's memory."""
+    torch.set_num_threads(job["threads"])
+    rows = [json.loads(line) for line in open(job["dataset"], encoding="utf-8")]
+    reward, episodes = getattr(throughput_rewards, job["reward"]), 0
+
+    def score(prompts, completions, **columns):
+        nonlocal episodes
+        episodes += len(completions)
+        texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+        answers = columns.get("answer", [None] * len(texts))
+        return reward(prompts, texts, [{"answer": answer} for answer in answers])
+
+    config, trainer_class = {"rloo": (RLOOConfig, RLOOTrainer), "grpo": (GRPOConfig, GRPOTrainer)}[job["algorithm"]]
+    ends, settled = StepEnds(), config(**settings(job))
+    data = dict(reward_funcs=score, train_dataset=Dataset.from_list(rows))
+    trainer = clocked(trainer_class)(model=job["model"], args=settled, callbacks=[ends], **data)
+    trainer.remove_callback(PrinterCallback)
+    if job["forced"]:
+        trainer.eos_token_ids = [-1]  # an EOS that is sampled all the same does not cut the completion
+    trainer.train()
+
+    for step, (begin, end) in zip(trainer.steps, itertools.pairwise(ends.moments), strict=True):
+        step["seconds"] = end - begin
+        step["train"] = end - step.pop("train_began")  # forward, backward, clipping and the optimizer
+        step["rest"] = step["seconds"] - step["generation"] - step["logprobs"] - step["train"]
+    peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM:"))  # see throughput_tally.py
+    return dict(
+        steps=trainer.steps,
+        episodes=episodes,
+        peak_gib=int(peak.split()[1]) / 2**20,
+        versions={name: version(name) for name in ("trl", "torch", "transformers", "accelerate")},
+    )
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(main(json.loads(Path(sys.argv[1]).read_text()))))
