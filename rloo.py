@@ -825,24 +825,36 @@ def check_finite(name: str, value: float, iteration: int, step: int):
 
 
 # ================================================ 7  main ================================================
+@contextlib.contextmanager
+def writing(path: Path):
+    """Stop the run with one line where something cannot be written: a full disk."""
+    try:
+        yield
+    except Exception as error:
+        free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
+        stop(f"{path}: not written ({error}; {free:,} bytes free); the checkpoints before it are whole", status=1)
+
+
 def append_jsonl(path: Path, rows: list[dict]):
     """Append one JSON object a line."""
-    with open(path, "a", encoding="utf-8") as file:
+    with writing(path), open(path, "a", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def write_whole(path: Path, text: str):
     """Write a file beside and rename it, so that it is never there in part."""
     beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text)
-    beside.replace(path)
+    with writing(path):
+        beside.write_text(text)
+        beside.replace(path)
 
 
 def drop_lines_after(path: Path, iteration: int):
     """Keep the whole lines of iterations up to this one: what a killed run wrote after its checkpoint is made again."""
     if path.exists():
         beside = path.with_name(path.name + ".tmp")
-        with open(path, "rb") as old, open(beside, "wb") as new:  # bytes: a kill may have cut a character in two
+        # bytes: a kill may have cut a character in two
+        with writing(path), open(path, "rb") as old, open(beside, "wb") as new:
             new.writelines(line for line in old if line.endswith(b"\n") and json.loads(line)["iteration"] <= iteration)
         beside.replace(path)
 
@@ -877,7 +889,7 @@ def save_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path, sav
     """Write weights, optimizer and `state` beside, rename when whole, then remove all but the newest checkpoints."""
     folder = output_dir / "checkpoints" / f"iteration_{state['iteration']:08d}"
     beside = folder.with_suffix(".tmp")
-    try:
+    with writing(folder):
         if accelerator.is_main_process:  # what a kill left
             for stale in output_dir.glob("checkpoints/*.tmp"):
                 shutil.rmtree(stale)
@@ -892,8 +904,6 @@ def save_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path, sav
             for old in checkpoints_of(output_dir)[:-save_total_limit]:
                 old.rename(old.with_suffix(".tmp"))
                 shutil.rmtree(old.with_suffix(".tmp"))
-    except Exception as error:
-        stop(f"--output-dir {folder}: not written ({error}); the checkpoints before it are whole", status=1)
     accelerator.wait_for_everyone()
 
 
@@ -1274,7 +1284,8 @@ def main(args: Args):
     # -------------------------------------------------- end --------------------------------------------------
     progress.close()
     if not stopped_by and not (output_dir / "model").exists():
-        save_model(accelerator, model, "", policy, tokenizer, args, output_dir)
+        with writing(output_dir / "model"):
+            save_model(accelerator, model, "", policy, tokenizer, args, output_dir)
     if is_main:
         print(closing_line(args, plan, state, output_dir, time.time() - started), flush=True)
     # in this order: a process group that is destroyed under a living model can hang at exit

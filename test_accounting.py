@@ -2381,6 +2381,45 @@ def test_a_full_disk_leaves_the_checkpoint_before(script, run, monkeypatch, caps
     assert result_of(output_dir) == expected
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of one megabyte; without the right to mount one, a skip."""
+    (tmp_path / "disk").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path / "disk")]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no permission to mount a small disk")
+    yield tmp_path / "disk"
+    subprocess.run(["umount", "--lazy", str(tmp_path / "disk")], check=True)
+
+
+@pytest.mark.parametrize("function", ["save_checkpoint", "append_jsonl", "save_model"])
+def test_no_space_left_on_the_disk(script, run, monkeypatch, capsys, tmp_path, small_disk, function):
+    """The disk is full from the fourth iteration's lines, sixth iteration's checkpoint, or finished model on: one line
+    that names the file and the free bytes, status 1, checkpoints untouched, and a resumed run is the one with room."""
+    flags = SAVING | dict(save_every=3, total_episodes=42)  # seven iterations
+    expected = result_of(run(script, **flags)[2])
+    output_dir, original, before = small_disk / "full", getattr(script, function), {}
+
+    def without_room(*args):
+        checkpoints = contents(output_dir / "checkpoints") if (output_dir / "checkpoints").exists() else {}
+        if checkpoints and not before:  # not at the first call
+            before.update(checkpoints)
+            with open(small_disk / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(bytes(4096)):
+                    pass
+        return original(*args)
+
+    monkeypatch.setattr(script, function, without_room)
+    named = {"save_checkpoint": "iteration_00000006", "append_jsonl": ".jsonl", "save_model": "full/model"}[function]
+    with stops_with(1, capsys, named, "not written", "bytes free"):
+        run(script, output_dir=str(output_dir), **flags)
+    assert contents(output_dir / "checkpoints").items() >= before.items() and not (output_dir / "model").exists()
+    monkeypatch.undo()
+    (small_disk / "filler").unlink()
+    run(script, output_dir=str(output_dir), resume=True, **flags)
+    assert result_of(output_dir) == expected
+
+
 STRIKES = '''
 import os, sys, time
 
