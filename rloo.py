@@ -1146,11 +1146,12 @@ def main(args: Args):
         return scores.mean().item()
 
     # ------------------------------------------------- loop --------------------------------------------------
-    received = []  # signals: the iteration is finished and saved, then the run ends; a second one ends it at once
+    received = []  # signals: the iteration is finished and saved, then the run ends; a second SIGINT ends it at once
 
     def on_signal(number, frame):
         received.append(number)
-        signal.signal(number, signal.SIG_DFL)
+        if number == signal.SIGINT:  # a second SIGTERM is a scheduler's beside the launcher's
+            signal.signal(number, signal.SIG_DFL)
 
     handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     step, stopped_by = state["step"], 0
