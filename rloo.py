@@ -197,12 +197,14 @@ class Args:
         return self.rloo_k
 
 
-def stop(message: str, status: int):
-    """End the program with one line on standard error, from the main process (status 2: bad input, 1: a fault)."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        tqdm.write(
-            f"{os.path.basename(__file__)}: {message}", file=sys.stderr
-        )  # beside a progress bar, not in its line
+def stop(message: str, status: int, local: bool = False):
+    """End the program with one line on standard error (status 2: bad input, 1: a fault).
+
+    The main process says it, and where only some processes may have stopped (`local`) each of them.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    if rank == 0 or local:  # `tqdm.write`: beside a progress bar, not in its line
+        tqdm.write(f"{os.path.basename(__file__)}{f', process {rank}' if rank else ''}: {message}", file=sys.stderr)
     raise SystemExit(status)
 
 
@@ -227,7 +229,7 @@ def check_args(args: Args):
         ("batch_size num_mini_batches num_ppo_epochs per_device_train_batch_size", lambda x: x >= 1, "at least 1"),
         ("per_device_rollout_batch_size response_length total_episodes lora_r", lambda x: x >= 1, "at least 1"),
         ("max_prompt_length eval_every save_every save_total_limit plan", lambda x: x >= 1, "at least 1"),
-        ("warmup_steps num_sample_generations", lambda x: x >= 0, "at least 0"),
+        ("warmup_steps num_sample_generations stop_token_id", lambda x: x >= 0, "at least 0"),
         ("num_train_epochs temperature adam_epsilon score_clip", lambda x: 0 < x < math.inf, "above 0 and finite"),
         ("learning_rate eval_temperature kl_coef cliprange", lambda x: 0 <= x < math.inf, "at least 0 and finite"),
         ("missing_eos_penalty weight_decay", lambda x: 0 <= x < math.inf, "at least 0 and finite"),
@@ -439,7 +441,8 @@ def read_rows(flag: str, path: str, split: str, needs_answer: bool) -> list[dict
         refuse(f"{flag} {path}: holds no rows")
     for number, row in numbered:
         prompt = row.get("prompt") if isinstance(row, dict) else None
-        is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)
+        is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt)
+        is_chat = is_chat and all("role" in m and isinstance(m.get("content"), (str, list)) for m in prompt)
         if not is_chat and not (isinstance(prompt, str) and prompt):
             refuse(f"{path}:{number}: needs a `prompt`: text, or a list of chat messages with `role` and `content`")
         if needs_answer and "answer" not in row:
@@ -452,11 +455,14 @@ def tokenize_prompts(flag: str, path: str, rows: list[dict], tokenizer, max_prom
     prompts = []
     for row in rows:
         text, is_chat = row["prompt"], not isinstance(row["prompt"], str)
-        if is_chat:
-            if not tokenizer.chat_template:
-                refuse(f"{flag} {path}: has chat messages, but the tokenizer has no chat template; give text")
-            text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
-        token_ids = tokenizer(text, add_special_tokens=not is_chat)["input_ids"]  # a template writes its own
+        if is_chat and not tokenizer.chat_template:
+            refuse(f"{flag} {path}: has chat messages, but the tokenizer has no chat template; give text")
+        try:
+            if is_chat:
+                text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
+            token_ids = tokenizer(text, add_special_tokens=not is_chat)["input_ids"]  # a template writes its own
+        except Exception as error:
+            refuse(f"{flag} {path}: the tokenizer does not take the prompt {text!r} ({error})")
         prompts.append(Prompt(row, text, token_ids))
     kept = [p for p in prompts if max_prompt_length is None or len(p.token_ids) <= max_prompt_length]
     if len(kept) < len(prompts) and int(os.environ.get("RANK", 0)) == 0:
@@ -491,7 +497,7 @@ def load_reward(flag: str, spec: str):
     module = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         refuse(f"{flag} {spec}: {file} does not import ({type(error).__name__}: {error})")
     if not callable(getattr(module, name, None)):
         refuse(f"{flag} {spec}: {file} has no function {name!r}")
@@ -557,7 +563,7 @@ def load_model(flag: str, path: str, auto_class, dtype: torch.dtype, args: Args,
         settings = dict(config=config, dtype=dtype, trust_remote_code=args.trust_remote_code)
         settings |= dict(ignore_mismatched_sizes=True, output_loading_info=True)
         model, loading_info = auto_class.from_pretrained(path, **settings)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:
         refuse(f"{flag} {path}: {auto_class.__name__} does not load it ({str(error).strip().splitlines()[0]})")
     if auto_class is AutoModelForCausalLM and loading_info["missing_keys"]:
         refuse(f"{flag} {path}: not a causal language model, it lacks {sorted(loading_info['missing_keys'])[0]}")
@@ -566,6 +572,15 @@ def load_model(flag: str, path: str, auto_class, dtype: torch.dtype, args: Args,
             module.p = 0.0
     # dropout goes by p = 0, not by eval(): gradient checkpointing needs train mode
     return model.train(), loading_info
+
+
+def check_vocabulary(flag: str, path: str, model, tokenizer, stop_token_id: int | None = None):
+    """Refuse token ids that the embedding does not have."""
+    rows = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > rows:
+        refuse(f"{flag} {path}: its tokenizer has {len(tokenizer)} tokens, but its embedding only {rows}")
+    if stop_token_id is not None and stop_token_id >= rows:
+        refuse(f"--stop-token-id {stop_token_id}: the model has only {rows} tokens")
 
 
 def add_lora(model, args: Args, index: int):
@@ -590,6 +605,13 @@ def configure_deepspeed(accelerator: Accelerator, args: Args):
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     # else transformers shards all that it loads, the reference too, which has no engine to gather it
     transformers.integrations.unset_hf_deepspeed_config()
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    # its own loading would execute any pickle in a checkpoint: torch then allows these three classes and tensors only
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    torch.serialization.add_safe_globals([LossScaler, ZeroStageEnum, fragment_address])
 
 
 @contextlib.contextmanager
@@ -648,7 +670,8 @@ def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
         return logits.argmax(-1)
     cumulative = torch.softmax(logits.double() / temperature, dim=-1).cumsum(-1)  # [rows, vocabulary]
     cumulative = cumulative / cumulative[:, -1:]
-    return torch.searchsorted(cumulative, uniforms[:, None], right=True).squeeze(1)
+    picked = torch.searchsorted(cumulative, uniforms[:, None], right=True).squeeze(1)
+    return picked.clamp(max=logits.shape[-1] - 1)  # beyond it only where the logits are NaN
 
 
 @torch.no_grad()
@@ -898,6 +921,7 @@ def load_reward_model(path: str, tokenizer, args: Args, device):
         model.score.weight.data = torch.from_numpy(head).to(dtype)
         print(f"warning: {flag} {path} has no trained head; its scores come from a random one", file=sys.stderr)
     reward_tokenizer = load_tokenizer(path, args)
+    check_vocabulary(flag, path, model, reward_tokenizer)
     same_vocabulary = reward_tokenizer.get_vocab() == tokenizer.get_vocab()
     return model.to(device), None if same_vocabulary else reward_tokenizer
 
@@ -994,24 +1018,37 @@ def check_finite(name: str, value: float, iteration: int, step: int):
 
 
 # ================================================ 7  main ================================================
+@contextlib.contextmanager
+def writing(path: Path):
+    """Stop the run with one line where something cannot be written: a full disk."""
+    try:
+        yield
+    except Exception as error:
+        free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
+        message = f"{path}: not written ({error}; {free:,} bytes free); the checkpoints before it are whole"
+        stop(message.replace("\n", " "), status=1, local=True)
+
+
 def append_jsonl(path: Path, rows: list[dict]):
     """Append one JSON object a line."""
-    with open(path, "a", encoding="utf-8") as file:
+    with writing(path), open(path, "a", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def write_whole(path: Path, text: str):
     """Write a file beside and rename it, so that it is never there in part."""
     beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text)
-    beside.replace(path)
+    with writing(path):
+        beside.write_text(text)
+        beside.replace(path)
 
 
 def drop_lines_after(path: Path, iteration: int):
     """Keep the whole lines of iterations up to this one: what a killed run wrote after its checkpoint is made again."""
     if path.exists():
         beside = path.with_name(path.name + ".tmp")
-        with open(path, "rb") as old, open(beside, "wb") as new:  # bytes: a kill may have cut a character in two
+        # bytes: a kill may have cut a character in two
+        with writing(path), open(path, "rb") as old, open(beside, "wb") as new:
             new.writelines(line for line in old if line.endswith(b"\n") and json.loads(line)["iteration"] <= iteration)
         beside.replace(path)
 
@@ -1046,7 +1083,7 @@ def save_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path, sav
     """Write weights, optimizer and `state` beside, rename when whole, then remove all but the newest checkpoints."""
     folder = output_dir / "checkpoints" / f"iteration_{state['iteration']:08d}"
     beside = folder.with_suffix(".tmp")
-    try:
+    with writing(folder):
         if accelerator.is_main_process:  # what a kill left
             for stale in output_dir.glob("checkpoints/*.tmp"):
                 shutil.rmtree(stale)
@@ -1061,9 +1098,13 @@ def save_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path, sav
             for old in checkpoints_of(output_dir)[:-save_total_limit]:
                 old.rename(old.with_suffix(".tmp"))
                 shutil.rmtree(old.with_suffix(".tmp"))
-    except Exception as error:
-        stop(f"--output-dir {folder}: not written ({error}); the checkpoints before it are whole", status=1)
     accelerator.wait_for_everyone()
+
+
+def sharding(accelerator: Accelerator) -> str:
+    """What a checkpoint's format depends on."""
+    names = {DistributedType.FSDP: "FSDP", DistributedType.DEEPSPEED: f"DeepSpeed on {accelerator.num_processes}"}
+    return names.get(accelerator.distributed_type, "whole weights")
 
 
 def load_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path) -> dict:
@@ -1074,10 +1115,13 @@ def load_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path) -> 
     *before, newest = checkpoints
     try:
         loaded = json.loads((newest / "state.json").read_text())
+        if loaded["sharding"] != state["sharding"]:
+            refuse(f"{newest}: written with {loaded['sharding']}; launch it so, not with {state['sharding']}")
         accelerator.load_state(str(newest))
     except Exception as error:
         other = f"remove it to resume from {before[-1]}" if before else "and there is none before it"
-        refuse(f"{newest}: cannot be read ({type(error).__name__}: {error}); {other}".replace("\n", " "))
+        message = f"{newest}: cannot be read ({type(error).__name__}: {error}); {other}".replace("\n", " ")
+        stop(message, status=2, local="DeepSpeed" in state["sharding"])  # each process reads its own file
     return loaded
 
 
@@ -1187,6 +1231,9 @@ def main(args: Args):
     output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{int(started)}"
     output_dir = Path(broadcast_object_list([output_dir])[0])  # the clocks of two processes may differ
     dataset_sha256 = fingerprint(prompts)
+    existing = next(folder for folder in (output_dir, *output_dir.parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        refuse(f"--output-dir {output_dir}: {existing} is not a folder that can be written")
     if (output_dir / "args.yaml").exists():
         if not args.resume:
             refuse(f"--output-dir {output_dir}: already holds a run; give another folder, or --resume to continue it")
@@ -1199,6 +1246,7 @@ def main(args: Args):
 
     # ------------------------------------------------ models -------------------------------------------------
     policy, _ = load_model("--model-path", args.model_path, AutoModelForCausalLM, torch.float32, args)
+    check_vocabulary("--model-path", args.model_path, policy, tokenizer, args.stop_token_id)
     longest = max(len(p.token_ids) for p in prompts + eval_prompts) + args.response_length
     positions = getattr(policy.config, "max_position_embeddings", None) or math.inf
     if longest > positions:
@@ -1234,7 +1282,7 @@ def main(args: Args):
     model, optimizer = accelerator.prepare(trained_model, optimizer)
 
     # all that an iteration hands to the next, besides weights and optimizer; a checkpoint's state.json
-    state = {"iteration": 0, "step": 0, "dataset_sha256": dataset_sha256}
+    state = {"iteration": 0, "step": 0, "dataset_sha256": dataset_sha256, "sharding": sharding(accelerator)}
     if args.resume:
         state = load_checkpoint(accelerator, state, output_dir)
         scheduler.last_epoch = state["step"]  # the rate is a function of it
@@ -1271,6 +1319,8 @@ def main(args: Args):
         with autocast():
             batch = SimpleNamespace(**on_all_processes(accelerator, lengths, chunk_size, sample_chunk))
         policy.train()
+        if not batch.logprobs.isfinite().all():
+            stop(f"iteration {iteration}: the policy's log-probabilities are not finite", status=1)
         batch.mask = torch.arange(args.response_length, device=device) < batch.lengths[:, None]  # [episodes, response]
         batch.token_ids = trim_rows(batch.tokens, batch.lengths)
         batch.completions = tokenizer.batch_decode(batch.token_ids, skip_special_tokens=True)
@@ -1303,11 +1353,12 @@ def main(args: Args):
         return scores.mean().item()
 
     # ------------------------------------------------- loop --------------------------------------------------
-    received = []  # signals: the iteration is finished and saved, then the run ends; a second one ends it at once
+    received = []  # signals: the iteration is finished and saved, then the run ends; a second SIGINT ends it at once
 
     def on_signal(number, frame):
         received.append(number)
-        signal.signal(number, signal.SIG_DFL)
+        if number == signal.SIGINT:  # a second SIGTERM is a scheduler's beside the launcher's
+            signal.signal(number, signal.SIG_DFL)
 
     handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     step, stopped_by = state["step"], 0
@@ -1447,7 +1498,8 @@ def main(args: Args):
     # -------------------------------------------------- end --------------------------------------------------
     progress.close()
     if not stopped_by and not (output_dir / "model").exists():
-        save_model(accelerator, model, policy, tokenizer, args, output_dir)
+        with writing(output_dir / "model"):
+            save_model(accelerator, model, policy, tokenizer, args, output_dir)
     if is_main:
         print(closing_line(args, plan, state, output_dir, time.time() - started), flush=True)
     # in this order: a process group that is destroyed under a living model can hang at exit

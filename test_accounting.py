@@ -2008,8 +2008,8 @@ def command_line(flags):
     return words
 
 
-def launch(script, processes, probe_folder, flags, use_cpu="true"):
-    """Run a script as its own program, on several processes under torchrun -> the finished program."""
+def start(script, processes, probe_folder, flags, use_cpu="true"):
+    """Start a script as its own program, on several processes under torchrun."""
     (probe_folder / "probe.py").write_text(PROBE)
     (probe_folder / "rewards.py").write_text(REWARDS)
     launcher = [sys.executable]
@@ -2018,7 +2018,19 @@ def launch(script, processes, probe_folder, flags, use_cpu="true"):
     environment = os.environ | {"PROBE_FOLDER": str(probe_folder), "OMP_NUM_THREADS": "1"}
     environment["ACCELERATE_USE_CPU"] = use_cpu
     command = [*launcher, script.__file__, *command_line(with_group(script, dict(flags)))]
-    return subprocess.run(command, env=environment, cwd=probe_folder, capture_output=True, text=True, timeout=300)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=environment, cwd=probe_folder, **pipes)
+
+
+def launch(*args, **kwargs):
+    """`start`, to its end -> the finished program."""
+    with start(*args, **kwargs) as program:
+        try:
+            output, error = program.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            program.kill()
+            raise
+    return subprocess.CompletedProcess(program.args, program.returncode, output, error)
 
 
 UNEVEN = dict(batch_size=6, num_mini_batches=2, num_ppo_epochs=2, num_train_epochs=3, kl_coef=0.1, warmup_steps=2)
@@ -2559,6 +2571,45 @@ def test_a_full_disk_leaves_the_checkpoint_before(script, run, monkeypatch, caps
     assert result_of(output_dir) == expected
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of one megabyte; without the right to mount one, a skip."""
+    (tmp_path / "disk").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path / "disk")]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no permission to mount a small disk")
+    yield tmp_path / "disk"
+    subprocess.run(["umount", "--lazy", str(tmp_path / "disk")], check=True)
+
+
+@pytest.mark.parametrize("function", ["save_checkpoint", "append_jsonl", "save_model"])
+def test_no_space_left_on_the_disk(script, run, monkeypatch, capsys, tmp_path, small_disk, function):
+    """The disk is full from the fourth iteration's lines, sixth iteration's checkpoint, or finished model on: one line
+    that names the file and the free bytes, status 1, checkpoints untouched, and a resumed run is the one with room."""
+    flags = SAVING | dict(save_every=3, total_episodes=42)  # seven iterations
+    expected = result_of(run(script, **flags)[2])
+    output_dir, original, before = small_disk / "full", getattr(script, function), {}
+
+    def without_room(*args):
+        checkpoints = contents(output_dir / "checkpoints") if (output_dir / "checkpoints").exists() else {}
+        if checkpoints and not before:  # not at the first call
+            before.update(checkpoints)
+            with open(small_disk / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(bytes(4096)):
+                    pass
+        return original(*args)
+
+    monkeypatch.setattr(script, function, without_room)
+    named = {"save_checkpoint": "iteration_00000006", "append_jsonl": ".jsonl", "save_model": "full/model"}[function]
+    with stops_with(1, capsys, named, "not written", "bytes free"):
+        run(script, output_dir=str(output_dir), **flags)
+    assert contents(output_dir / "checkpoints").items() >= before.items() and not (output_dir / "model").exists()
+    monkeypatch.undo()
+    (small_disk / "filler").unlink()
+    run(script, output_dir=str(output_dir), resume=True, **flags)
+    assert result_of(output_dir) == expected
+
+
 STRIKES = '''
 import os, sys, time
 
@@ -2571,6 +2622,7 @@ def struck(prompts, completions, rows):
     """At the second call of the process SIGNAL_RANK, that process gets SIGNAL."""
     global calls
     calls += 1
+    time.sleep(float(os.environ.get("PAUSE", "0")))
     if calls == 2 and os.environ.get("RANK", "0") == os.environ.get("SIGNAL_RANK"):
         print("struck at", time.time(), flush=True)
         os.kill(os.getpid(), int(os.environ["SIGNAL"]))
@@ -2605,6 +2657,34 @@ def test_a_signal_saves_a_checkpoint(script, run, world, monkeypatch, tmp_path, 
     monkeypatch.delenv("SIGNAL_RANK")
     run(script, output_dir=str(output_dir), resume=True, **flags)
     assert result_of(output_dir) == result_of(run(script, **flags)[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_from_outside(script, run, world, monkeypatch, tmp_path, number, processes):
+    """A signal to the program, or to torchrun above two, once a line is in metrics.jsonl; SIGTERM comes twice, as from
+    a scheduler that signals everything: a checkpoint of that moment, status 143 or 130 (torchrun's own: 1), and the
+    resumed run is the unbroken one."""
+    (tmp_path / "strikes.py").write_text(STRIKES)
+    flags = dict(total_episodes=60, batch_size=6, reward=f"{tmp_path / 'strikes.py'}:struck", learning_rate=1e-3)
+    output_dir = tmp_path / "signalled"
+    monkeypatch.setenv("PAUSE", "0.5")
+    with start(script, processes, tmp_path, base_flags(world) | flags | dict(output_dir=output_dir)) as program:
+        while not (output_dir / "metrics.jsonl").exists() and program.poll() is None:
+            time.sleep(0.1)
+        children = subprocess.run(["pgrep", "-P", str(program.pid)], capture_output=True, text=True).stdout.split()
+        for pid in [program.pid] if number == signal.SIGINT else [program.pid, *children, program.pid]:
+            os.kill(int(pid), number)
+        _, error = program.communicate(timeout=120)
+    assert program.returncode == (128 + number if processes == 1 else 1), error
+    [checkpoint] = (output_dir / "checkpoints").iterdir()
+    assert len(read_jsonl(output_dir / "metrics.jsonl")) == int(checkpoint.name[-8:]) < 10
+    assert f'File "{script.__file__}"' not in error and not (output_dir / "model").exists()
+    monkeypatch.undo()
+    _, metrics, resumed = run(script, output_dir=str(output_dir), resume=True, **flags)
+    _, expected, unbroken = run(script, **flags)
+    compare_runs(script, expected, metrics, unbroken, resumed)
 
 
 @pytest.mark.slow

@@ -12,25 +12,29 @@ From the environment that runs the scripts:
 
 The first run compiles a helper for a minute. Every run makes 4 micro-batches per step. Compared with one process: every
 metric (1e-4 relative or 1e-6 absolute), the final weights (by norm, relative to how far they moved, 1e-3), the steps
-that DeepSpeed's engine really took and their learning rates; and no weight is gathered inside a rollout's passes.
+that DeepSpeed's engine really took and their learning rates; and no weight is gathered inside a rollout's passes. Then
+the run is resumed from half of it, which must give the same weights bit by bit, and with a pickle that makes a file in
+place of each of the checkpoint's in turn, which must be refused, not executed.
 Exit status 1 where something differs. The table goes to benchmark/results/sharded.json, too.
 """
 
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
+import torch
 import tyro
 from safetensors.numpy import load_file
 
 BENCHMARK = Path(__file__).resolve().parent
 FLAGS = """--total-episodes 128 --batch-size 32 --num-mini-batches 1 --per-device-train-batch-size 4
-    --learning-rate 3e-4 --num-sample-generations 0 --max-grad-norm 1""".split()
+    --learning-rate 3e-4 --num-sample-generations 0 --max-grad-norm 1 --save-every 2""".split()
 
 
 def worker(script: str, flags: list[str]):
@@ -83,8 +87,8 @@ def worker(script: str, flags: list[str]):
         (Path(args.output_dir) / "engine.json").write_text(json.dumps(seen))
 
 
-def run(script: str, folder: Path, stage: int | None):
-    """Train on one process, or on two with DeepSpeed's ZeRO at this stage."""
+def run(script: str, folder: Path, stage: int | None, *more: str) -> bool:
+    """Train on one process, or on two with DeepSpeed's ZeRO at this stage -> whether it ended well."""
     command, environment = [sys.executable, f"{BENCHMARK.parent / script}.py"], dict(os.environ, OMP_NUM_THREADS="1")
     if stage is None:
         environment["ACCELERATE_USE_CPU"] = "true"
@@ -96,9 +100,43 @@ def run(script: str, folder: Path, stage: int | None):
         environment.pop("ACCELERATE_USE_CPU", None)
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, "--worker"]
     with open(folder.with_suffix(".log"), "w") as log:
-        command += [*FLAGS, "--output-dir", str(folder)]
-        if subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode:
-            raise SystemExit(f"{script} at stage {stage} failed; see {log.name}")
+        command += [*FLAGS, "--output-dir", str(folder), *more]
+        return subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode == 0
+
+
+class Pickle:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, path: Path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def resume(script: str, folder: Path, stage: int) -> dict:
+    """Resume a run from its second iteration: as it was, and with a pickle in place of each file of the checkpoint."""
+    resumed, executed, refused = folder.with_name(folder.name + "_resumed"), folder / "executed", 0
+    shutil.copytree(folder, resumed)
+    shutil.rmtree(resumed / "model")
+    shutil.rmtree(resumed / "checkpoints" / "iteration_00000004")
+    files = sorted((resumed / "checkpoints").glob("*/pytorch_model/*.pt"))
+    for file in files:
+        whole = file.read_bytes()
+        torch.save(Pickle(executed), file)
+        refused += (
+            not run(script, resumed, stage, "--resume") and "cannot be read" in resumed.with_suffix(".log").read_text()
+        )
+        file.write_bytes(whole)
+    fine = run(script, resumed, stage, "--resume")
+    same = (
+        fine
+        and (resumed / "model" / "model.safetensors").read_bytes()
+        == (folder / "model" / "model.safetensors").read_bytes()
+    )
+    return dict(
+        resumed_bitwise=same, pickles=len(files), pickles_refused=refused, pickles_executed=int(executed.exists())
+    )
 
 
 def distance(weights: dict, others: dict) -> float:
@@ -135,8 +173,10 @@ def main():
         run(script, work / script, stage=None)
         for stage in (2, 3):
             folder = work / f"{script}_zero{stage}"
-            run(script, folder, stage)
+            if not run(script, folder, stage):
+                raise SystemExit(f"{script} at stage {stage} failed; see {folder}.log")
             results.append(dict(script=script, stage=stage, **compare(folder, work / script)))
+            results[-1] |= resume(script, folder, stage)
             print(json.dumps(results[-1]), flush=True)
     (BENCHMARK / "results").mkdir(exist_ok=True)
     (BENCHMARK / "results" / "sharded.json").write_text(json.dumps(dict(flags=" ".join(FLAGS), runs=results), indent=1))
@@ -145,6 +185,9 @@ def main():
         and row["steps_and_rates_as_planned"]
         and not row["metrics_that_differ"]
         and not row["gathers_in_rollout_passes"]
+        and row["resumed_bitwise"]
+        and row["pickles_refused"] == row["pickles"]
+        and not row["pickles_executed"]
         for row in results
     ]
     raise SystemExit(0 if all(fine) else 1)
