@@ -18,7 +18,8 @@
                                   rewrites the logits for every token
 
 Two things that no setting changes: without Triton (so on every CPU) TRL 1.16 computes the log-probabilities of the
-prompt's tokens, too, and masks them; and its backward pass computes the logits again, which saves memory.
+prompt's tokens, too, and masks them; and its backward pass computes the logits again, which saves memory. In bfloat16
+its frozen reference keeps float32 weights under autocast, as the policy does; Tally's is loaded in bfloat16.
 """
 
 import itertools
