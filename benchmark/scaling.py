@@ -97,7 +97,7 @@ def experiment(name: str, args: Args, folder: Path) -> dict:
         for algorithm in ("rloo", "grpo"):
             sizes = dict(algorithm=algorithm, batch=256, completion_tokens=64)
             jobs = {n: make_job(args, folder, SMALL, micro_batch=256 // n, **sizes) for n in counts}
-            result[algorithm] = measure(args, folder, f"{algorithm} micro_batches", jobs)
+            result[algorithm] = measure(args, folder, f"micro_batches_{algorithm}", jobs)
             seconds = result[algorithm]["seconds"]
             result[algorithm]["slowest_of_fastest"] = max(seconds) / min(seconds)
         return result
@@ -149,7 +149,9 @@ def plot(results: dict, path: Path):
         last = result["seconds"][-1] / result["size"][-1]
         proportional = [last * size for size in result["size"]]
         axis.plot(result["size"], proportional, color="grey", ls=":", lw=1, label="proportional")
-        axis.set(xscale="log", yscale="log", xlabel=xlabel)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(result["size"], result["size"])
+        axis.set(yscale="log", xlabel=xlabel)
         axis.set_title(f"slope {result['slope']:.2f}", fontsize=9)
     if "memory" in results:
         result = results["memory"]
@@ -157,7 +159,8 @@ def plot(results: dict, path: Path):
         values = result["peak_in_tensors"]
         axes[3].barh([names[part] for part in values], list(values.values()), color="#1f6fb4", height=0.5)
         axes[3].invert_yaxis()
-        axes[3].set_xlabel(f"peak memory, [{result['completion_tokens_of_a_micro_batch']:,}, 150,000] tensors = 1")
+        axes[3].set_xlabel(f"[{result['completion_tokens_of_a_micro_batch']:,}, 150,000] float32 tensors")
+        axes[3].set_title("peak memory", fontsize=9)
     for axis in axes[:3]:
         axis.grid(alpha=0.25)
         if axis.lines:

@@ -15,9 +15,10 @@ training (forward, backward, clipping, optimizer) and the rest (tokenizing, deco
 The floor is the bare model's passes for the same work, every padded token computed and every prompt repeated k times
 (`throughput_floor.py`). Memory is the process's peak resident memory, models and libraries included (Linux).
 
-Checked, with exit status 1: both trained on the same number of episodes, met prompts of the same lengths, and sampled
-as many tokens, within 10 %. TRL's configuration is in `throughput_trl.py`, and so are its reasons. TRL needs an
-environment of its own; without `--trl-python` one is made in benchmark/.trl_environment:
+Checked, with exit status 1: both trained on the same number of episodes, met prompts of the same lengths at every step,
+and sampled as many tokens, within 10 % or, where lengths are sampled, 3 standard errors. TRL's configuration is in
+`throughput_trl.py`, with its reasons. TRL needs an environment of its own; without `--trl-python` one is made in
+benchmark/.trl_environment:
 
     python -m venv trl && trl/bin/pip install trl==1.16.0 torch==2.13.0 transformers==5.23.0 accelerate==1.15.0
 
@@ -86,7 +87,7 @@ CASES = {  # `aim`: how many times TRL's episodes per second
         aim=2.0,
     ),
     "d": dict(
-        about="SmolLM2-135M, summaries: 300 to 400 / up to 53 tokens",
+        about="SmolLM2-135M, the shape of TL;DR: 300 to 400 / up to 53 tokens",
         algorithms=("rloo",),
         k=4,
         batch=16,
@@ -145,7 +146,8 @@ I do not know whether I should go or stay at home and pack my things.
 My best friend says that I should set a clear date and tell them what happens after it.
 I am bad at conflicts and I usually give in before the talk has really started.
 Part of me also feels guilty, because she helped me a lot when I was sick last winter.""".splitlines()
-SUMMARIZE = "Summarize the post of the user in one short sentence."
+# the model ends most such answers by itself, which it does not when asked for a summary
+TITLE = "Give this post a title of at most five words."
 
 
 @dataclass
@@ -204,10 +206,11 @@ def post(draw: random.Random, tokenizer, tokens: int, chat: bool) -> dict:
     """A row whose prompt, as both programs render it, has exactly so many tokens: sentences in a drawn order, cut."""
     while True:  # until a cut falls on the number
         words = " ".join(draw.sample(SENTENCES, len(SENTENCES))).split()
-        for count in range(tokens // 2, len(words)):
+        for count in range(tokens // 3, len(words)):
             prompt = text = " ".join(words[:count])
             if chat:
-                prompt = [{"role": "system", "content": SUMMARIZE}, {"role": "user", "content": text}]
+                prompt = [{"role": "system", "content": "You write short titles."}]
+                prompt += [{"role": "user", "content": f"{text}\n\n{TITLE}"}]
                 text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
             length = len(tokenizer(text)["input_ids"])
             if length == tokens:
@@ -276,9 +279,12 @@ def check(where: str, job: dict, tally: list[dict], trl: list[dict]):
         ]
         if lengths[0] != lengths[1]:
             raise SystemExit(f"throughput.py: {where}: prompt tokens (sum, longest) by step differ: {lengths}")
-    tokens = [sum(step["tokens"] for result in runs for step in result["steps"]) for runs in (tally, trl)]
-    if abs(tokens[0] / tokens[1] - 1) > TOKEN_TOLERANCE:
-        raise SystemExit(f"throughput.py: {where}: Tally sampled {tokens[0]} tokens, TRL {tokens[1]}: over 10 % apart")
+    tokens = [[step["tokens"] for result in runs for step in result["steps"]] for runs in (tally, trl)]
+    means = [statistics.mean(counts) for counts in tokens]
+    error = sum(statistics.variance(counts) / len(counts) for counts in tokens) ** 0.5  # 0 for forced lengths
+    if abs(means[0] - means[1]) > max(TOKEN_TOLERANCE * means[1], 3 * error):
+        sampled = f"Tally sampled {means[0]:.1f} tokens a step, TRL {means[1]:.1f} (standard error {error:.1f})"
+        raise SystemExit(f"throughput.py: {where}: {sampled}: over 10 % apart")
 
 
 def summary(runs: list[dict], batch: int) -> dict:
