@@ -40,9 +40,12 @@ def main():
         one, two = (rollouts(processes, dtype, Path(folder)) for processes in (1, 2))
     differ = sum(a["token_ids"] != b["token_ids"] for a, b in zip(one, two, strict=True))
     tokens = sum(len(row["token_ids"]) for row in one)
+    same = [(a, b) for a, b in zip(one, two) if a["token_ids"] == b["token_ids"]]
+    rounding = max(abs(x - y) for a, b in same for x, y in zip(a["logprobs"], b["logprobs"]))
     path = ROOT / "benchmark/results/completions_by_processes.json"
     summary = json.loads(path.read_text()) if path.exists() else {}
     summary[dtype] = {"completions": len(one), "tokens": tokens, "completions_that_differ": differ}
+    summary[dtype]["largest_logprob_difference"] = rounding  # where the tokens are the same
     print(summary)
     path.write_text(json.dumps(summary, indent=1) + "\n")
 
