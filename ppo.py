@@ -43,6 +43,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from collections import Counter, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -1430,6 +1431,8 @@ def main(args: Args):
     adam = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
     weights = [parameter for parameter in trained_model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(weights, **adam, weight_decay=args.weight_decay, fused=device.type == "cuda")
+    # a run's first update may be dropped, and then only the schedule steps
+    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
     # not handed to `prepare`, which would step it once per process
     scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, plan.steps)
     model, optimizer = accelerator.prepare(trained_model, optimizer)

@@ -1403,9 +1403,9 @@ SKIPPING = dict(num_ppo_epochs=3, num_mini_batches=2, learning_rate=0.01, num_tr
 
 @only("ppo")
 @pytest.mark.parametrize("flag", ["target_kl", "ratio_threshold"])
-def test_ppo_counts_dropped_updates(script, run, world, updates, flag):
+def test_ppo_counts_dropped_updates(script, run, world, updates, flag, recwarn):
     """--target-kl ends an iteration's updates, --ratio-threshold drops those above it, before the optimizer: they count
-    in `step`, schedule and log all the same."""
+    in `step`, schedule and log all the same, also the run's first one."""
     args, metrics, output_dir = run(script, **SKIPPING, **{flag: 1e-9}, per_device_train_batch_size=2)
     per_iteration = 6
     taken = 1 if flag == "target_kl" else 0  # the first of an iteration has a KL of 0 and a ratio of 1
@@ -1419,6 +1419,7 @@ def test_ppo_counts_dropped_updates(script, run, world, updates, flag):
         assert ("grad_norm" in row) == bool(taken)
     if not taken:
         assert all(torch.equal(a, b) for a, b in zip(weights_of(world.llama), weights_of(output_dir / "model")))
+    assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]
 
 
 def test_more_kl_coefficient_gives_less_kl(script, run, world):
@@ -1537,6 +1538,13 @@ def test_what_is_not_finite_stops_the_run(script, run, monkeypatch, updates, cap
         run(script, output_dir=str(tmp_path / "out"), num_mini_batches=2, batch_size=6, num_train_epochs=2)
     assert len(updates) == 2
     assert not (tmp_path / "out" / "model").exists()
+
+
+def test_weights_that_are_not_finite_stop_the_run(script, run, updates, capsys, tmp_path):
+    """A learning rate that blows the policy up: one line with the iteration, instead of tokens drawn from NaN."""
+    with stops_with(1, capsys, "iteration 2", "not finite"):
+        run(script, output_dir=str(tmp_path / "out"), learning_rate=1e30, num_train_epochs=3)
+    assert len(updates) == 1 and not (tmp_path / "out" / "model").exists()
 
 
 def test_evaluation_happens_when_asked(script, run, world):
@@ -1681,6 +1689,16 @@ BAD_LINES = {  # a dataset's text, and the words that must be in the line
     "not-json": ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n', "data.jsonl:2"),
     "no-prompt": ('{"prompt": "1+1=", "answer": "2"}\n\n{"question": "1+1="}\n', "data.jsonl:3"),
     "prompt-is-a-number": ('{"prompt": 3, "answer": "2"}\n', "data.jsonl:1"),
+    "prompt-is-a-list-of-texts": (
+        '{"prompt": "1", "answer": "2"}\n{"prompt": ["1+1="], "answer": "2"}\n',
+        "data.jsonl:2",
+    ),
+    "prompt-is-null": ('{"prompt": null, "answer": "2"}\n', "data.jsonl:1"),
+    "no-messages": ('{"prompt": [], "answer": "2"}\n', "data.jsonl:1"),
+    "message-without-content": ('{"prompt": [{"role": "user"}], "answer": "2"}\n', "data.jsonl:1"),
+    "message-content-is-null": ('{"prompt": [{"role": "user", "content": null}], "answer": "2"}\n', "data.jsonl:1"),
+    "unknown-character": ('{"prompt": "1+x=", "answer": "2"}\n', "'1+x='"),
+    "empty-lines-only": ("\n\n", "--dataset"),
     "empty-prompt": ('{"prompt": "", "answer": "2"}\n', "data.jsonl:1"),
     "not-an-object": ('["1+1="]\n', "data.jsonl:1"),
     "no-answer": ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+1="}\n', "data.jsonl:2"),
@@ -1701,19 +1719,27 @@ def test_bad_data_is_refused_by_file_and_line(script, run, capsys, tmp_path, cas
 
 BAD_FLAGS = [  # the flag that the line must name, and its bad value
     ("batch_size", 0),
+    ("batch_size", -12),
     ("batch_size", 13),
     ("num_mini_batches", 0),
+    ("num_mini_batches", -1),
     ("num_mini_batches", 5),
     ("num_ppo_epochs", 0),
     ("per_device_train_batch_size", 0),
     ("per_device_rollout_batch_size", 0),
     ("response_length", 0),
+    ("response_length", -1),
     ("response_length", 60),  # the models have 64 positions
     ("total_episodes", 0),
     ("max_prompt_length", 0),
     ("eval_every", 0),
+    ("save_every", 0),
+    ("save_total_limit", 0),
+    ("lora_r", 0),
     ("plan", 0),
     ("warmup_steps", -1),
+    ("stop_token_id", -1),
+    ("stop_token_id", len(VOCAB)),
     ("num_sample_generations", -1),
     ("num_train_epochs", 0.0),
     ("num_train_epochs", math.nan),
@@ -1745,33 +1771,74 @@ BAD_FLAGS = [  # the flag that the line must name, and its bad value
     ("eval_dataset", "no/such/data.jsonl"),
     ("log_with", "no_such_tracker"),
 ]
+OWN_BAD_FLAGS = {
+    "rloo": [("k", 1), ("k", 0), ("k", -3)],
+    "grpo": [("k", 1), ("k", 0), ("k", -3), ("cliprange_high", -0.1)],
+    "ppo": [("kl_target", 0.0), ("kl_horizon", 0), ("target_kl", 0.0), ("ratio_threshold", -1.0), ("gamma", 1.1)]
+    + [("lam", -0.1), ("cliprange_value", -0.1), ("vf_coef", -1.0), ("value_model_path", "no/such/model")],
+}
+BAD_FLAG_CASES = [
+    pytest.param(MODULES[name], flag, value, id=f"{name}-{flag}-{value}")
+    for name in SCRIPTS
+    for flag, value in BAD_FLAGS + OWN_BAD_FLAGS[name]
+]
 
 
-@pytest.mark.parametrize("flag, value", BAD_FLAGS, ids=lambda x: str(x))
+@pytest.mark.parametrize("script, flag, value", BAD_FLAG_CASES)
 def test_bad_flags_are_refused_by_name(script, run, capsys, tmp_path, flag, value):
     """One line on standard error that names the flag, status 2, nothing written."""
-    with stops_with(2, capsys, f"--{flag.replace('_', '-')}"):
+    name = GROUP_FLAG[script.__name__] if flag == "k" else flag
+    nearest = "12 or 18" if script.__name__ in GROUP_FLAG else "12 or 14"  # multiples of 3 and 2, or of 2
+    with stops_with(2, capsys, f"--{name.replace('_', '-')}", nearest if value == 13 else ""):
         run(script, output_dir=str(tmp_path / "out"), **{"num_mini_batches": 2, flag: value})
     assert not (tmp_path / "out").exists()
 
 
-@only("rloo", "grpo")
-def test_a_group_of_one_is_refused(script, run, capsys, tmp_path):
-    with stops_with(2, capsys, f"--{GROUP_FLAG[script.__name__].replace('_', '-')}"):
-        run(script, output_dir=str(tmp_path / "out"), k=1)
-    assert not (tmp_path / "out").exists()
+def test_bad_models_are_refused(script, run, world, capsys, tmp_path):
+    """Folders that are no causal language model, or one that does not fit its tokenizer or the prompts."""
+    larger, endless, picky = [make_tokenizer() for _ in range(3)]
+    larger.add_tokens(["<more>"])
+    endless.eos_token = None
+    picky.chat_template = "{{ raise_exception('only text') }}"
+    cut = save_model(tmp_path / "cut", make_model("llama"))
+    os.truncate(f"{cut}/model.safetensors", 2000)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    models = {"larger": larger, "endless": endless, "picky": picky}
+    models = {n: save_model(tmp_path / n, make_model("llama", eos_token_id=None), None, t) for n, t in models.items()}
+    sizes = f"{len(VOCAB) + 1} tokens, but its embedding only {len(VOCAB)}"
+    for words, flags in {
+        ("--model-path", "causal"): dict(model_path=world.classifier),
+        ("--model-path", cut): dict(model_path=cut),
+        ("--model-path", "empty"): dict(model_path=str(tmp_path / "empty")),
+        ("--model-path", sizes): dict(model_path=models["larger"]),
+        ("--stop-token-id", "EOS"): dict(model_path=models["endless"]),
+        ("--dataset", "only text"): dict(
+            model_path=models["picky"], dataset=write_jsonl(tmp_path / "chat.jsonl", chat_rows())
+        ),
+        ("--ref-model-path", cut): dict(ref_model_path=cut),
+        ("--reward-model-path", sizes): dict(
+            reward_model_path=save_classifier(tmp_path / "classifier", tokenizer=larger)[0]
+        ),
+        ("--output-dir", "file"): dict(output_dir=str(tmp_path / "file" / "out")),
+    }.items():
+        with stops_with(2, capsys, *words):
+            run(script, **{"output_dir": str(tmp_path / "out")} | flags)
+        assert not (tmp_path / "out").exists()
 
 
 def test_bad_combinations_are_refused(script, run, world, capsys, tmp_path):
     """What is wrong only together with something else: rewards without their function, too short a limit, another
     vocabulary, an output folder that holds a run, a schedule that is not offered."""
     (tmp_path / "broken.py").write_text("import no_such_module\n")
+    (tmp_path / "exits.py").write_text("raise SystemExit(3)\n")
     wide = save_model(tmp_path / "wide", make_model("llama", vocab_size=50))
     used = str(run(script, total_episodes=3)[2])
     before = sorted(path.name for path in Path(used).iterdir())
     for words, flags in {
         ("--reward", "no_such"): dict(reward=world.reward("no_such")),
         ("--reward", "broken.py"): dict(reward=f"{tmp_path / 'broken.py'}:score"),
+        ("--reward", "exits.py"): dict(reward=f"{tmp_path / 'exits.py'}:score"),
         ("--max-prompt-length", "shortest"): dict(max_prompt_length=1, dataset=world.dataset(3, seed=1)),
         ("--ref-model-path", "vocabulary"): dict(ref_model_path=wide, kl_coef=0.1),
         ("--output-dir", used): dict(output_dir=used),
@@ -1780,11 +1847,13 @@ def test_bad_combinations_are_refused(script, run, world, capsys, tmp_path):
             run(script, **{"output_dir": str(tmp_path / "out")} | flags)
         assert not (tmp_path / "out").exists()
     assert sorted(path.name for path in Path(used).iterdir()) == before
-    for arguments in (["--lr-scheduler-type", "warmup_stable_decay"], ["--no-such-flag"], ["--batch-size", "many"]):
+    lines = ["--lr-scheduler-type warmup_stable_decay", "--no-such-flag", "--batch-size many", "--dtype float16"]
+    lines += ["--plan", "--plan 2 3", "--plan two"]
+    for line in lines + (["--loss-type mean"] if script.__name__ == "grpo" else []):
         with pytest.raises(SystemExit) as stopped:
-            tyro.cli(script.Args, args=arguments)
+            tyro.cli(script.Args, args=line.split())
         assert stopped.value.code == 2
-        assert arguments[0] in capsys.readouterr().err
+        assert line.split()[-1] in capsys.readouterr().err
 
 
 def test_long_prompts_are_dropped_and_counted_aloud(script, run, world, capsys):
@@ -2509,6 +2578,16 @@ def test_an_unreadable_checkpoint_is_named(script, run, capsys, tmp_path, name):
     assert result_of(stopped) == expected
 
 
+def test_a_checkpoint_sharded_otherwise_is_not_blamed(script, run, capsys, tmp_path):
+    """A checkpoint written under FSDP2 is whole: the line says how to launch, not to remove it."""
+    stopped = stopped_after(run(script, **SAVING)[2], tmp_path / "stopped", 1)
+    [checkpoint] = (stopped / "checkpoints").iterdir()
+    state = json.loads((checkpoint / "state.json").read_text())
+    (checkpoint / "state.json").write_text(json.dumps(state | {"sharding": "FSDP"}))
+    with stops_with(2, capsys, str(checkpoint), "written with FSDP; launch it so"):
+        run(script, output_dir=str(stopped), resume=True, **SAVING)
+
+
 class Malicious:
     """Unpickling it creates a file."""
 
@@ -2804,10 +2883,10 @@ def test_bfloat16_lora_and_gradient_checkpointing_together(script, run, world, t
 
 
 @pytest.mark.slow
-def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
-    """Weights sharded over two processes by benchmark/fsdp2_cpu.py: the same run, a model/ that loads, and no gather
-    of weights for every token of a rollout."""
-    sizes = STRADDLING | dict(per_device_train_batch_size=1)
+def test_fsdp2_is_the_run_of_one_process(script, run, world, capsys, tmp_path):
+    """Weights sharded over two processes by benchmark/fsdp2_cpu.py: the same run, a model/ that loads, no gather
+    of weights for every token of a rollout, and a checkpoint that one process refuses."""
+    sizes = STRADDLING | dict(per_device_train_batch_size=1, save_every=2)
     _, metrics, output_dir = run(script, **sizes)
     program = str(HERE / "benchmark" / "fsdp2_cpu.py")
     flags = command_line(with_group(script, base_flags(world) | sizes | dict(output_dir=tmp_path / "sharded")))
@@ -2819,6 +2898,9 @@ def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
     [(in_rollouts, in_all)] = re.findall(r"all-gathers of weights: (\d+) in rollout passes, (\d+)", finished.stdout)
     assert int(in_rollouts) == 0 and int(in_all) > 0
     compare_runs(script, metrics, read_jsonl(tmp_path / "sharded" / "metrics.jsonl"), output_dir, tmp_path / "sharded")
+    shutil.rmtree(tmp_path / "sharded" / "model")
+    with stops_with(2, capsys, "written with FSDP"):
+        run(script, output_dir=str(tmp_path / "sharded"), resume=True, **sizes)
 
 
 def test_a_launch_that_is_not_what_was_asked_is_refused(script, run, monkeypatch, capsys, tmp_path):

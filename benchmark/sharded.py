@@ -155,13 +155,20 @@ def compare(folder: Path, single: Path) -> dict:
     }
     start = load_file(BENCHMARK / "default" / "policy" / "model.safetensors")
     weights, right = (load_file(path / "model" / "model.safetensors") for path in (folder, single))
-    engine = json.loads((folder / "engine.json").read_text())
-    rates = [row["lr"] for row in expected if "lr" in row]  # one step per iteration
     return dict(
-        relative_distance=distance(weights, right) / distance(right, start),
-        metrics_that_differ=sorted(differing),
+        relative_distance=distance(weights, right) / distance(right, start), metrics_that_differ=sorted(differing)
+    )
+
+
+def engine_of(folder: Path, single: Path) -> dict:
+    """What DeepSpeed's engine did, and whether its steps and their rates are those that one process logs."""
+    expected = [json.loads(line) for line in open(single / "metrics.jsonl")]
+    engine, rates = json.loads((folder / "engine.json").read_text()), [row["lr"] for row in expected if "lr" in row]
+    steps = expected[-1]["step"]
+    last_of_iteration = engine["lr"][:: -steps // len(rates)][::-1]  # which is what the log has
+    return dict(
         optimizer_steps=len(engine["lr"]),
-        steps_and_rates_as_planned=bool(len(rates) == len(engine["lr"]) and np.allclose(rates, engine["lr"])),
+        steps_and_rates_as_planned=bool(len(engine["lr"]) == steps and np.allclose(rates, last_of_iteration)),
         gathers=engine["gathers"],
         gathers_in_rollout_passes=engine["gathers_in_rollout_passes"],
     )
@@ -176,7 +183,7 @@ def main():
             if not run(script, folder, stage):
                 raise SystemExit(f"{script} at stage {stage} failed; see {folder}.log")
             results.append(dict(script=script, stage=stage, **compare(folder, work / script)))
-            results[-1] |= resume(script, folder, stage)
+            results[-1] |= engine_of(folder, work / script) | resume(script, folder, stage)
             print(json.dumps(results[-1]), flush=True)
     (BENCHMARK / "results").mkdir(exist_ok=True)
     (BENCHMARK / "results" / "sharded.json").write_text(json.dumps(dict(flags=" ".join(FLAGS), runs=results), indent=1))
