@@ -1427,6 +1427,8 @@ def main(args: Args):
     if can_drop_updates and accelerator.distributed_type == DistributedType.DEEPSPEED:
         refuse("--target-kl and --ratio-threshold drop updates, which DeepSpeed cannot do; use FSDP2 or DDP")
     can_share = all(can_share_prompts(m) for m in (trained_model, reference) if m is not None)
+    if args.compile and not can_share:
+        refuse("--compile: not for this model, whose attention has windows, or needs more than a mask and positions")
     token_cost = 6 * policy.config.get_text_config().hidden_size if can_share else None  # 12 hidden^2 weights a layer
     adam = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
     weights = [parameter for parameter in trained_model.parameters() if parameter.requires_grad]

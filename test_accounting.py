@@ -1931,6 +1931,30 @@ def test_rollouts_are_written_only_when_asked(script, run):
     assert not (output_dir / "rollouts.jsonl").exists() and not (output_dir / "samples.jsonl").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_compiled_decoding_samples_the_same(script, architecture):
+    """--compile, with its cache and masks of fixed shape: the same tokens, lengths and log-probabilities, whatever the
+    lengths of the prompts, also where a chunk of another size comes between and where all end early."""
+    model = make_model(architecture)
+    decoder = SimpleNamespace(model=torch.compile(model, mode="reduce-overhead"), caches={})
+    for count, eos_ids in ((4, [EOS]), (2, [EOS]), (4, [EOS]), (4, list(range(len(VOCAB))))):
+        episodes = [encode(prompt) for prompt in PROMPTS[:count] for _ in range(3)]
+        uniforms = torch.from_numpy(np.random.default_rng(count).random((len(episodes), 6)))
+        plain = script.sample(model, episodes, uniforms, 0.7, eos_ids, PAD)
+        compiled = script.sample(model, episodes, uniforms, 0.7, eos_ids, PAD, decoder)
+        for name in plain:
+            assert torch.allclose(plain[name], compiled[name], atol=1e-5), name
+    assert len(decoder.caches) >= 2
+
+
+def test_compile_is_refused_where_it_would_be_wrong(script, run, tmp_path, capsys):
+    """A sliding window is not in a cache of fixed length."""
+    path = save_model(tmp_path / "mistral", make_model("mistral"))
+    with stops_with(2, capsys, "--compile", "windows"):
+        run(script, model_path=path, compile=True)
+
+
 def test_bfloat16_runs_and_keeps_weights_in_float32(script, run, monkeypatch):
     """Forward passes are in bf16, the saved weights and the optimizer's in float32; log-probabilities stay near."""
     forwards = record_calls(monkeypatch, script, "token_logprobs")
