@@ -661,7 +661,8 @@ def positions_from_mask(attention_mask: torch.Tensor) -> torch.Tensor:
 
 def scaled_logprobs(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Log-probabilities of the temperature-scaled distribution in float32, [..., vocabulary]."""
-    return torch.log_softmax(logits.float() / temperature, dim=-1)
+    logits = logits.float() if temperature == 1 else logits.float() / temperature
+    return torch.log_softmax(logits, dim=-1)
 
 
 def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -812,12 +813,14 @@ def completion_inputs(prompts: list[Prompt], batch: SimpleNamespace, indices, k:
     }
 
 
-def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float):
+def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy: bool = True):
     """Log-probability of each target token, with gradient, and the exact entropy in nats, without; both [tokens]."""
     logprobs = scaled_logprobs(logits, temperature)  # [tokens, vocabulary]
+    chosen = logprobs.gather(-1, targets[:, None]).squeeze(-1)
+    if not with_entropy:
+        return (chosen,)
     with torch.no_grad():
-        entropies = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(-1, targets[:, None]).squeeze(-1), entropies
+        return chosen, -(logprobs.exp() * logprobs).sum(-1)
 
 
 class CompletionModel(torch.nn.Module):
@@ -845,14 +848,16 @@ class CompletionModel(torch.nn.Module):
         return outputs.flatten(0, 1)[predict_at], head
 
     def forward(self, targets, mask, predict_at, temperature: float, **inputs) -> dict[str, torch.Tensor]:
-        """Log-probabilities and entropies of `targets` where `mask` is True, else 0; all are [episodes, tokens]."""
+        """Log-probabilities and, in training, entropies of `targets` where `mask` is True, else 0; all are
+        [episodes, tokens]."""
         hidden, head = self.read(predict_at, **inputs, use_cache=False)
+        is_training = torch.is_grad_enabled()
 
         def read_chunk(hidden, targets):
-            return token_logprobs(head(hidden), targets, temperature)
+            return token_logprobs(head(hidden), targets, temperature, with_entropy=is_training)
 
         chunks = list(zip(hidden.split(self.chunk_size), targets[mask].split(self.chunk_size)))
-        if len(chunks) > 1 and torch.is_grad_enabled():  # the backward pass makes the logits again, chunk by chunk
+        if len(chunks) > 1 and is_training:  # the backward pass makes the logits again, chunk by chunk
             columns = zip(*(checkpoint(read_chunk, *chunk, use_reentrant=False) for chunk in chunks))
         else:
             columns = zip(*(read_chunk(*chunk) for chunk in chunks))
@@ -1249,7 +1254,8 @@ def main(args: Args):
     check_launch(accelerator)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         configure_deepspeed(accelerator, args)
-    if args.compile and accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+    is_sharded = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+    if args.compile and is_sharded:
         refuse("--compile needs weights that stay where they are; leave it out with sharded training")
     plan = batch_arithmetic(args, num_prompts, accelerator.num_processes)
     output_dir = args.output_dir or f"runs/{args.exp_name}__{args.seed}__{int(started)}"
@@ -1302,7 +1308,7 @@ def main(args: Args):
     token_cost = 6 * policy.config.get_text_config().hidden_size if can_share else None  # 12 hidden^2 weights a layer
     adam = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
     weights = [parameter for parameter in trained_model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(weights, **adam, weight_decay=args.weight_decay, fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(weights, **adam, weight_decay=args.weight_decay, fused=not is_sharded)
     # not handed to `prepare`, which would step it once per process
     scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, plan.steps)
     model, optimizer = accelerator.prepare(trained_model, optimizer)

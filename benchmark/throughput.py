@@ -377,11 +377,11 @@ def print_run(name: str, algorithm: str, job: dict, tally: dict, trl: dict):
 
 
 def merge(entries: list[dict], path: Path) -> list[dict]:
-    """Put new entries in the place of the old ones of the same case and algorithm, in the order of the cases."""
+    """Put new entries in the place of the old ones of the same threads, case and algorithm, in the cases' order."""
     old = json.loads(path.read_text()) if path.exists() else []
-    kept = {(entry["case"], entry["algorithm"]): entry for entry in old + entries}
+    kept = {(entry["threads"], entry["case"], entry["algorithm"]): entry for entry in old + entries}
     order = [(case, algorithm) for case in CASES for algorithm in BOTH]
-    merged = sorted(kept.values(), key=lambda entry: order.index((entry["case"], entry["algorithm"])))
+    merged = sorted(kept.values(), key=lambda e: (e["threads"], order.index((e["case"], e["algorithm"]))))
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(merged, indent=1) + "\n")
     return merged
@@ -389,14 +389,14 @@ def merge(entries: list[dict], path: Path) -> list[dict]:
 
 def show(entries: list[dict]):
     """The table that the README quotes."""
-    columns = "case|algorithm|Tally, s/step|TRL, s/step|ratio|aim|floor, s/step|Tally / floor|memory, GiB: Tally|TRL"
+    columns = "threads|case|algorithm|Tally, s/step|TRL, s/step|ratio|aim|floor, s/step|Tally / floor|GiB: Tally|TRL"
     table = Table(*columns.split("|"), title="Tally and TRL on the same work")
     for entry in entries:
         ours, theirs, floor = (entry[side]["seconds_per_step"] for side in ("tally", "trl", "floor"))
         memory = [f"{entry[side]['peak_gib']:.2f}" for side in ("tally", "trl")]
         numbers = [f"{ours:.3g}", f"{theirs:.3g}", f"{entry['episodes_per_second_ratio']:.2f}x", f"{entry['aim']:g}x"]
         numbers += [f"{floor:.3g}", f"{entry['of_floor']:.2f}"]
-        table.add_row(entry["case"], entry["algorithm"].upper(), *numbers, *memory)
+        table.add_row(str(entry["threads"]), entry["case"], entry["algorithm"].upper(), *numbers, *memory)
     Console(width=140).print(table)
     for entry in entries:
         if entry["episodes_per_second_ratio"] < entry["aim"]:
@@ -431,7 +431,7 @@ def plot(entries: list[dict], path: Path):
             if side == "tally":
                 text += f", {entry['episodes_per_second_ratio']:.2f} times as fast"
             axis.text(left, row + offset, text, va="center", fontsize=7.5)
-    labels = [f"{entry['case']}  {entry['algorithm'].upper()}" for entry in entries]
+    labels = [f"{entry['case']}  {entry['algorithm'].upper()}, {entry['threads']} threads" for entry in entries]
     axis.set_yticks(range(len(entries)), labels)
     axis.invert_yaxis()
     axis.set(xlim=(0, 1.45), xlabel="seconds per step, TRL's = 1")
