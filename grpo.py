@@ -1469,59 +1469,59 @@ def main(args: Args):
         # ---- 7d  optimize
         train_started = time.perf_counter()
         updates = []  # the metrics of each
-        for ppo_epoch in range(args.num_ppo_epochs):
-            order = (args.seed, iteration, ppo_epoch)
-            for mini_batch in draw_mini_batches(*order, batch_size, args.k, args.num_mini_batches):
-                optimizer.zero_grad()
-                # with a single update an episode of advantage 0 has no gradient, and the rollout has its metrics
-                skips = (advantages[mini_batch] == 0).cpu() & single_update & (reference is None)
-                skipped, trained = mini_batch[skips], mini_batch[~skips]
-                seen = (batch.mask & included[:, None])[skipped] / accelerator.num_processes  # [skipped, response]
-                units = seen
+        sizes = (batch_size, args.k, args.num_mini_batches)
+        passes = (draw_mini_batches(args.seed, iteration, epoch, *sizes) for epoch in range(args.num_ppo_epochs))
+        for mini_batch in itertools.chain.from_iterable(passes):
+            optimizer.zero_grad()
+            # with a single update an episode of advantage 0 has no gradient, and the rollout has its metrics
+            skips = (advantages[mini_batch] == 0).cpu() & single_update & (reference is None)
+            skipped, trained = mini_batch[skips], mini_batch[~skips]
+            seen = (batch.mask & included[:, None])[skipped] / accelerator.num_processes  # [skipped, response]
+            units = seen
+            if args.importance_sampling_level == "sequence":
+                units = included[skipped][:, None] / accelerator.num_processes  # [skipped, 1]
+            no_change = torch.zeros_like(units)
+            sums = Counter(policy_sums(no_change, no_change, batch.entropies[skipped], units, seen))
+            loss_weights = torch.zeros(batch_size, device=device)  # [batch], per token of an episode
+            loss_weights[mini_batch] = token_weights(
+                batch.lengths[mini_batch], included[mini_batch], args.loss_type, args.response_length
+            )
+            for micro, weights, is_last in micro_batches(accelerator, model, mini_batch, trained, lengths, args):
+                inputs = completion_inputs(episode_prompts, batch, micro, args.k, token_cost)
+                with autocast():
+                    output = model(**inputs, temperature=args.temperature)
+                new_logprobs, entropies, mask = output["logprobs"], output["entropies"], inputs["mask"]
+                old_logprobs = new_logprobs.detach() if single_update else logprobs[micro, : mask.shape[1]]
+                mask = mask & included[micro][:, None]
+                logratio = (new_logprobs - old_logprobs) * mask  # [micro, tokens]
+                units = mask * weights[:, None]
                 if args.importance_sampling_level == "sequence":
-                    units = included[skipped][:, None] / accelerator.num_processes  # [skipped, 1]
-                no_change = torch.zeros_like(units)
-                sums = Counter(policy_sums(no_change, no_change, batch.entropies[skipped], units, seen))
-                loss_weights = torch.zeros(batch_size, device=device)  # [batch], per token of an episode
-                loss_weights[mini_batch] = token_weights(
-                    batch.lengths[mini_batch], included[mini_batch], args.loss_type, args.response_length
-                )
-                for micro, weights, is_last in micro_batches(accelerator, model, mini_batch, trained, lengths, args):
-                    inputs = completion_inputs(episode_prompts, batch, micro, args.k, token_cost)
-                    with autocast():
-                        output = model(**inputs, temperature=args.temperature)
-                    new_logprobs, entropies, mask = output["logprobs"], output["entropies"], inputs["mask"]
-                    old_logprobs = new_logprobs.detach() if single_update else logprobs[micro, : mask.shape[1]]
-                    mask = mask & included[micro][:, None]
-                    logratio = (new_logprobs - old_logprobs) * mask  # [micro, tokens]
-                    units = mask * weights[:, None]
-                    if args.importance_sampling_level == "sequence":
-                        logratio = logratio.sum(1, keepdim=True) / batch.lengths[micro][:, None]  # [micro, 1]
-                        units = (included[micro] * weights)[:, None]
-                    advantage = advantages[micro][:, None]  # [micro, 1]
-                    losses, cut = clipped_policy_loss(logratio, advantage, args.cliprange, cliprange_high)
-                    if reference is not None:
-                        losses = losses + args.kl_coef * k3_kl(new_logprobs, ref_logprobs[micro, : mask.shape[1]])
-                    # one denominator for all micro-batches and processes: it is in the token weights
-                    loss = (losses * mask * (loss_weights[micro] * weights)[:, None]).sum()
-                    with torch.no_grad():
-                        sums.update(policy_sums(logratio, cut, entropies, units, mask * weights[:, None]))
-                        low, high = cut & (advantage < 0), cut & (advantage > 0)
-                        sums.update({"loss": loss, "low": (low * units).sum(), "high": (high * units).sum()})
-                    if is_last:  # all that can refuse an update falls before its last backward pass
-                        totals = {k: v.item() for k, v in accelerator.reduce(dict(sums), reduction="sum").items()}
-                        check_finite("loss", totals["loss"], iteration, step + 1)
-                    accelerator.backward(loss * accelerator.num_processes)  # gradients are averaged over processes
-                grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm))
-                check_finite("gradient norm", grad_norm, iteration, step + 1)
-                learning_rate = optimizer.param_groups[0]["lr"]
-                optimizer.step()
-                scheduler.step()
-                step += 1
-                progress.update()
-                updates.append({"loss/policy_avg": totals["loss"], **policy_metrics(totals), "grad_norm": grad_norm})
-                for side in ("low", "high"):
-                    updates[-1][f"policy/clipfrac_{side}_avg"] = totals[side] / max(totals["units"], 1)
+                    logratio = logratio.sum(1, keepdim=True) / batch.lengths[micro][:, None]  # [micro, 1]
+                    units = (included[micro] * weights)[:, None]
+                advantage = advantages[micro][:, None]  # [micro, 1]
+                losses, cut = clipped_policy_loss(logratio, advantage, args.cliprange, cliprange_high)
+                if reference is not None:
+                    losses = losses + args.kl_coef * k3_kl(new_logprobs, ref_logprobs[micro, : mask.shape[1]])
+                # one denominator for all micro-batches and processes: it is in the token weights
+                loss = (losses * mask * (loss_weights[micro] * weights)[:, None]).sum()
+                with torch.no_grad():
+                    sums.update(policy_sums(logratio, cut, entropies, units, mask * weights[:, None]))
+                    low, high = cut & (advantage < 0), cut & (advantage > 0)
+                    sums.update({"loss": loss, "low": (low * units).sum(), "high": (high * units).sum()})
+                if is_last:  # all that can refuse an update falls before its last backward pass
+                    totals = {k: v.item() for k, v in accelerator.reduce(dict(sums), reduction="sum").items()}
+                    check_finite("loss", totals["loss"], iteration, step + 1)
+                accelerator.backward(loss * accelerator.num_processes)  # gradients are averaged over processes
+            grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm))
+            check_finite("gradient norm", grad_norm, iteration, step + 1)
+            learning_rate = optimizer.param_groups[0]["lr"]
+            optimizer.step()
+            scheduler.step()
+            step += 1
+            progress.update()
+            updates.append({"loss/policy_avg": totals["loss"], **policy_metrics(totals), "grad_norm": grad_norm})
+            for side in ("low", "high"):
+                updates[-1][f"policy/clipfrac_{side}_avg"] = totals[side] / max(totals["units"], 1)
         train_seconds = time.perf_counter() - train_started
 
         # ---- 7e  log

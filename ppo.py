@@ -1587,60 +1587,58 @@ def main(args: Args):
         # ---- 7d  optimize
         train_started = time.perf_counter()
         updates, skipped, ended_early = [], 0, False  # the metrics of each that was measured, how many were dropped
-        for ppo_epoch in range(args.num_ppo_epochs):
-            order = (args.seed, iteration, ppo_epoch)
-            for mini_batch in draw_mini_batches(*order, batch_size, args.k, args.num_mini_batches):
-                optimizer.zero_grad()
-                sums, refused = Counter(), ended_early
-                mini_batch_tokens = batch.lengths[mini_batch].sum()
-                for micro, weights, is_last in micro_batches(accelerator, model, mini_batch, mini_batch, lengths, args):
+        sizes = (batch_size, args.k, args.num_mini_batches)
+        passes = (draw_mini_batches(args.seed, iteration, epoch, *sizes) for epoch in range(args.num_ppo_epochs))
+        for mini_batch in itertools.chain.from_iterable(passes):
+            optimizer.zero_grad()
+            sums, refused = Counter(), ended_early
+            mini_batch_tokens = batch.lengths[mini_batch].sum()
+            for micro, weights, is_last in micro_batches(accelerator, model, mini_batch, mini_batch, lengths, args):
+                if refused:
+                    break
+                inputs = completion_inputs(episode_prompts, batch, micro, args.k, token_cost)
+                with autocast():
+                    output = model(**inputs, temperature=args.temperature)
+                new_logprobs, entropies, mask = output["logprobs"], output["entropies"], inputs["mask"]
+                old_logprobs = new_logprobs.detach() if single_update else logprobs[micro, : mask.shape[1]]
+                logratio = (new_logprobs - old_logprobs) * mask  # [micro, tokens]
+                rows = (micro, slice(mask.shape[1]))
+                losses, cut = clipped_policy_loss(logratio, advantages[rows], args.cliprange, args.cliprange)
+                value_losses, value_cut = clipped_value_loss(
+                    output["values"], values[rows], returns[rows], args.cliprange_value
+                )
+                # one denominator for all micro-batches and processes: the mini-batch's tokens
+                units = mask * weights[:, None]
+                policy_loss = (losses * units).sum() / mini_batch_tokens
+                value_loss = (value_losses * units).sum() / mini_batch_tokens
+                loss = policy_loss + args.vf_coef * value_loss
+                with torch.no_grad():
+                    sums.update(policy_sums(logratio, cut, entropies, units, units))
+                    sums.update({"loss": policy_loss, "value_loss": value_loss, "value_cut": (value_cut * units).sum()})
+                if is_last:  # all that can refuse an update falls before its last backward pass
+                    totals = {k: v.item() for k, v in accelerator.reduce(dict(sums), reduction="sum").items()}
+                    check_finite("loss", totals["loss"] + totals["value_loss"], iteration, step + 1)
+                    updates.append({"loss/policy_avg": totals["loss"], **policy_metrics(totals)})
+                    updates[-1]["loss/value_avg"] = totals["value_loss"]
+                    updates[-1]["val/clipfrac_avg"] = totals["value_cut"] / totals["units"]
+                    approxkl, ratio = updates[-1]["policy/approxkl_avg"], updates[-1]["val/ratio"]
+                    ended_early = args.target_kl is not None and approxkl > 1.5 * args.target_kl
+                    refused = ended_early or (args.ratio_threshold is not None and ratio > args.ratio_threshold)
                     if refused:
                         break
-                    inputs = completion_inputs(episode_prompts, batch, micro, args.k, token_cost)
-                    with autocast():
-                        output = model(**inputs, temperature=args.temperature)
-                    new_logprobs, entropies, mask = output["logprobs"], output["entropies"], inputs["mask"]
-                    old_logprobs = new_logprobs.detach() if single_update else logprobs[micro, : mask.shape[1]]
-                    logratio = (new_logprobs - old_logprobs) * mask  # [micro, tokens]
-                    rows = (micro, slice(mask.shape[1]))
-                    losses, cut = clipped_policy_loss(logratio, advantages[rows], args.cliprange, args.cliprange)
-                    value_losses, value_cut = clipped_value_loss(
-                        output["values"], values[rows], returns[rows], args.cliprange_value
-                    )
-                    # one denominator for all micro-batches and processes: the mini-batch's tokens
-                    units = mask * weights[:, None]
-                    policy_loss = (losses * units).sum() / mini_batch_tokens
-                    value_loss = (value_losses * units).sum() / mini_batch_tokens
-                    loss = policy_loss + args.vf_coef * value_loss
-                    with torch.no_grad():
-                        sums.update(policy_sums(logratio, cut, entropies, units, units))
-                        sums.update(
-                            {"loss": policy_loss, "value_loss": value_loss, "value_cut": (value_cut * units).sum()}
-                        )
-                    if is_last:  # all that can refuse an update falls before its last backward pass
-                        totals = {k: v.item() for k, v in accelerator.reduce(dict(sums), reduction="sum").items()}
-                        check_finite("loss", totals["loss"] + totals["value_loss"], iteration, step + 1)
-                        updates.append({"loss/policy_avg": totals["loss"], **policy_metrics(totals)})
-                        updates[-1]["loss/value_avg"] = totals["value_loss"]
-                        updates[-1]["val/clipfrac_avg"] = totals["value_cut"] / totals["units"]
-                        approxkl, ratio = updates[-1]["policy/approxkl_avg"], updates[-1]["val/ratio"]
-                        ended_early = args.target_kl is not None and approxkl > 1.5 * args.target_kl
-                        refused = ended_early or (args.ratio_threshold is not None and ratio > args.ratio_threshold)
-                        if refused:
-                            break
-                    accelerator.backward(loss * accelerator.num_processes)  # gradients are averaged over processes
-                learning_rate = optimizer.param_groups[0]["lr"]
-                if refused:  # a dropped update counts as a step: the schedule and the progress bar go on
-                    optimizer.zero_grad(set_to_none=False)
-                    skipped += 1
-                else:
-                    grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm))
-                    check_finite("gradient norm", grad_norm, iteration, step + 1)
-                    updates[-1]["grad_norm"] = grad_norm
-                    optimizer.step()
-                scheduler.step()
-                step += 1
-                progress.update()
+                accelerator.backward(loss * accelerator.num_processes)  # gradients are averaged over processes
+            learning_rate = optimizer.param_groups[0]["lr"]
+            if refused:  # a dropped update counts as a step: the schedule and the progress bar go on
+                optimizer.zero_grad(set_to_none=False)
+                skipped += 1
+            else:
+                grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm))
+                check_finite("gradient norm", grad_norm, iteration, step + 1)
+                updates[-1]["grad_norm"] = grad_norm
+                optimizer.step()
+            scheduler.step()
+            step += 1
+            progress.update()
         train_seconds = time.perf_counter() - train_started
 
         # ---- 7e  log

@@ -1439,42 +1439,42 @@ def main(args: Args):
         # ---- 7d  optimize
         train_started = time.perf_counter()
         updates = []  # the metrics of each
-        for ppo_epoch in range(args.num_ppo_epochs):
-            order = (args.seed, iteration, ppo_epoch)
-            for mini_batch in draw_mini_batches(*order, batch_size, args.k, args.num_mini_batches):
-                optimizer.zero_grad()
-                # with a single update an episode of advantage 0 has no gradient, and the rollout has its metrics
-                skips = (advantages[mini_batch] == 0).cpu() & single_update
-                skipped, trained = mini_batch[skips], mini_batch[~skips]
-                seen = batch.mask[skipped] / accelerator.num_processes  # [skipped, response], a share on each process
-                units = torch.full_like(seen[:, 0], 1 / accelerator.num_processes)  # [skipped]
-                no_change = torch.zeros_like(units)
-                sums = Counter(policy_sums(no_change, no_change, batch.entropies[skipped], units, seen))
-                for micro, weights, is_last in micro_batches(accelerator, model, mini_batch, trained, lengths, args):
-                    inputs = completion_inputs(episode_prompts, batch, micro, args.k, token_cost)
-                    with autocast():
-                        output = model(**inputs, temperature=args.temperature)
-                    new_logprobs, entropies, mask = output["logprobs"], output["entropies"], inputs["mask"]
-                    old_logprobs = new_logprobs.detach() if single_update else logprobs[micro, : mask.shape[1]]
-                    logratio = ((new_logprobs - old_logprobs) * mask).sum(1)  # [micro]: a completion is one action
-                    losses, cut = clipped_policy_loss(logratio, advantages[micro], args.cliprange, args.cliprange)
-                    # one denominator for all micro-batches and processes: the mini-batch's episodes
-                    loss = (losses * weights).sum() / len(mini_batch)
-                    with torch.no_grad():
-                        sums.update(policy_sums(logratio, cut, entropies, weights, mask * weights[:, None]))
-                        sums.update({"loss": loss})
-                    if is_last:  # all that can refuse an update falls before its last backward pass
-                        totals = {k: v.item() for k, v in accelerator.reduce(dict(sums), reduction="sum").items()}
-                        check_finite("loss", totals["loss"], iteration, step + 1)
-                    accelerator.backward(loss * accelerator.num_processes)  # gradients are averaged over processes
-                grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm))
-                check_finite("gradient norm", grad_norm, iteration, step + 1)
-                learning_rate = optimizer.param_groups[0]["lr"]
-                optimizer.step()
-                scheduler.step()
-                step += 1
-                progress.update()
-                updates.append({"loss/policy_avg": totals["loss"], **policy_metrics(totals), "grad_norm": grad_norm})
+        sizes = (batch_size, args.k, args.num_mini_batches)
+        passes = (draw_mini_batches(args.seed, iteration, epoch, *sizes) for epoch in range(args.num_ppo_epochs))
+        for mini_batch in itertools.chain.from_iterable(passes):
+            optimizer.zero_grad()
+            # with a single update an episode of advantage 0 has no gradient, and the rollout has its metrics
+            skips = (advantages[mini_batch] == 0).cpu() & single_update
+            skipped, trained = mini_batch[skips], mini_batch[~skips]
+            seen = batch.mask[skipped] / accelerator.num_processes  # [skipped, response], a share on each process
+            units = torch.full_like(seen[:, 0], 1 / accelerator.num_processes)  # [skipped]
+            no_change = torch.zeros_like(units)
+            sums = Counter(policy_sums(no_change, no_change, batch.entropies[skipped], units, seen))
+            for micro, weights, is_last in micro_batches(accelerator, model, mini_batch, trained, lengths, args):
+                inputs = completion_inputs(episode_prompts, batch, micro, args.k, token_cost)
+                with autocast():
+                    output = model(**inputs, temperature=args.temperature)
+                new_logprobs, entropies, mask = output["logprobs"], output["entropies"], inputs["mask"]
+                old_logprobs = new_logprobs.detach() if single_update else logprobs[micro, : mask.shape[1]]
+                logratio = ((new_logprobs - old_logprobs) * mask).sum(1)  # [micro]: a completion is one action
+                losses, cut = clipped_policy_loss(logratio, advantages[micro], args.cliprange, args.cliprange)
+                # one denominator for all micro-batches and processes: the mini-batch's episodes
+                loss = (losses * weights).sum() / len(mini_batch)
+                with torch.no_grad():
+                    sums.update(policy_sums(logratio, cut, entropies, weights, mask * weights[:, None]))
+                    sums.update({"loss": loss})
+                if is_last:  # all that can refuse an update falls before its last backward pass
+                    totals = {k: v.item() for k, v in accelerator.reduce(dict(sums), reduction="sum").items()}
+                    check_finite("loss", totals["loss"], iteration, step + 1)
+                accelerator.backward(loss * accelerator.num_processes)  # gradients are averaged over processes
+            grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm))
+            check_finite("gradient norm", grad_norm, iteration, step + 1)
+            learning_rate = optimizer.param_groups[0]["lr"]
+            optimizer.step()
+            scheduler.step()
+            step += 1
+            progress.update()
+            updates.append({"loss/policy_avg": totals["loss"], **policy_metrics(totals), "grad_norm": grad_norm})
         train_seconds = time.perf_counter() - train_started
 
         # ---- 7e  log
