@@ -31,6 +31,7 @@ Papers: Ahmadian et al. 2024, Back to Basics, arXiv 2402.14740; Kool et al. 2019
 
 # ============================================== 1  imports ===============================================
 import contextlib
+import ctypes
 import hashlib
 import importlib.util
 import itertools
@@ -265,6 +266,15 @@ def check_launch(accelerator: Accelerator):
             refuse(
                 f"{name} was asked for, but accelerate runs {accelerator.distributed_type.value}: it needs GPUs here"
             )
+
+
+def keep_freed_memory():
+    """On a CPU under Linux, keep the memory of freed tensors: glibc would give that of large ones back at once, and the
+    kernel clears every page again for the next one, a tenth of the time of a 135M-parameter run."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt, trim_threshold, mmap_max = ctypes.CDLL(None).mallopt, -1, -4  # malloc.h
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(mmap_max, 0)
 
 
 # ========================================== 3  batch arithmetic ==========================================
@@ -1252,6 +1262,8 @@ def main(args: Args):
     accelerator = Accelerator(mixed_precision="no", log_with=args.log_with)  # precision: `autocast` below
     device, is_main = accelerator.device, accelerator.is_main_process
     check_launch(accelerator)
+    if device.type == "cpu":
+        keep_freed_memory()
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         configure_deepspeed(accelerator, args)
     is_sharded = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)

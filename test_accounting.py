@@ -2158,6 +2158,19 @@ def test_two_processes_are_one_run(script, run, world, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_processes_whose_share_has_no_gradient(script, run, world, tmp_path, world_size):
+    """Where most groups have equal scores, and some iterations nothing else, processes train on what is left together:
+    the run of one process, without a hang."""
+    flags = base_flags(world) | dict(batch_size=9, num_train_epochs=4, kl_coef=0.0, reward=world.reward("seldom"))
+    _, metrics, output_dir = run(script, **flags)
+    flags |= dict(per_device_train_batch_size=2, output_dir=tmp_path / "many")
+    finished = launch(script, world_size, tmp_path, flags)
+    assert finished.returncode == 0, finished.stderr
+    compare_runs(script, metrics, read_jsonl(tmp_path / "many" / "metrics.jsonl"), output_dir, tmp_path / "many")
+
+
+@pytest.mark.slow
 def test_more_processes_than_episodes(script, run, world, tmp_path):
     """Three processes, iterations of two or three episodes and a last one of fewer: the run of one process."""
     sizes = dict(k=2, batch_size=2, num_ppo_epochs=2, num_train_epochs=1, dataset=world.dataset(3), kl_coef=0.1)

@@ -60,6 +60,7 @@ def make_job(args: Args, folder: Path, llama: dict, **changes) -> dict:
     job = dict(algorithm="rloo", k=4, batch=64, completion_tokens=32, forced=True, reward="share_of_letters")
     job |= dict(kl_coef=0.05, dtype="float32", learning_rate=1e-6, threads=args.threads, seed=args.seed)
     job |= dict(steps=args.steps) | changes
+    job.setdefault("micro_batch", job["batch"])
     model, dataset = folder / f"llama_{llama['vocabulary']}", folder / f"prompts_{llama['vocabulary']}.jsonl"
     if not model.exists():
         random_llama(model, **llama)

@@ -6,9 +6,9 @@
     python benchmark/throughput.py --plot                             # only the table and the chart, of what is there
 
 For every case and algorithm Tally and TRL run in turn, A B A B, each in a process of its own: the same model folder,
-prompts in the same order, group size, batch, micro-batch (the batch), length limit, KL coefficient with a reference
-model, learning rate, precision and threads. The first two steps of every run are dropped; the numbers are medians over
-the other steps of all pairs. Seconds are those from one step's beginning to the next one's; start-up is not in them.
+prompts in the same order, group size, batch, micro-batch (the batch, but in d), length limit, KL coefficient with a
+reference model, learning rate, precision and threads. The first two steps of every run are dropped; the numbers are
+medians over the other steps of all pairs. Seconds are those from one step's beginning to the next one's; no start-up.
 They are cut into generation, log-probabilities without gradient (the reference's, in TRL's RLOO the old policy's, too),
 training (forward, backward, clipping, optimizer) and the rest (tokenizing, decoding, scores, metrics).
 
@@ -91,6 +91,7 @@ CASES = {  # `aim`: how many times TRL's episodes per second
         algorithms=("rloo",),
         k=4,
         batch=16,
+        micro_batch=8,  # TRL at 16 does not fit into 24 GiB
         completion_tokens=53,
         aim=3.0,
     ),
@@ -329,7 +330,7 @@ def measure(name: str, algorithm: str, args: Args, folder: Path) -> dict:
     dataset.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     settings = {key: value for key, value in case.items() if key not in ("about", "algorithms", "aim")}
     job = settings | dict(algorithm=algorithm, model=model, dataset=str(dataset), steps=args.steps)
-    job |= dict(threads=args.threads, seed=args.seed)
+    job |= dict(threads=args.threads, seed=args.seed, micro_batch=case.get("micro_batch", case["batch"]))
     peer, tally, trl = trl_python(args.trl_python), [], []
     for pair in range(args.pairs):
         job["seed"] = args.seed + pair

@@ -47,11 +47,13 @@ def main(job: dict) -> dict:
                     new_tokens = tokens[:, prompt_tokens + t, None]
                 del cache
                 moments.append(time.perf_counter())
-                if job["kl_coef"] > 0:
-                    completion_logprobs(reference, tokens, completion_tokens)
+                for micro_batch in tokens.split(job["micro_batch"]) if job["kl_coef"] > 0 else ():
+                    completion_logprobs(reference, micro_batch, completion_tokens)
                 moments.append(time.perf_counter())
-            loss = completion_logprobs(model, tokens, completion_tokens).mean()
-        loss.backward()
+        for micro_batch in tokens.split(job["micro_batch"]):
+            with torch.autocast("cpu", torch.bfloat16, enabled=job["dtype"] == "bfloat16"):
+                loss = completion_logprobs(model, micro_batch, completion_tokens).mean()
+            loss.backward()
         moments.append(time.perf_counter())
         optimizer.step()
         optimizer.zero_grad()

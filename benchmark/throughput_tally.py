@@ -37,7 +37,7 @@ def flags(job: dict) -> list[str]:
         "total-episodes": job["steps"] * job["batch"],
         {"rloo": "rloo-k", "grpo": "num-generations"}[job["algorithm"]]: job["k"],
         "batch-size": job["batch"],
-        "per-device-train-batch-size": job.get("micro_batch", job["batch"]),
+        "per-device-train-batch-size": job["micro_batch"],
         "response-length": job["completion_tokens"],
         "temperature": 1.0,
         "kl-coef": job["kl_coef"],

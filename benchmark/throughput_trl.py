@@ -8,7 +8,7 @@
                                   both programs, and bfloat16 is autocast in both
     gradient_checkpointing        its default is True, which Tally's is not: off in both
     disable_dropout               on, as always in Tally
-    steps_per_generation, ..      one rollout and one optimizer step for each batch, in one micro-batch
+    steps_per_generation, ..      one rollout and one optimizer step for each batch, in micro-batches as Tally's
     shuffle_dataset               off: both programs take the prompts in the file's order
     beta, temperature, ..         the same in both; the reference model is loaded wherever beta is above 0
     loss_type, scale_rewards      GRPO's as in grpo.py's defaults
@@ -50,10 +50,10 @@ def settings(job: dict) -> dict:
         model_init_kwargs={"dtype": "float32"},
         gradient_checkpointing=False,
         disable_dropout=True,
-        # one rollout, one micro-batch and one optimizer step for each batch
-        per_device_train_batch_size=job["batch"],
-        gradient_accumulation_steps=1,
-        steps_per_generation=1,
+        # one rollout and one optimizer step for each batch
+        per_device_train_batch_size=job["micro_batch"],
+        gradient_accumulation_steps=job["batch"] // job["micro_batch"],
+        steps_per_generation=job["batch"] // job["micro_batch"],
         num_iterations=1,
         max_steps=job["steps"],
         shuffle_dataset=False,
@@ -87,13 +87,17 @@ def clocked(trainer_class):
 
     class Clocked(trainer_class):
         def __init__(self, *args, **kwargs):
-            self.steps = []
+            self.steps, self.prepared = [], 0
             super().__init__(*args, **kwargs)
 
         def _prepare_inputs(self, *args, **kwargs):
-            self.steps.append(dict(generation=0.0, logprobs=0.0))
+            is_first = self.prepared % self.args.gradient_accumulation_steps == 0  # of a step's micro-batches
+            self.prepared += 1
+            if is_first:
+                self.steps.append(dict(generation=0.0, logprobs=0.0))
             inputs = super()._prepare_inputs(*args, **kwargs)
-            self.steps[-1]["train_began"] = time.perf_counter()
+            if is_first:
+                self.steps[-1]["train_began"] = time.perf_counter()
             return inputs
 
         def _generate_single_turn(self, prompt_ids, *args, **kwargs):
