@@ -16,8 +16,8 @@ Launch:
     accelerate launch grpo.py --num-generations 4                     # on a cluster
     torchrun --nproc-per-node 2 grpo.py                               # ACCELERATE_USE_CPU=true where there is no GPU
 
-The embedded policy (benchmark/make_default.py) was first taught two-digit sums, then for a while answers of which six
-in ten were wrong on purpose: it has the skill, but samples it less than four times in ten, as policies that meet RL do.
+The embedded policy (benchmark/make_default.py) was first taught two-digit sums, then for a while answers of which 65 %
+were wrong on purpose: it has the skill, but samples it less than four times in ten, as policies that meet RL do.
 
 How to read: top to bottom. Every count is made in `batch_arithmetic`, every random number by `keyed_rng`; after the
 rollout every process holds the whole batch, and the code reads as if there were one process.
@@ -140,7 +140,8 @@ class Args:
     num_ppo_epochs: int = 1
     """passes over each iteration's batch"""
     per_device_train_batch_size: int = 64
-    """episodes of one forward and backward pass on one process; changes memory and speed, never the result"""
+    """episodes of one pass of a model on one process, in training, for log-probabilities and by a reward model; changes
+    memory and speed, never the result"""
     per_device_rollout_batch_size: int | None = None
     """episodes sampled at once on one process (default: all); changes memory and speed, never the result"""
 
@@ -342,8 +343,8 @@ def plan_table(args: Args, num_prompts: int, world_size: int) -> str:
         formula = re.search(rf"^ *{name} = (.*)$", batch_arithmetic.__doc__, re.MULTILINE)[1]
         if name == "prompts":
             formula = formula.split("; with total_episodes: ")[args.total_episodes is not None]
-        numbers = re.sub("[a-z_]+", lambda word: str(known.get(word[0], word[0])), formula)
-        lines.append(f"{name + ': ' + str(value):31}# {formula} = {numbers}\n")
+        numbers = re.sub("[a-z_]+", lambda word: str(known.get(word[0], word[0])), re.sub(", at .*", "", formula))
+        lines.append(f"{name + ': ' + str(value):30} # {formula} = {numbers}\n")
     return "".join(lines)
 
 
@@ -401,18 +402,22 @@ def on_all_processes(accelerator: Accelerator, lengths: torch.Tensor, chunk_size
     return {name: column[: len(lengths)] for name, column in accelerator.gather(local_columns).items()}
 
 
-def cut_share(share: torch.Tensor, lengths: torch.Tensor, k: int, size: int, num_passes: int) -> list[torch.Tensor]:
-    """Positions in a process's `share` of episodes, in `num_passes` near-equal pieces of at most `size`: the groups
+def cut_share(
+    share: torch.Tensor, lengths: torch.Tensor, k: int, size: int, num_micro_batches: int
+) -> list[torch.Tensor]:
+    """Positions in a process's `share` of episodes, in `num_micro_batches` near-equal pieces of at most `size`: groups
     sorted by length, so that little is padded, and kept whole where the sizes allow.
 
     The groups 0 1 | 2 3 | 4 5 of k = 2, of which the second is the shortest, in two passes of at most 4: 2 3 0 1 | 4 5.
     """
     groups = [list(members) for _, members in itertools.groupby(range(len(share)), lambda p: int(share[p]) // k)]
     groups.sort(key=lambda members: max(int(lengths[share[p]]) for p in members))
-    pieces = [[p for g in piece for p in groups[g]] for piece in torch.arange(len(groups)).tensor_split(num_passes)]
+    pieces = [
+        [p for g in piece for p in groups[g]] for piece in torch.arange(len(groups)).tensor_split(num_micro_batches)
+    ]
     if max(map(len, pieces)) <= size:
         return [torch.tensor(piece, dtype=torch.long) for piece in pieces]
-    return list(torch.tensor([p for members in groups for p in members]).tensor_split(num_passes))
+    return list(torch.tensor([p for members in groups for p in members]).tensor_split(num_micro_batches))
 
 
 def micro_batches(
@@ -425,11 +430,11 @@ def micro_batches(
     synchronised over processes on the last micro-batch of a mini-batch and nowhere else.
     """
     size, is_deepspeed = args.per_device_train_batch_size, accelerator.distributed_type == DistributedType.DEEPSPEED
-    num_passes = math.ceil(math.ceil(len(mini_batch) / accelerator.num_processes) / size)
+    num_micro_batches = math.ceil(math.ceil(len(mini_batch) / accelerator.num_processes) / size)
     share, weights = local_share(accelerator, trained)
-    pieces = cut_share(share, lengths, args.k, size, num_passes)
+    pieces = cut_share(share, lengths, args.k, size, num_micro_batches)
     for number, piece in enumerate(pieces, start=1):
-        is_last = number == num_passes
+        is_last = number == num_micro_batches
         indices, piece_weights = share[piece], weights[piece]
         if len(piece) == 0:
             indices, piece_weights = mini_batch[:1], torch.zeros(1)
@@ -482,7 +487,9 @@ def tokenize_prompts(flag: str, path: str, rows: list[dict], tokenizer, max_prom
     for row in rows:
         text, is_chat = row["prompt"], not isinstance(row["prompt"], str)
         if is_chat and not tokenizer.chat_template:
-            refuse(f"{flag} {path}: has chat messages, but the tokenizer has no chat template; give text")
+            refuse(
+                f"{flag} {path}: has chat messages, but the tokenizer of --model-path has no chat template; give text"
+            )
         try:
             if is_chat:
                 text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
@@ -537,6 +544,8 @@ def call_reward(reward, prompts: list[Prompt], completions: list[str]) -> dict[s
     """
     parts = reward([p.text for p in prompts], completions, [p.row for p in prompts])
     parts = {name: list(values) for name, values in (parts if isinstance(parts, dict) else {"": parts}).items()}
+    if not parts:
+        raise ValueError("returned no scores")
     for name, values in parts.items():
         if len(values) != len(completions):
             raise ValueError(f"returned {len(values)} values for {len(completions)} completions {name}")
@@ -565,18 +574,21 @@ def score_completions(accelerator: Accelerator, reward, prompts: list[Prompt], c
     for _, failure in gathered:
         if failure is not None:
             stop(failure, status=1)
+    names = {tuple(sorted(local)) for local, _ in gathered if local}
+    if len(names) > 1:
+        stop(f"{where}: the reward function returned other parts on other processes: {sorted(names)}", status=1)
     parts = {name: [x for local, _ in gathered for x in local.get(name, [])] for name in gathered[0][0]}
     scores = np.sum([np.zeros(len(prompts)), *parts.values()], axis=0)  # [episodes]
     return torch.tensor(scores, dtype=torch.float32, device=accelerator.device), parts
 
 
 # =========================================== 5  model helpers ============================================
-def load_tokenizer(path: str, args: Args):
+def load_tokenizer(flag: str, path: str, args: Args):
     """The tokenizer of a model folder or Hub name."""
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        refuse(f"--model-path {path}: no tokenizer there ({str(error).strip().splitlines()[0]})")
+        refuse(f"{flag} {path}: no tokenizer there ({str(error).strip().splitlines()[0]})")
 
 
 def load_model(flag: str, path: str, auto_class, dtype: torch.dtype, args: Args, **config_changes):
@@ -722,7 +734,7 @@ def sample(model, prompts, uniforms: torch.Tensor, temperature: float, eos_ids, 
     group = torch.tensor([i for i, members in enumerate(groups) for _ in members], device=device)  # [episodes]
     input_ids, mask = pad_left([members[0] for members in groups], pad_token_id, device)
     position_ids, width = positions_from_mask(mask), mask.shape[1]
-    alive = torch.arange(episodes, device=device)  # the episodes that go on, in their order
+    alive = torch.arange(episodes, device=device)  # the rows still in the batch: which episode each is
     cache = DynamicCache(config=model.config)
     for t in range(response_length):
         inputs = dict(position_ids=position_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -970,7 +982,7 @@ def load_reward_model(path: str, tokenizer, args: Args, device):
         head = keyed_rng(args.seed, NEW_WEIGHTS, 0).normal(0, model.config.hidden_size**-0.5, model.score.weight.shape)
         model.score.weight.data = torch.from_numpy(head).to(dtype)
         print(f"warning: {flag} {path} has no trained head; its scores come from a random one", file=sys.stderr)
-    reward_tokenizer = load_tokenizer(path, args)
+    reward_tokenizer = load_tokenizer(flag, path, args)
     check_vocabulary(flag, path, model, reward_tokenizer)
     same_vocabulary = reward_tokenizer.get_vocab() == tokenizer.get_vocab()
     return model.to(device), None if same_vocabulary else reward_tokenizer
@@ -1046,7 +1058,8 @@ def clipped_policy_loss(logratio: torch.Tensor, advantages: torch.Tensor, low: f
 def policy_sums(logratio, cut, entropy, weights, token_weights) -> dict[str, torch.Tensor]:
     """Sums over a micro-batch of what an update logs, to be added over micro-batches and processes.
 
-    logratio, cut, weights: per unit of the ratio; entropy, token_weights: per token.
+    logratio, cut, weights: per unit, which is what has a ratio of its own: an episode in RLOO, a token in GRPO and PPO;
+    entropy, token_weights: per token.
     """
     centred_ratio = logratio.exp() - 1  # its variance from sums would drown in rounding otherwise
     return {
@@ -1058,6 +1071,15 @@ def policy_sums(logratio, cut, entropy, weights, token_weights) -> dict[str, tor
         "ratio_squared": (centred_ratio.square() * weights).sum(),
         "entropy": (entropy * token_weights).sum(),
     }
+
+
+def sums_without_pass(entropies: torch.Tensor, units: torch.Tensor, seen: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What episodes that take no training pass add to `policy_sums`: a ratio of exactly 1, and the entropy of sampling.
+
+    units, seen: weights per unit and per token, divided by the number of processes, over which the sums are added.
+    """
+    no_change = torch.zeros_like(units)
+    return policy_sums(no_change, no_change, entropies, units, seen)
 
 
 def policy_metrics(sums: dict[str, float]) -> dict[str, float]:
@@ -1123,7 +1145,8 @@ def drop_lines_after(path: Path, iteration: int):
         beside.replace(path)
 
 
-# Flags that may change when a run is resumed: they change what is shown and kept, or memory, never the run.
+# Flags that may change when a run is resumed: they change what is shown and kept, or memory, never the run (the
+# dataset may move: `check_same_run` compares its content).
 FREE_FLAGS = (
     "exp_name output_dir resume save_every save_total_limit plan trust_remote_code gradient_checkpointing compile "
     "dataset dataset_split eval_dataset eval_every eval_temperature eval_reward per_device_train_batch_size "
@@ -1282,7 +1305,7 @@ def main(args: Args):
     eval_reward = reward if args.eval_reward is None else load_reward("--eval-reward", args.eval_reward)
     rows = read_rows("--dataset", args.dataset, args.dataset_split, needs_answer=reward is exact_match)
     if args.plan is None or args.max_prompt_length is not None:
-        tokenizer = load_tokenizer(args.model_path, args)
+        tokenizer = load_tokenizer("--model-path", args.model_path, args)
         prompts = tokenize_prompts("--dataset", args.dataset, rows, tokenizer, args.max_prompt_length)
     num_prompts = len(rows) if args.plan is not None and args.max_prompt_length is None else len(prompts)
     if args.plan is not None:
@@ -1354,8 +1377,8 @@ def main(args: Args):
         refuse("--compile: not for this model, whose attention has windows, or needs more than a mask and positions")
     token_cost = 6 * policy.config.get_text_config().hidden_size if can_share else None  # 12 hidden^2 weights a layer
     adam = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
-    weights = [parameter for parameter in trained_model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(weights, **adam, weight_decay=args.weight_decay, fused=not is_sharded)
+    parameters = [parameter for parameter in trained_model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, **adam, weight_decay=args.weight_decay, fused=not is_sharded)
     # not handed to `prepare`, which would step it once per process
     scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, plan.steps)
     model, optimizer = accelerator.prepare(trained_model, optimizer)
@@ -1376,6 +1399,11 @@ def main(args: Args):
         print(plan_table(args, num_prompts, accelerator.num_processes), end="")
         processes = f"{accelerator.num_processes} process{'es' * (accelerator.num_processes > 1)}"
         print(f"{processes} on {device.type}, {args.dtype}; writing to {output_dir}", flush=True)
+        if args.resume:
+            begin = (
+                f"resuming after iteration {state['iteration']}" if state["iteration"] else "starting: no checkpoint"
+            )
+            print(f"{begin} in {output_dir}", flush=True)
     if args.log_with is not None:
         accelerator.project_configuration.set_directories(str(output_dir))
         accelerator.init_trackers("tally", config=vars(args), init_kwargs={"wandb": {"name": output_dir.name}})
@@ -1482,18 +1510,17 @@ def main(args: Args):
         train_started = time.perf_counter()
         updates = []  # the metrics of each
         sizes = (batch_size, args.k, args.num_mini_batches)
-        passes = (draw_mini_batches(args.seed, iteration, epoch, *sizes) for epoch in range(args.num_ppo_epochs))
-        for mini_batch in itertools.chain.from_iterable(passes):
+        ppo_epochs = (draw_mini_batches(args.seed, iteration, epoch, *sizes) for epoch in range(args.num_ppo_epochs))
+        for mini_batch in itertools.chain.from_iterable(ppo_epochs):
             optimizer.zero_grad()
-            # with a single update an episode of advantage 0 has no gradient, and the rollout has its metrics
+            # with a single update an episode of advantage 0 has no gradient: it takes no pass
             skips = (advantages[mini_batch] == 0).cpu() & single_update & (reference is None)
             skipped, trained = mini_batch[skips], mini_batch[~skips]
             seen = (batch.mask & included[:, None])[skipped] / accelerator.num_processes  # [skipped, response]
             units = seen
             if args.importance_sampling_level == "sequence":
                 units = included[skipped][:, None] / accelerator.num_processes  # [skipped, 1]
-            no_change = torch.zeros_like(units)
-            sums = Counter(policy_sums(no_change, no_change, batch.entropies[skipped], units, seen))
+            sums = Counter(sums_without_pass(batch.entropies[skipped], units, seen))  # its `update` adds
             loss_weights = torch.zeros(batch_size, device=device)  # [batch], per token of an episode
             loss_weights[mini_batch] = token_weights(
                 batch.lengths[mini_batch], included[mini_batch], args.loss_type, args.response_length
@@ -1521,7 +1548,7 @@ def main(args: Args):
                     low, high = cut & (advantage < 0), cut & (advantage > 0)
                     sums.update({"loss": loss, "low": (low * units).sum(), "high": (high * units).sum()})
                 if is_last:  # all that can refuse an update falls before its last backward pass
-                    totals = {k: v.item() for k, v in accelerator.reduce(dict(sums), reduction="sum").items()}
+                    totals = {name: x.item() for name, x in accelerator.reduce(dict(sums), reduction="sum").items()}
                     check_finite("loss", totals["loss"], iteration, step + 1)
                 accelerator.backward(loss * accelerator.num_processes)  # gradients are averaged over processes
             grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm))

@@ -175,6 +175,7 @@ def save_model(folder, model, eos_ids=EOS, tokenizer=None):
 
 
 REWARDS = '''
+import os
 import numpy, torch
 
 def letters(prompts, completions, rows):
@@ -213,11 +214,18 @@ def second_call(value):
             raise KeyError("the verifier is gone")
         if calls == 2 and value == "wrong count":
             return values[1:]
+        if calls == 2 and value == "empty":
+            return {}
         return values[:-1] + [value] if calls == 2 else values
     return faulty
 
 nan, inf, none = second_call(float("nan")), second_call(float("inf")), second_call(None)
 text, raises, wrong_count = second_call("1.0"), second_call("raises"), second_call("wrong count")
+empty = second_call("empty")
+
+def other_parts(prompts, completions, rows):
+    """Names that depend on the process."""
+    return {"rank" + os.environ.get("RANK", "0"): letters(prompts, completions, rows)}
 '''
 
 
@@ -1509,7 +1517,7 @@ def test_rewards_may_be_lists_arrays_tensors_or_parts(script, run, world):
     assert [row["score"] for row in rows] == [len(row["completion"]) + row["completion"].count("1") for row in rows]
 
 
-@pytest.mark.parametrize("fault", ["nan", "inf", "none", "text", "raises", "wrong_count"])
+@pytest.mark.parametrize("fault", ["nan", "inf", "none", "text", "raises", "wrong_count", "empty"])
 def test_a_faulty_reward_stops_the_run_before_the_weights_move(script, run, world, updates, capsys, tmp_path, fault):
     """Status 1, one line with the iteration and a prompt, no update of that iteration, no model written."""
     with stops_with(1, capsys, "iteration 2", "prompt"):
@@ -1875,6 +1883,8 @@ def test_plan_is_yaml_and_that_of_the_run(script, run, world, monkeypatch, capsy
     flags = dict(num_mini_batches=2, num_ppo_epochs=3, num_train_epochs=1.5, per_device_train_batch_size=2)
     args, _, output_dir = run(script, **flags)
     printed = {}
+    long_line = make_args(script, **base_flags(world) | dict(batch_size=1200, per_device_train_batch_size=1))
+    assert yaml.safe_load(script.plan_table(long_line, 7, 1))["gradient_accumulation_steps"] == 1200
     for world_size in (1, 3):
         flags |= dict(model_path="no/such/model", output_dir=str(tmp_path / "out"), plan=world_size)
         plan_args = make_args(script, **base_flags(world) | flags)
@@ -2155,6 +2165,14 @@ def test_two_processes_are_one_run(script, run, world, tmp_path):
     args = make_args(script, **base_flags(world) | sizes | dict(per_device_train_batch_size=1))
     plan = yaml.safe_load((tmp_path / "two" / "plan.yaml").read_text())
     assert plan == vars(script.batch_arithmetic(args, 5, 2))
+
+
+@pytest.mark.slow
+def test_parts_of_a_reward_that_differ_by_process(script, world, tmp_path):
+    """Named parts that another process does not return end the run with one line instead of being dropped."""
+    flags = base_flags(world) | dict(reward=world.reward("other_parts"), output_dir=tmp_path / "out")
+    finished = launch(script, 2, tmp_path, flags)
+    assert finished.returncode != 0 and "iteration 1: the reward function returned other parts" in finished.stderr
 
 
 @pytest.mark.slow
