@@ -147,7 +147,7 @@ ARCHITECTURES = {
     # the one with absolute positions, and with every dropout on
     "gpt2": (transformers.GPT2Config, GPT2_SHAPE | dict(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)),
     # those that cannot share prompts: windows, a bias from the mask, capped logits
-    "mistral": (transformers.MistralConfig, SHAPE | dict(num_key_value_heads=1, sliding_window=4)),
+    "mistral": (transformers.MistralConfig, SHAPE | dict(num_key_value_heads=1, sliding_window=8)),
     "gemma2": (transformers.Gemma2Config, SHAPE | dict(num_key_value_heads=1, head_dim=8, sliding_window=4)),
     "bloom": (transformers.BloomConfig, dict(hidden_size=16, n_layer=2, n_head=2)),
     "gpt_neo": (

@@ -32,6 +32,7 @@ ALL, GROUPED = ("rloo", "grpo", "ppo"), ("rloo", "grpo")  # a group of PPO's is 
 BATCH = "batch_arithmetic_equals_dealing_cards[{}]"
 GRADIENT = "gradient_is_that_of_plain_passes[{}-llama]"
 MICRO_BATCH = "gradient_does_not_depend_on_the_micro_batch[{}]"
+SHARED = "a_shared_prompt_gives_what_rows_of_their_own_give[{}-equal-llama]"
 PASSES = "every_pass_gives_the_same_logprobs[{}]"
 TWO_PROCESSES = "two_processes_are_one_run[{}]"
 
@@ -67,11 +68,11 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "ratio_is_one_while_the_weights_stand_still[{}-dropout]"),
     ("positions that go on from one completion to the next", GROUPED,
      "row_positions += range(len(prompt), len(prompt) + len(inputs))",
-     "row_positions += range(len(row_positions), len(row_positions) + len(inputs))", PASSES),
+     "row_positions += range(len(row_positions), len(row_positions) + len(inputs))", SHARED),
     ("completions in a row see each other", GROUPED, "(parts[:, None] == 0) | (parts[:, None] == parts[:, :, None])",
-     "(parts[:, None] >= 0) | (parts[:, None] == parts[:, :, None])", PASSES),
-    ("every prediction read one output late", ALL, "predict_at += [number * width + len(prompt) - 1, ",
-     "predict_at += [number * width + len(prompt), ", PASSES),
+     "(parts[:, None] >= 0) | (parts[:, None] == parts[:, :, None])", SHARED),
+    ("first token predicted one output early", ALL, "predict_at += [number * width + len(prompt) - 1, ",
+     "predict_at += [max(0, number * width + len(prompt) - 2), ", PASSES),
     ("prompts shared under a sliding window", GROUPED, "    if any(getattr(config, name, None) for name in windows):",
      "    if False:", "models_that_cannot_share_prompts_use_rows_of_their_own[{}-mistral]"),
     ("capped logits read without their cap", ALL, "self.has_plain_head = has_plain_head(without_peft(language_model))",
@@ -82,8 +83,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "(advantages[mini_batch] == 0).cpu()", "episodes_that_have_a_gradient_are_never_left_out[{}-0.0-2]"),
     ("episodes left out of the metrics, too", GROUPED, "batch.entropies[skipped], units, seen)",
      "batch.entropies[skipped], units * 0, seen * 0)", "episodes_without_gradient_are_left_out[{}-5]"),
-    ("temperature missing in the passes", ALL, "return token_logprobs(head(hidden), targets, temperature)",
-     "return token_logprobs(head(hidden), targets, 1.0)", PASSES),
+    ("temperature missing in the passes", ALL, "token_logprobs(head(hidden), targets, temperature, ",
+     "token_logprobs(head(hidden), targets, 1.0, ", PASSES),
     ("EOS masked out", ALL, "batch.mask = torch.arange(args.response_length, device=device) < batch.lengths[:, None]",
      "batch.mask = torch.arange(args.response_length, device=device) < batch.lengths[:, None] - 1", GRADIENT),
     ("masked by token id where pad is EOS", ALL,
@@ -140,7 +141,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("adapted kl_coef not used", ("ppo",), 'rewards = -state["kl_coef"]', "rewards = -args.kl_coef",
      "ppo_pays_with_the_adapted_kl_coefficient[{}]"),
     ("--whiten-rewards moves the mean", ("ppo",), "rewards = rewards * torch.rsqrt(",
-     "rewards = (rewards - rewards[mask].mean()) * torch.rsqrt(",
+     "rewards = (rewards - rewards[batch.mask].mean()) * torch.rsqrt(",
      "ppo_whitens_rewards_without_moving_their_mean[{}]"),
 )]
 
