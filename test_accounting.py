@@ -1958,6 +1958,16 @@ def test_compiled_decoding_samples_the_same(script, architecture):
     assert len(decoder.caches) >= 2
 
 
+@pytest.mark.slow
+def test_compile_gives_the_same_run(script, run, monkeypatch):
+    """The flag compiles the policy, and nothing else in the run is another."""
+    compiled = record_calls(monkeypatch, torch, "compile")
+    runs = [run(script, num_train_epochs=2, compile=value) for value in (False, True)]
+    assert len(compiled) == 1
+    (_, metrics, output_dir), (_, compiled_metrics, compiled_dir) = runs
+    compare_runs(script, metrics, compiled_metrics, output_dir, compiled_dir)
+
+
 def test_compile_is_refused_where_it_would_be_wrong(script, run, tmp_path, capsys):
     """A sliding window is not in a cache of fixed length."""
     path = save_model(tmp_path / "mistral", make_model("mistral"))
@@ -2355,6 +2365,7 @@ MEMORY_FLAGS = {"per_device_train_batch_size": 5, "per_device_rollout_batch_size
 ELSEWHERE = {  # flags that other tests cover
     "output_dir": "every run here",
     "plan": "test_plan_is_yaml_and_that_of_the_run",
+    "compile": "test_compile_gives_the_same_run",
     "resume": "test_a_resumed_run_is_the_run_that_never_stopped",
     "log_with": "test_wandb_offline",
     "dataset_split": "test_a_hub_dataset_is_read_by_its_split",
