@@ -73,6 +73,7 @@ from transformers import (
 DEFAULT = Path(__file__).resolve().parent / "benchmark" / "default"
 LARGEST_LOGITS = 2**25  # entries of a chunk of logits, 128 MiB in float32
 LARGEST_MASK = 2**24  # entries of the mask of rows that share prompts
+TOKENS_BETWEEN_CHECKS = {"cpu": 1}  # of who has finished, which means waiting for a GPU; there 8
 
 
 # =============================================== 2  flags ================================================
@@ -84,11 +85,11 @@ class Args:
     seed: int = 1
     """every random number is a function of this seed and of what the number is for"""
     output_dir: str | None = None
-    """folder for all that the run writes (default: runs/<exp_name>__<seed>__<unix time>)"""
+    """folder for all that the run writes; None: runs/<exp_name>__<seed>__<unix time>"""
     resume: bool = False
     """continue the run in --output-dir from its newest whole checkpoint, or start it where there is none"""
     save_every: int | None = None
-    """write a checkpoint every so many iterations, and at the end (default: none)"""
+    """write a checkpoint every so many iterations, and at the end; None: never"""
     save_total_limit: int = 2
     """checkpoints to keep, the newest ones"""
     plan: int | None = None
@@ -102,31 +103,32 @@ class Args:
     lora_r: int | None = None
     """train LoRA adapters of this rank on all linear layers instead of all weights; needs peft (arXiv 2106.09685)"""
     compile: bool = False
-    """decode with torch.compile, on a GPU under CUDA graphs: some 30 seconds of compiling, then faster sampling"""
+    """decode with torch.compile, on a GPU under CUDA graphs, on a cache as long as the longest prompt and completion;
+    takes some seconds to compile, and pays less in bfloat16, where every token casts the weights again"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time, the same result"""
     trust_remote_code: bool = False
     """run Python code that comes with a model"""
     ref_model_path: str | None = None
-    """the reference model of the KL term (default: the policy before training)"""
+    """the reference model of the KL term; None: the policy before training"""
     dataset: str = str(DEFAULT / "train.jsonl")
     """a .jsonl file or a Hub dataset; each row has `prompt` (text or chat messages) and what the reward needs"""
     dataset_split: str = "train"
     """the split of a Hub dataset"""
     max_prompt_length: int | None = None
-    """drop prompts of more tokens than this (default: no limit)"""
+    """drop prompts of more tokens than this; None: no limit"""
     reward: str = "exact_match"
     """exact_match (the stripped completion equals the row's `answer`), FILE.py:FUNCTION, or none"""
     reward_model_path: str | None = None
     """a one-label sequence-classification model whose score is added to --reward"""
     eval_dataset: str | None = None
-    """held-out prompts, read like --dataset (default: the embedded ones with the embedded --dataset, else none)"""
+    """held-out prompts, read like --dataset; None: the embedded ones with the embedded --dataset, else none"""
     eval_every: int | None = None
-    """evaluate every so many iterations, besides the start and the end (default: only there)"""
+    """evaluate every so many iterations, besides the start and the end; None: only there"""
     eval_temperature: float = 0.0
     """sampling temperature of the evaluation; 0 takes the most likely token"""
     eval_reward: str | None = None
-    """the reward of the evaluation, as in --reward (default: --reward plus --reward-model-path)"""
+    """the reward of the evaluation, as in --reward; None: --reward plus --reward-model-path"""
 
     # batch sizes
     num_train_epochs: float = 2.0
@@ -143,7 +145,7 @@ class Args:
     """episodes of one pass of a model on one process, in training, for log-probabilities and by a reward model; changes
     memory and speed, never the result"""
     per_device_rollout_batch_size: int | None = None
-    """episodes sampled at once on one process (default: all); changes memory and speed, never the result"""
+    """episodes sampled at once on one process, None: all; changes memory and speed, never the result"""
 
     # sampling
     num_generations: int = 4
@@ -162,7 +164,7 @@ class Args:
     cliprange: float = 0.2
     """clips the ratio to 1 +- this (PPO, arXiv 1707.06347, eq. 7); with a single update it does nothing"""
     cliprange_high: float | None = None
-    """clips the ratio to at most 1 + this, DAPO's clip-higher (arXiv 2503.14476, eq. 8; default: --cliprange)"""
+    """clips the ratio to at most 1 + this, DAPO's clip-higher (arXiv 2503.14476, eq. 8); None: --cliprange"""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """what divides a centred score: the deviation of its group's scores (arXiv 2402.03300, section 4.1.2), that of the
     whole batch's, or nothing (Dr. GRPO, arXiv 2503.20783: a group's deviation favours prompts too easy or too hard)"""
@@ -179,7 +181,7 @@ class Args:
     missing_eos_penalty: float = 0.0
     """subtracted from the score of an episode that never ended, the EOS trick (arXiv 2403.17031, detail 4)"""
     score_clip: float | None = None
-    """clip scores to [-this, this], after --missing-eos-penalty (default: no clipping)"""
+    """clip scores to [-this, this], after --missing-eos-penalty; None: no clipping"""
 
     # optimizer
     learning_rate: float = 1e-4
@@ -285,7 +287,7 @@ def check_launch(accelerator: Accelerator):
 def keep_freed_memory():
     """On a CPU under Linux, keep the memory of freed tensors: glibc would give that of large ones back at once, and the
     kernel clears every page again for the next one, a tenth of the time of a 135M-parameter run."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library, or Windows
         mallopt, trim_threshold, mmap_max = ctypes.CDLL(None).mallopt, -1, -4  # malloc.h
         mallopt(trim_threshold, 2**31 - 1)
         mallopt(mmap_max, 0)
@@ -676,8 +678,9 @@ def whole_weights(accelerator: Accelerator, model):
         with torch.no_grad():
             model(**completion_inputs([prompt], batch, torch.arange(1), 1, None), temperature=1.0)
     yield
-    for module in sharded:
-        module.set_reshard_after_forward(module is not model, recurse=False)  # the root's come first in the backward
+    for module in sharded:  # as configured, but for the root, whose weights come first in the backward pass
+        reshards = accelerator.state.fsdp_plugin.reshard_after_forward and module is not model
+        module.set_reshard_after_forward(reshards, recurse=False)
         module.reshard()
 
 
@@ -719,7 +722,7 @@ def sample(model, prompts, uniforms: torch.Tensor, temperature: float, eos_ids, 
 
     prompts: token lists, one per episode; equal neighbours (a group) are run through the model once
     uniforms: [episodes, response_length], float64, one number per token
-    decoder: with --compile, the compiled `model` and its `caches`; then all that a decoding step takes has fixed shapes
+    decoder: with --compile, the compiled `model`, its `caches` and their `length`: a decoding step has fixed shapes
     Returns a dict: tokens [episodes, response_length], padded after the end; lengths [episodes], the EOS included;
     ended [episodes], 1 where an EOS came; logprobs and entropies [episodes, response_length], 0 after the end.
     """
@@ -728,7 +731,7 @@ def sample(model, prompts, uniforms: torch.Tensor, temperature: float, eos_ids, 
     logprobs, entropies = torch.zeros((2, episodes, response_length), device=device)
     lengths, ended = torch.zeros_like(tokens[:, 0]), torch.zeros_like(tokens[:, 0])
     eos_ids = torch.tensor(eos_ids, device=device)
-    check_every = 1 if device.type == "cpu" else 8  # tokens; to know who has finished means waiting for a GPU
+    check_every = TOKENS_BETWEEN_CHECKS.get(device.type, 8)
 
     groups = [list(members) for _, members in itertools.groupby(prompts)]
     group = torch.tensor([i for i, members in enumerate(groups) for _ in members], device=device)  # [episodes]
@@ -741,10 +744,10 @@ def sample(model, prompts, uniforms: torch.Tensor, temperature: float, eos_ids, 
         if t == 0:  # a row per prompt, then a row per episode, with room in the mask for its tokens
             logits = model(input_ids, attention_mask=mask, **inputs).logits[group, -1]  # [alive, vocabulary]
             cache.batch_select_indices(group)
-            room = mask.new_zeros(episodes, response_length if decoder is None else -width % 64 + response_length)
-            mask = torch.cat([mask[group], room], dim=1)
+            length = width + response_length if decoder is None else decoder.length
+            mask = torch.cat([mask[group], mask.new_zeros(episodes, length - width)], dim=1)  # [alive, length]
             if decoder is not None:
-                cache = fixed_cache(decoder, cache, model.config, mask.shape[1])
+                cache = fixed_cache(decoder, cache, model.config)
         elif decoder is None:
             logits = model(input_ids, attention_mask=mask[:, : width + t], **inputs).logits[:, -1]
         else:
@@ -768,10 +771,10 @@ def sample(model, prompts, uniforms: torch.Tensor, temperature: float, eos_ids, 
     return {"tokens": tokens, "lengths": lengths, "ended": ended, "logprobs": logprobs, "entropies": entropies}
 
 
-def fixed_cache(decoder: SimpleNamespace, cache: DynamicCache, config, length: int) -> StaticCache:
-    """The prompts' cache in one of fixed length, at the same address for the same sizes, as a CUDA graph needs it."""
-    key = (len(cache.layers[0].keys), length)
-    fixed = decoder.caches.setdefault(key, StaticCache(config=config, max_cache_len=length))
+def fixed_cache(decoder: SimpleNamespace, cache: DynamicCache, config) -> StaticCache:
+    """The prompts' cache in one of fixed length, at the same address for as many rows, as a CUDA graph needs it."""
+    rows = len(cache.layers[0].keys)
+    fixed = decoder.caches.setdefault(rows, StaticCache(config=config, max_cache_len=decoder.length))
     fixed.reset()
     for index, layer in enumerate(cache.layers):
         fixed.update(layer.keys, layer.values, index)
@@ -837,7 +840,7 @@ def completion_inputs(prompts: list[Prompt], batch: SimpleNamespace, indices, k:
     if len(rows) < len(episodes):
         seen = (parts[:, None] == 0) | (parts[:, None] == parts[:, :, None])  # [rows, width, width], by whom and what
         attention_mask = torch.zeros(seen.shape, device=device).masked_fill(~seen.tril(), -math.inf)[:, None]
-    longest = int(batch.lengths[indices].max())
+    longest = max(map(len, completions))
     return {
         "input_ids": torch.tensor(input_ids, device=device),
         "position_ids": torch.tensor(position_ids, device=device),
@@ -862,7 +865,7 @@ class CompletionModel(torch.nn.Module):
     """A causal language model whose forward pass gives log-probabilities and entropies of completions.
 
     One module, head included, so that accelerate, FSDP and DeepSpeed see every pass; and the logits of a whole
-    micro-batch, the largest tensor of many a run, are never there at once.
+    micro-batch, the largest tensor of many a run, are never there at once (but in models that scale or cap them).
     """
 
     def __init__(self, language_model, adapter_off: bool = False):
@@ -878,8 +881,11 @@ class CompletionModel(torch.nn.Module):
         with self.language_model.disable_adapter() if self.adapter_off else contextlib.nullcontext():
             if self.has_plain_head:
                 outputs, head = model.base_model(**inputs).last_hidden_state, model.get_output_embeddings()
-            else:
-                outputs, head = model(**inputs).logits, torch.nn.Identity()
+            else:  # its logits are made at once, but not those of what all rows begin with: prompts
+                width = inputs["input_ids"].shape[1]
+                first = int((predict_at % width).min())
+                outputs, head = model(**inputs, logits_to_keep=width - first).logits, torch.nn.Identity()
+                predict_at = predict_at // width * (width - first) + predict_at % width - first
         return outputs.flatten(0, 1)[predict_at], head
 
     def forward(self, targets, mask, predict_at, temperature: float, **inputs) -> dict[str, torch.Tensor]:
@@ -893,7 +899,8 @@ class CompletionModel(torch.nn.Module):
 
         chunks = list(zip(hidden.split(self.chunk_size), targets[mask].split(self.chunk_size)))
         if len(chunks) > 1 and is_training:  # the backward pass makes the logits again, chunk by chunk
-            columns = zip(*(checkpoint(read_chunk, *chunk, use_reentrant=False) for chunk in chunks))
+            again = dict(use_reentrant=False, preserve_rng_state=False)
+            columns = zip(*(checkpoint(read_chunk, *chunk, **again) for chunk in chunks))
         else:
             columns = zip(*(read_chunk(*chunk) for chunk in chunks))
         return {name: spread(torch.cat(x), mask) for name, x in zip(("logprobs", "entropies"), columns)}
@@ -940,6 +947,8 @@ def can_share_prompts(model: CompletionModel) -> bool:
     for token_cost in (None, 0):
         inputs = completion_inputs([Prompt({}, "", [1, 2, 3])] * 2, batch, torch.arange(2), 2, token_cost)
         reads = {name: x for name, x in inputs.items() if name not in ("targets", "mask")}
+        if token_cost is not None:  # as autocast will: some kernels of a GPU take no other
+            reads["attention_mask"] = reads["attention_mask"].to(model.language_model.dtype)
         try:
             outputs.append(model.read(**reads, use_cache=False)[0])
         except Exception:  # a model that builds something of its own from a mask [rows, tokens]
@@ -1372,17 +1381,20 @@ def main(args: Args):
     if args.reward_model_path is not None:
         reward_model, reward_tokenizer = load_reward_model(args.reward_model_path, tokenizer, args, device)
     trained_model = CompletionModel(policy)
-    can_share = all(can_share_prompts(m) for m in (trained_model, reference) if m is not None)
-    if args.compile and not can_share:
+    can_share = [can_share_prompts(m) for m in (trained_model, reference) if m is not None]
+    if args.compile and not can_share[0]:
         refuse("--compile: not for this model, whose attention has windows, or needs more than a mask and positions")
-    token_cost = 6 * policy.config.get_text_config().hidden_size if can_share else None  # 12 hidden^2 weights a layer
+    # 12 hidden^2 weights a layer; None where a prompt has a row for each completion
+    token_cost = 6 * policy.config.get_text_config().hidden_size if all(can_share) and args.k > 1 else None
     adam = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
     parameters = [parameter for parameter in trained_model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, **adam, weight_decay=args.weight_decay, fused=not is_sharded)
     # not handed to `prepare`, which would step it once per process
     scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, plan.steps)
     model, optimizer = accelerator.prepare(trained_model, optimizer)
-    decoder = SimpleNamespace(model=torch.compile(policy, mode="reduce-overhead"), caches={}) if args.compile else None
+    decoder = None
+    if args.compile:
+        decoder = SimpleNamespace(model=torch.compile(policy, mode="reduce-overhead"), caches={}, length=longest)
 
     # all that an iteration hands to the next, besides weights and optimizer; a checkpoint's state.json
     state = {"iteration": 0, "step": 0, "dataset_sha256": dataset_sha256, "sharding": sharding(accelerator)}

@@ -43,7 +43,7 @@ FLAGS = (
 def held_out(model_path: str, rows: list[dict]) -> dict:
     """Sample one completion per held-out row at temperature 0.8, with the same uniform numbers for every model."""
     args = rloo.Args(model_path=model_path)
-    tokenizer = rloo.load_tokenizer(model_path, args)
+    tokenizer = rloo.load_tokenizer("--model-path", model_path, args)
     model, _ = rloo.load_model("--model-path", model_path, rloo.AutoModelForCausalLM, torch.float32, args)
     prompts = rloo.tokenize_prompts("--eval-dataset", EVAL, rows, tokenizer, None)
     uniforms = torch.from_numpy(rloo.keyed_rng(1, rloo.EVALUATION, 1000).random((len(rows), 24)))

@@ -22,6 +22,9 @@ benchmark/.trl_environment:
 
     python -m venv trl && trl/bin/pip install trl==1.16.0 torch==2.13.0 transformers==5.23.0 accelerate==1.15.0
 
+TRL's current release has no PPO. For `--algorithms ppo` the table has Tally's own figures, with two updates per batch
+and a value model of the policy's size, and how far they are from the floor.
+
 Results are merged, case by case, into benchmark/results/throughput.json; the chart beside is drawn from it.
 """
 
@@ -51,13 +54,17 @@ TRL_ENVIRONMENT = BENCHMARK / ".trl_environment"
 TRL_VERSION = "1.16.0"
 DROPPED_STEPS = 2
 TOKEN_TOLERANCE = 0.10
+RUN_TOLERANCE = 0.15  # between the runs of one program
 PARTS = ("generation", "logprobs", "train", "rest")
+SIDES = ("tally", "trl", "floor")
 
-BOTH = ("rloo", "grpo")
+BOTH = ("rloo", "grpo")  # what TRL has, too
+ALL = (*BOTH, "ppo")
+PPO = dict(k=1, updates=2)
 CASES = {  # `aim`: how many times TRL's episodes per second
     "a": dict(
         about="the default policy and task",
-        algorithms=BOTH,
+        algorithms=ALL,
         reward="exact_match",
         k=4,
         batch=256,
@@ -66,7 +73,7 @@ CASES = {  # `aim`: how many times TRL's episodes per second
     ),
     "b": dict(
         about="random Llama of 0.9M parameters, 12 / 64 tokens",
-        algorithms=BOTH,
+        algorithms=ALL,
         k=4,
         batch=64,
         completion_tokens=64,
@@ -74,7 +81,7 @@ CASES = {  # `aim`: how many times TRL's episodes per second
         aim=1.3,
     ),
     "c": dict(
-        about="SmolLM2-135M, 30 / 32 tokens", algorithms=BOTH, k=4, batch=16, completion_tokens=32, forced=True, aim=2.0
+        about="SmolLM2-135M, 30 / 32 tokens", algorithms=ALL, k=4, batch=16, completion_tokens=32, forced=True, aim=2.0
     ),
     "c-bf16": dict(
         about="the same in bfloat16",
@@ -155,7 +162,7 @@ TITLE = "Give this post a title of at most five words."
 class Args:
     case: tuple[str, ...] = tuple(CASES)
     """the cases to run: a b c c-bf16 d e f"""
-    algorithms: tuple[Literal["rloo", "grpo"], ...] = BOTH
+    algorithms: tuple[Literal["rloo", "grpo", "ppo"], ...] = ALL
     """run only these of a case's algorithms"""
     pairs: int = 2
     """runs of each program, in turn"""
@@ -307,9 +314,9 @@ def summary(runs: list[dict], batch: int) -> dict:
     )
 
 
-def measure_floor(job: dict, trl: list[dict], folder: Path) -> dict:
-    """Medians of the floor, for rows padded to what TRL's measured steps were padded to."""
-    steps = [step for result in trl for step in result["steps"][DROPPED_STEPS:]]
+def measure_floor(job: dict, runs: list[dict], folder: Path) -> dict:
+    """Medians of the floor, for rows as long as the longest of the measured steps of `runs`."""
+    steps = [step for result in runs for step in result["steps"][DROPPED_STEPS:]]
     sizes = {name: round(statistics.median(step[name] for step in steps)) for name in LONGEST}
     result = run("throughput_floor.py", job | sizes, folder)
     steps = result["steps"][1:]  # the first has the memory to get
@@ -323,7 +330,7 @@ LONGEST = ("longest_prompt", "longest_completion")
 
 def measure(name: str, algorithm: str, args: Args, folder: Path) -> dict:
     """Run a case with one algorithm: the pairs, the checks, the floor -> its entry in the results."""
-    case = CASE_DEFAULTS | CASES[name]
+    case = CASE_DEFAULTS | CASES[name] | (PPO if algorithm == "ppo" else {})
     folder.mkdir()
     model, rows = model_and_rows(name, args.steps * case["batch"] // case["k"], folder, args.seed)
     dataset = folder / "prompts.jsonl"
@@ -331,47 +338,50 @@ def measure(name: str, algorithm: str, args: Args, folder: Path) -> dict:
     settings = {key: value for key, value in case.items() if key not in ("about", "algorithms", "aim")}
     job = settings | dict(algorithm=algorithm, model=model, dataset=str(dataset), steps=args.steps)
     job |= dict(threads=args.threads, seed=args.seed, micro_batch=case.get("micro_batch", case["batch"]))
-    peer, tally, trl = trl_python(args.trl_python), [], []
+    tally, trl = [], []
     for pair in range(args.pairs):
         job["seed"] = args.seed + pair
         tally.append(run("throughput_tally.py", job, folder / f"tally_{pair}"))
-        trl.append(run("throughput_trl.py", job, folder / f"trl_{pair}", peer))
-        print_run(name, algorithm, job, tally[-1], trl[-1])
-    check(f"case {name}, {algorithm}", job, tally, trl)
-    ours, theirs = summary(tally, job["batch"]), summary(trl, job["batch"])
-    floor = measure_floor(job, trl, folder / "floor")
+        if algorithm in BOTH:
+            trl.append(run("throughput_trl.py", job, folder / f"trl_{pair}", trl_python(args.trl_python)))
+        print_run(name, algorithm, job, tally[-1], trl[-1] if trl else None)
+    ours = summary(tally, job["batch"])
+    floor = measure_floor(job, trl or tally, folder / "floor")
+    against_trl = {}
+    if trl:
+        check(f"case {name}, {algorithm}", job, tally, trl)
+        theirs = summary(trl, job["batch"])
+        rates = ("episodes_per_second", "tokens_per_second")
+        against_trl = {f"{rate}_ratio": ours[rate] / theirs[rate] for rate in rates}
+        against_trl |= dict(aim=case["aim"], memory_ratio=ours["peak_gib"] / theirs["peak_gib"], trl=theirs)
     processors = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
-    rates = ("episodes_per_second", "tokens_per_second")
     return dict(
         case=name,
         algorithm=algorithm,
         about=case["about"],
-        aim=case["aim"],
-        **{f"{rate}_ratio": ours[rate] / theirs[rate] for rate in rates},
-        memory_ratio=ours["peak_gib"] / theirs["peak_gib"],
+        **against_trl,
         of_floor=ours["seconds_per_step"] / floor["seconds_per_step"],
         tally=ours,
-        trl=theirs,
         floor=floor,
         settings=settings | dict(pairs=args.pairs, steps=args.steps, dropped_steps=DROPPED_STEPS, seed=args.seed),
         prompt_tokens=[step["prompt_tokens"] for step in tally[0]["steps"]],
         date=datetime.date.today().isoformat(),
         processor=processors[0] if processors else "unknown",
         threads=args.threads,
-        versions=dict(python=sys.version.split()[0], **trl[0]["versions"]),
+        versions=dict(python=sys.version.split()[0], **(trl or tally)[0]["versions"]),
     )
 
 
-def print_run(name: str, algorithm: str, job: dict, tally: dict, trl: dict):
+def print_run(name: str, algorithm: str, job: dict, tally: dict, trl: dict | None):
     """A pair's medians in a line, while the others run."""
-    seconds, tokens = [], []
-    for result in (tally, trl):
-        steps = result["steps"][DROPPED_STEPS:]
-        seconds.append(statistics.median(step["seconds"] for step in steps))
-        tokens.append(sum(step["tokens"] for step in steps) / len(steps) / job["batch"])
-    line = f"{name} {algorithm}: Tally {seconds[0]:.3f} s a step, {tokens[0]:.1f} tokens an episode; "
-    line += f"TRL {seconds[1]:.3f} s, {tokens[1]:.1f} tokens; {seconds[1] / seconds[0]:.2f}x"
-    print(line, flush=True)
+    line, seconds = f"{name} {algorithm}:", []
+    for program, result in (("Tally", tally), ("TRL", trl)):
+        if result is not None:
+            steps = result["steps"][DROPPED_STEPS:]
+            seconds.append(statistics.median(step["seconds"] for step in steps))
+            tokens = sum(step["tokens"] for step in steps) / len(steps) / job["batch"]
+            line += f" {program} {seconds[-1]:.3f} s a step, {tokens:.1f} tokens an episode;"
+    print(line + (f" {seconds[1] / seconds[0]:.2f}x" if trl else ""), flush=True)
 
 
 # ---- results
@@ -381,11 +391,16 @@ def merge(entries: list[dict], path: Path) -> list[dict]:
     """Put new entries in the place of the old ones of the same threads, case and algorithm, in the cases' order."""
     old = json.loads(path.read_text()) if path.exists() else []
     kept = {(entry["threads"], entry["case"], entry["algorithm"]): entry for entry in old + entries}
-    order = [(case, algorithm) for case in CASES for algorithm in BOTH]
+    order = [(case, algorithm) for case in CASES for algorithm in ALL]
     merged = sorted(kept.values(), key=lambda e: (e["threads"], order.index((e["case"], e["algorithm"]))))
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(merged, indent=1) + "\n")
     return merged
+
+
+def with_peer(entries: list[dict]) -> list[dict]:
+    """Those that were run against TRL."""
+    return [entry for entry in entries if "trl" in entry]
 
 
 def show(entries: list[dict]):
@@ -393,13 +408,22 @@ def show(entries: list[dict]):
     columns = "threads|case|algorithm|Tally, s/step|TRL, s/step|ratio|aim|floor, s/step|Tally / floor|GiB: Tally|TRL"
     table = Table(*columns.split("|"), title="Tally and TRL on the same work")
     for entry in entries:
-        ours, theirs, floor = (entry[side]["seconds_per_step"] for side in ("tally", "trl", "floor"))
-        memory = [f"{entry[side]['peak_gib']:.2f}" for side in ("tally", "trl")]
-        numbers = [f"{ours:.3g}", f"{theirs:.3g}", f"{entry['episodes_per_second_ratio']:.2f}x", f"{entry['aim']:g}x"]
-        numbers += [f"{floor:.3g}", f"{entry['of_floor']:.2f}"]
-        table.add_row(str(entry["threads"]), entry["case"], entry["algorithm"].upper(), *numbers, *memory)
+        seconds = {side: f"{entry[side]['seconds_per_step']:.3g}" for side in SIDES if side in entry}
+        memory = {side: f"{entry[side]['peak_gib']:.2f}" for side in SIDES if side in entry}
+        numbers = [seconds["tally"], "", "", ""]
+        if "trl" in entry:
+            ratio = f"{entry['episodes_per_second_ratio']:.2f}x"
+            numbers = [seconds["tally"], seconds["trl"], ratio, f"{entry['aim']:g}x"]
+        numbers += [seconds["floor"], f"{entry['of_floor']:.2f}", memory["tally"], memory.get("trl", "")]
+        table.add_row(str(entry["threads"]), entry["case"], entry["algorithm"].upper(), *numbers)
     Console(width=140).print(table)
     for entry in entries:
+        for side in ("tally", "trl"):
+            seconds = entry[side]["seconds_by_run"] if side in entry else [1]
+            if max(seconds) > (1 + RUN_TOLERANCE) * min(seconds):
+                runs = ", ".join(f"{x:.3g}" for x in seconds)
+                print(f"case {entry['case']}, {entry['algorithm']}: {side} took {runs} s a step; measure again, idle")
+    for entry in with_peer(entries):
         if entry["episodes_per_second_ratio"] < entry["aim"]:
             missed = f"{entry['episodes_per_second_ratio']:.2f}x is below the aim of {entry['aim']:g}x"
             print(f"case {entry['case']}, {entry['algorithm']}: {missed}")
@@ -455,7 +479,8 @@ def main(args: Args):
                     merge([measure(name, algorithm, args, work / f"{name}_{algorithm}")], path)
     entries = merge([], path)
     show(entries)
-    plot(entries, path.with_suffix(".png"))
+    if with_peer(entries):
+        plot(with_peer(entries), path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@
 
 For a batch of rows that are all as long as the longest, with every prompt repeated k times: one prefill and one
 decoding step for each further token; one forward of the reference (where there is one); one forward and backward of the
-log-probabilities of the completion's tokens; one step of AdamW. No sampling, no masks, no scores, no metrics. It is a
-limit for programs that compute every padded token; one that computes fewer can be below it.
+log-probabilities of the completion's tokens; one step of AdamW. In PPO, with a value model of the policy's size: a
+forward of both for the old log-probabilities and values, then for each update a forward and backward of both and the
+step. No sampling, no masks, no scores, no metrics; but freed memory is kept, and AdamW fused, as in the scripts. It is
+a limit for programs that compute every padded token; one that computes fewer can be below it.
 """
 
 import itertools
@@ -15,8 +17,11 @@ import time
 from pathlib import Path
 
 import torch
-from throughput_tally import read_kilobytes
-from transformers import AutoModelForCausalLM, DynamicCache
+from throughput_tally import BENCHMARK, read_kilobytes
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
+
+sys.path.insert(0, str(BENCHMARK.parent))
+from rloo import keep_freed_memory
 
 
 def completion_logprobs(model, tokens: torch.Tensor, completion_tokens: int) -> torch.Tensor:
@@ -26,14 +31,24 @@ def completion_logprobs(model, tokens: torch.Tensor, completion_tokens: int) -> 
     return torch.log_softmax(logits, dim=-1).gather(-1, targets).squeeze(-1)
 
 
+def completion_values(trunk, tokens: torch.Tensor, completion_tokens: int) -> torch.Tensor:
+    """A value for each of the last tokens of every row, [rows, completion_tokens]; a mean stands for the head."""
+    return trunk(tokens[:, :-1], use_cache=False).last_hidden_state[:, -completion_tokens:].mean(-1)
+
+
 def main(job: dict) -> dict:
     """Seconds of every part of a step, once for each repeat, and the memory of it all."""
     torch.set_num_threads(job["threads"])
     torch.manual_seed(job["seed"])
+    keep_freed_memory()
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     if job["kl_coef"] > 0:
         reference = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job["learning_rate"])
+    is_ppo, parameters = job["algorithm"] == "ppo", list(model.parameters())
+    if is_ppo:
+        trunk = AutoModel.from_pretrained(job["model"], dtype=torch.float32)
+        parameters += trunk.parameters()
+    optimizer = torch.optim.AdamW(parameters, lr=job["learning_rate"], fused=True)
     prompt_tokens, completion_tokens = job["longest_prompt"], job["longest_completion"]
     tokens = torch.randint(model.config.vocab_size, (job["batch"], prompt_tokens + completion_tokens))
     steps = []
@@ -47,20 +62,29 @@ def main(job: dict) -> dict:
                     new_tokens = tokens[:, prompt_tokens + t, None]
                 del cache
                 moments.append(time.perf_counter())
-                for micro_batch in tokens.split(job["micro_batch"]) if job["kl_coef"] > 0 else ():
-                    completion_logprobs(reference, micro_batch, completion_tokens)
+                for micro_batch in tokens.split(job["micro_batch"]):
+                    if job["kl_coef"] > 0:
+                        completion_logprobs(reference, micro_batch, completion_tokens)
+                    if is_ppo:
+                        completion_logprobs(model, micro_batch, completion_tokens)
+                        completion_values(trunk, micro_batch, completion_tokens)
                 moments.append(time.perf_counter())
-        for micro_batch in tokens.split(job["micro_batch"]):
-            with torch.autocast("cpu", torch.bfloat16, enabled=job["dtype"] == "bfloat16"):
-                loss = completion_logprobs(model, micro_batch, completion_tokens).mean()
-            loss.backward()
-        moments.append(time.perf_counter())
-        optimizer.step()
-        optimizer.zero_grad()
-        moments.append(time.perf_counter())
-        parts = [end - begin for begin, end in itertools.pairwise(moments)]
-        step = dict(zip(("generation", "logprobs", "train", "optimizer"), parts), seconds=sum(parts))
-        steps.append(step)
+        step = dict(zip(("generation", "logprobs"), (end - begin for begin, end in itertools.pairwise(moments))))
+        step |= dict(train=0.0, optimizer=0.0)
+        for _ in range(job.get("updates", 1)):
+            started = time.perf_counter()
+            for micro_batch in tokens.split(job["micro_batch"]):
+                with torch.autocast("cpu", torch.bfloat16, enabled=job["dtype"] == "bfloat16"):
+                    loss = completion_logprobs(model, micro_batch, completion_tokens).mean()
+                    if is_ppo:
+                        loss = loss + completion_values(trunk, micro_batch, completion_tokens).mean()
+                loss.backward()
+            step["train"] += time.perf_counter() - started
+            started = time.perf_counter()
+            optimizer.step()
+            optimizer.zero_grad()
+            step["optimizer"] += time.perf_counter() - started
+        steps.append(step | dict(seconds=sum(step.values())))
     return dict(steps=steps, peak_gib=read_kilobytes("VmHWM") / 2**20)
 
 

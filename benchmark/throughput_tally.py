@@ -1,4 +1,4 @@
-"""One measured run of rloo.py or grpo.py for benchmark/throughput.py and benchmark/scaling.py, in its own process.
+"""One measured run of a script for benchmark/throughput.py and benchmark/scaling.py, in a process of its own.
 
     python benchmark/throughput_tally.py JOB.json RESULT.json
 
@@ -35,7 +35,6 @@ def flags(job: dict) -> list[str]:
         "dataset": job["dataset"],
         "reward": f"{BENCHMARK / 'throughput_rewards.py'}:{job['reward']}",
         "total-episodes": job["steps"] * job["batch"],
-        {"rloo": "rloo-k", "grpo": "num-generations"}[job["algorithm"]]: job["k"],
         "batch-size": job["batch"],
         "per-device-train-batch-size": job["micro_batch"],
         "response-length": job["completion_tokens"],
@@ -48,6 +47,11 @@ def flags(job: dict) -> list[str]:
         "seed": job["seed"],
         "output-dir": job["output_dir"],
     }
+    values |= {
+        "rloo": {"rloo-k": job["k"]},
+        "grpo": {"num-generations": job["k"]},
+        "ppo": {"num-ppo-epochs": job.get("updates")},
+    }[job["algorithm"]]
     return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
@@ -78,6 +82,9 @@ def measure(module, job: dict) -> dict:
             started = time.perf_counter()
             result = original(*args, **kwargs)
             steps[-1][key] += time.perf_counter() - started
+            if key == "generation":
+                longest = int(result["lengths"].max())
+                steps[-1]["longest_completion"] = max(longest, steps[-1].get("longest_completion", 0))
             return result
 
         setattr(module, name, clocked)
