@@ -404,7 +404,7 @@ def local_share(accelerator: Accelerator, indices: torch.Tensor) -> tuple[torch.
     Indices 0 1 2 3 4 on 3 processes: 0 1 | 2 3 | 4 4, with weights 1 1 | 1 1 | 1 0.
     """
     size = math.ceil(len(indices) / accelerator.num_processes)
-    positions = accelerator.process_index * size + torch.arange(size)
+    positions = accelerator.process_index * size + torch.arange(size)  # [size], the last ones maybe beyond the end
     return indices[positions.clamp(max=len(indices) - 1)], (positions < len(indices)).float()
 
 
@@ -415,7 +415,7 @@ def on_all_processes(accelerator: Accelerator, lengths: torch.Tensor, chunk_size
     `function` returns a dict of tensors of one row for each index; so does this.
     """
     share, _ = local_share(accelerator, torch.arange(len(lengths)))
-    order = lengths[share].argsort(stable=True)
+    order = lengths[share].argsort(stable=True)  # [share]
     local_columns = concatenate([function(chunk) for chunk in share[order].split(chunk_size)])
     local_columns = {name: column[order.argsort()] for name, column in local_columns.items()}
     return {name: column[: len(lengths)] for name, column in accelerator.gather(local_columns).items()}
@@ -450,7 +450,7 @@ def micro_batches(
     """
     size, is_deepspeed = args.per_device_train_batch_size, accelerator.distributed_type == DistributedType.DEEPSPEED
     num_micro_batches = math.ceil(math.ceil(len(mini_batch) / accelerator.num_processes) / size)
-    share, weights = local_share(accelerator, trained)
+    share, weights = local_share(accelerator, trained)  # [share]
     pieces = cut_share(share, lengths, args.k, size, num_micro_batches)
     for number, piece in enumerate(pieces, start=1):
         is_last = number == num_micro_batches
@@ -580,7 +580,7 @@ def score_completions(accelerator: Accelerator, reward, prompts: list[Prompt], c
     A failure on one process travels with the gather, so that all stop together.
     """
     share, weights = local_share(accelerator, torch.arange(len(prompts)))
-    share = share[weights > 0]
+    share = share[weights > 0]  # a repeat would be scored, and paid for, twice
     local_parts, failure = {}, None
     if len(share) and reward is not None:
         try:
@@ -728,7 +728,7 @@ def pick_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float
     if temperature == 0:
         return logits.argmax(-1)
     cumulative = torch.softmax(logits.double() / temperature, dim=-1).cumsum(-1)  # [rows, vocabulary]
-    cumulative = cumulative / cumulative[:, -1:]
+    cumulative = cumulative / cumulative[:, -1:]  # the last is 1, whatever rounding summed up to
     picked = torch.searchsorted(cumulative, uniforms[:, None], right=True).squeeze(1)
     return picked.clamp(max=logits.shape[-1] - 1)  # beyond it only where the logits are NaN
 
@@ -752,7 +752,7 @@ def sample(model, prompts, uniforms: torch.Tensor, temperature: float, eos_ids, 
 
     groups = [list(members) for _, members in itertools.groupby(prompts)]
     group = torch.tensor([i for i, members in enumerate(groups) for _ in members], device=device)  # [episodes]
-    input_ids, mask = pad_left([members[0] for members in groups], pad_token_id, device)
+    input_ids, mask = pad_left([members[0] for members in groups], pad_token_id, device)  # [groups, longest prompt]
     position_ids, width = positions_from_mask(mask), mask.shape[1]
     alive = torch.arange(episodes, device=device)  # the rows still in the batch: which episode each is
     cache = DynamicCache(config=model.config)
@@ -769,7 +769,7 @@ def sample(model, prompts, uniforms: torch.Tensor, temperature: float, eos_ids, 
             logits = model(input_ids, attention_mask=mask[:, : width + t], **inputs).logits[:, -1]
         else:
             logits = decoder.model(input_ids, attention_mask=mask, **inputs).logits[:, -1]
-        picked = pick_tokens(logits, uniforms[alive, t], temperature)
+        picked = pick_tokens(logits, uniforms[alive, t], temperature)  # [alive]
         going = ended[alive] == 0  # [alive]; what others sample, between their end and the next check, does not count
         tokens[alive, t] = torch.where(going, picked, pad_token_id)
         picked_logprobs, picked_entropies = token_logprobs(logits, picked, temperature or 1.0)
@@ -783,8 +783,8 @@ def sample(model, prompts, uniforms: torch.Tensor, temperature: float, eos_ids, 
             if decoder is None:  # finished episodes leave the batch
                 alive, picked, mask = alive[stay], picked[stay], mask[stay]
                 cache.batch_select_indices(stay)
-        mask[:, width + t] = 1
-        input_ids, position_ids = picked[:, None], mask.sum(1, keepdim=True) - 1
+        mask[:, width + t] = 1  # the token just sampled
+        input_ids, position_ids = picked[:, None], mask.sum(1, keepdim=True) - 1  # [alive, 1]
     return {"tokens": tokens, "lengths": lengths, "ended": ended, "logprobs": logprobs, "entropies": entropies}
 
 
@@ -908,7 +908,7 @@ class CompletionModel(torch.nn.Module):
     def forward(self, targets, mask, predict_at, temperature: float, **inputs) -> dict[str, torch.Tensor]:
         """Log-probabilities and, in training, entropies of `targets` where `mask` is True, else 0; all are
         [episodes, tokens]."""
-        hidden, head = self.read(predict_at, **inputs, use_cache=False)
+        hidden, head = self.read(predict_at, **inputs, use_cache=False)  # [tokens, hidden]
         is_training = torch.is_grad_enabled()
 
         def read_chunk(hidden, targets):
@@ -1110,7 +1110,7 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float) -
     advantages = torch.zeros_like(rewards)
     next_advantage = next_value = torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]  # [episodes]
         next_advantage = delta + gamma * lam * next_advantage
         next_value = values[:, t]
         advantages[:, t] = next_advantage
@@ -1380,6 +1380,7 @@ def show_samples(accelerator: Accelerator, samples: list[dict], step: int):
 
 
 def main(args: Args):
+    """Check, set up, train, save; one pass of the loop, stages 7a to 7f, is an iteration."""
     started = time.time()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -1450,6 +1451,7 @@ def main(args: Args):
             f"model has {positions} positions; lower it, or --max-prompt-length to {positions - args.response_length}"
         )
     eos_ids = find_eos_ids(policy, tokenizer, args.stop_token_id)
+    # may equal EOS: masks are made from lengths
     pad_token_id = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     reference = reward_model = reward_tokenizer = None
     if args.gradient_checkpointing:
@@ -1483,7 +1485,7 @@ def main(args: Args):
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
     # not handed to `prepare`, which would step it once per process
     scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, plan.steps)
-    model, optimizer = accelerator.prepare(trained_model, optimizer)
+    model, optimizer = accelerator.prepare(trained_model, optimizer)  # wrapped for the launch: DDP, FSDP2, DeepSpeed
     decoder = None
     if args.compile:
         decoder = SimpleNamespace(model=torch.compile(policy, mode="reduce-overhead"), caches={}, length=longest)
@@ -1596,13 +1598,13 @@ def main(args: Args):
         # ---- 7a  rollout: a completion of each drawn prompt; then every process holds the whole batch
         rollout_started = time.perf_counter()
         batch_size = args.batch_size if iteration < plan.iterations else plan.last_batch_size
-        first_prompt = (iteration - 1) * plan.prompts_per_iteration
+        first_prompt = (iteration - 1) * plan.prompts_per_iteration  # a position in the endless stream of epochs
         drawn = draw_prompts(args.seed, num_prompts, first_prompt, batch_size // args.k)
         episode_prompts = [prompts[i] for i in drawn for _ in range(args.k)]  # [batch]
-        single_update = args.num_ppo_epochs * min(args.num_mini_batches, batch_size) == 1
+        single_update = args.num_ppo_epochs * min(args.num_mini_batches, batch_size) == 1  # its ratio is 1 by itself
         with whole_weights(accelerator, model), autocast():
             batch = generate(episode_prompts, SAMPLING, iteration, args.temperature)
-            lengths = row_lengths(episode_prompts, batch, args.k)  # [batch]
+            lengths = row_lengths(episode_prompts, batch, args.k)  # [batch], to put rows of similar length together
             rollout = (episode_prompts, batch, args, token_cost)
             # the ratio's old log-probabilities come from the pass that makes the new ones; a single update needs none
             columns = completion_pass(accelerator, value_pass if single_update else model, *rollout)
@@ -1652,7 +1654,7 @@ def main(args: Args):
                     break
                 inputs = completion_inputs(episode_prompts, batch, micro, args.k, token_cost)
                 with autocast():
-                    output = model(**inputs, temperature=args.temperature)
+                    output = model(**inputs, temperature=args.temperature)  # each [micro, tokens]
                 new_logprobs, entropies, mask = output["logprobs"], output["entropies"], inputs["mask"]
                 old_logprobs = new_logprobs.detach() if single_update else logprobs[micro, : mask.shape[1]]
                 logratio = (new_logprobs - old_logprobs) * mask  # [micro, tokens]
@@ -1742,7 +1744,7 @@ def main(args: Args):
             append_jsonl(output_dir / "metrics.jsonl", [metrics])
         accelerator.log(metrics, step=step)
         state |= {"iteration": iteration, "step": step}
-        signals = accelerator.gather(torch.tensor([max(received, default=0)], device=device))
+        signals = accelerator.gather(torch.tensor([max(received, default=0)], device=device))  # [processes]
         stopped_by = 0 if last else int(signals.max())  # a process may have seen its signal in another iteration
         if stopped_by or (args.save_every is not None and (last or iteration % args.save_every == 0)):
             save_checkpoint(accelerator, state, output_dir, args.save_total_limit)

@@ -3023,6 +3023,18 @@ def test_fsdp2_is_the_run_of_one_process(script, run, world, capsys, tmp_path):
         run(script, output_dir=str(tmp_path / "sharded"), resume=True, **sizes)
 
 
+@only("ppo")
+@pytest.mark.slow
+def test_fsdp2_passes_of_a_part_of_the_model(script, run, world, tmp_path):
+    """The value pass of a single update, and the exact KL's, run parts of the sharded model: the run of one process."""
+    sizes = dict(dataset=world.dataset(5), batch_size=6, kl_coef=0.1, kl_estimator="full", num_train_epochs=3)
+    _, metrics, output_dir = run(script, **sizes)
+    flags = base_flags(world) | sizes | dict(per_device_train_batch_size=1, output_dir=tmp_path / "two")
+    finished = launch_fsdp2(script, tmp_path, flags)
+    assert finished.returncode == 0, finished.stderr
+    compare_runs(script, metrics, read_jsonl(tmp_path / "two" / "metrics.jsonl"), output_dir, tmp_path / "two")
+
+
 def test_a_launch_that_is_not_what_was_asked_is_refused(script, run, monkeypatch, capsys, tmp_path):
     """accelerate launch --cpu --num_processes 2 starts one process; FSDP on a plain CPU run is no FSDP."""
     for words, variables in {

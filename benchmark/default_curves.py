@@ -7,6 +7,7 @@ the command (`rloo 1`) run only those, for a try: they are printed and nothing i
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -34,10 +35,13 @@ def run(script: str, seed: int) -> dict:
             raise SystemExit(finished.stderr)
         before, *iterations = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl", encoding="utf-8")]
     scores = [row["objective/scores"] for row in iterations]
+    processors = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
     curve = {
         "script": script,
         "seed": seed,
         "seconds": round(seconds, 1),
+        "cores": os.cpu_count(),
+        "processor": processors[0] if processors else "unknown",
         "sampled_before": round(scores[0], 4),
         "sampled_after": round(float(np.mean(scores[-WINDOW:])), 4),
         "greedy_before": round(before["eval/scores"], 4),

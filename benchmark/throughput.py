@@ -176,6 +176,8 @@ class Args:
     """of the prompts and, counted up from pair to pair, of the samples"""
     results: str = str(RESULT.with_suffix(".json"))
     """where the results are merged into; the chart is beside it"""
+    profile: bool = False
+    """instead of measuring, write Tally's time by operator, from torch.profiler, to throughput_profile_*.txt beside"""
     plot: bool = False
     """run nothing: show the table and draw the chart of the results that are there"""
 
@@ -328,17 +330,30 @@ def measure_floor(job: dict, runs: list[dict], folder: Path) -> dict:
 LONGEST = ("longest_prompt", "longest_completion")
 
 
-def measure(name: str, algorithm: str, args: Args, folder: Path) -> dict:
-    """Run a case with one algorithm: the pairs, the checks, the floor -> its entry in the results."""
-    case = CASE_DEFAULTS | CASES[name] | (PPO if algorithm == "ppo" else {})
+def make_job(name: str, algorithm: str, args: Args, folder: Path) -> dict:
+    """What the workers need to know of a case with one algorithm; its model and prompts are written to the folder."""
     folder.mkdir()
+    case = CASE_DEFAULTS | CASES[name] | (PPO if algorithm == "ppo" else {})
     model, rows = model_and_rows(name, args.steps * case["batch"] // case["k"], folder, args.seed)
     dataset = folder / "prompts.jsonl"
     dataset.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    settings = {key: value for key, value in case.items() if key not in ("about", "algorithms", "aim")}
-    job = settings | dict(algorithm=algorithm, model=model, dataset=str(dataset), steps=args.steps)
-    job |= dict(threads=args.threads, seed=args.seed, micro_batch=case.get("micro_batch", case["batch"]))
-    tally, trl = [], []
+    job = {key: value for key, value in case.items() if key not in ("about", "algorithms", "aim")}
+    job.setdefault("micro_batch", case["batch"])
+    job |= dict(algorithm=algorithm, model=model, dataset=str(dataset))
+    return job | dict(steps=args.steps, threads=args.threads, seed=args.seed)
+
+
+def profile(name: str, algorithm: str, args: Args, folder: Path):
+    """Run a case with one algorithm under torch's profiler, and write the operators that took the most time."""
+    result = run("throughput_tally.py", make_job(name, algorithm, args, folder) | dict(profile=True), folder / "tally")
+    path = Path(args.results).with_name(f"throughput_profile_{name}_{algorithm}.txt")
+    path.write_text(result["profile"])
+    print(path)
+
+
+def measure(name: str, algorithm: str, args: Args, folder: Path) -> dict:
+    """Run a case with one algorithm: the pairs, the checks, the floor -> its entry in the results."""
+    job, tally, trl = make_job(name, algorithm, args, folder), [], []
     for pair in range(args.pairs):
         job["seed"] = args.seed + pair
         tally.append(run("throughput_tally.py", job, folder / f"tally_{pair}"))
@@ -353,17 +368,18 @@ def measure(name: str, algorithm: str, args: Args, folder: Path) -> dict:
         theirs = summary(trl, job["batch"])
         rates = ("episodes_per_second", "tokens_per_second")
         against_trl = {f"{rate}_ratio": ours[rate] / theirs[rate] for rate in rates}
-        against_trl |= dict(aim=case["aim"], memory_ratio=ours["peak_gib"] / theirs["peak_gib"], trl=theirs)
+        against_trl |= dict(aim=CASES[name]["aim"], memory_ratio=ours["peak_gib"] / theirs["peak_gib"], trl=theirs)
+    settings = {key: job[key] for key in job if key not in ("algorithm", "model", "dataset", "seed", "threads")}
     processors = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
     return dict(
         case=name,
         algorithm=algorithm,
-        about=case["about"],
+        about=CASES[name]["about"],
         **against_trl,
         of_floor=ours["seconds_per_step"] / floor["seconds_per_step"],
         tally=ours,
         floor=floor,
-        settings=settings | dict(pairs=args.pairs, steps=args.steps, dropped_steps=DROPPED_STEPS, seed=args.seed),
+        settings=settings | dict(pairs=args.pairs, dropped_steps=DROPPED_STEPS, seed=args.seed),
         prompt_tokens=[step["prompt_tokens"] for step in tally[0]["steps"]],
         date=datetime.date.today().isoformat(),
         processor=processors[0] if processors else "unknown",
@@ -475,7 +491,9 @@ def main(args: Args):
         print(f"logs are in {work}", flush=True)
         for name in args.case:
             for algorithm in CASES[name]["algorithms"]:
-                if algorithm in args.algorithms:
+                if algorithm in args.algorithms and args.profile:
+                    profile(name, algorithm, args, work / f"{name}_{algorithm}")
+                elif algorithm in args.algorithms:
                     merge([measure(name, algorithm, args, work / f"{name}_{algorithm}")], path)
     entries = merge([], path)
     show(entries)

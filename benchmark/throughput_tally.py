@@ -7,6 +7,7 @@ It imports the script as it is and replaces, in the module, only what a measurem
 and marks where an iteration begins, and `save_model` writes nothing and marks where the last one ended.
 """
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -69,7 +70,8 @@ def load_script(job: dict):
 
 
 def measure(module, job: dict) -> dict:
-    """Run a job's steps -> the seconds and counts of each, and the run's memory."""
+    """Run a job's steps -> the seconds and counts of each, and the run's memory; or its `profile`, as a table."""
+    import torch
     import tyro
 
     begins, steps, prompt_lengths = [], [], []
@@ -118,7 +120,10 @@ def measure(module, job: dict) -> dict:
     module.tokenize_prompts = keep_lengths(module.tokenize_prompts)
     module.draw_prompts = in_file_order(module.draw_prompts)
     module.save_model = lambda *args, **kwargs: begins.append(time.perf_counter())
-    module.main(tyro.cli(module.Args, args=flags(job)))
+    with torch.profiler.profile() if job.get("profile") else contextlib.nullcontext() as profile:
+        module.main(tyro.cli(module.Args, args=flags(job)))
+    if profile is not None:
+        return dict(profile=profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
 
     rows = [json.loads(line) for line in open(Path(job["output_dir"]) / "metrics.jsonl", encoding="utf-8")]
     rows = [row for row in rows if row["iteration"] > 0]
