@@ -60,9 +60,9 @@ def main(job: dict) -> dict:
     watch("completion_pass", "logprobs")
     module.draw_mini_batches = begin_training(module.draw_mini_batches)  # the first of what an update calls
     module.mean_metrics = end_training(module.mean_metrics)  # the first after the last update
-    throughput_tally.measure(module, job)
+    seconds = [step["seconds"] for step in throughput_tally.measure(module, job)["steps"]]
     parts = {part: (peaks[part] - began[part]) / 2**20 for part in peaks}
-    return dict(parts=parts, peak_gib=max(peaks.values()) / 2**20)
+    return dict(parts=parts, peak_gib=max(peaks.values()) / 2**20, seconds=seconds)
 
 
 if __name__ == "__main__":

@@ -475,7 +475,7 @@ def plot(entries: list[dict], path: Path):
     labels = [f"{entry['case']}  {entry['algorithm'].upper()}, {entry['threads']} threads" for entry in entries]
     axis.set_yticks(range(len(entries)), labels)
     axis.invert_yaxis()
-    axis.set(xlim=(0, 1.45), xlabel="seconds per step, TRL's = 1")
+    axis.set(xlim=(0, 1.6), xlabel="seconds per step, TRL's = 1")
     axis.legend(frameon=False, loc="lower right")
     figure.savefig(path)
 
