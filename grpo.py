@@ -1174,6 +1174,8 @@ def check_same_run(args: Args, dataset_sha256: str, output_dir: Path):
     for name, value in vars(args).items():
         if name not in FREE_FLAGS and before.get(name) != value:
             flag = f"--{name.replace('_', '-')}"
+            if name not in before:
+                refuse(f"--output-dir {output_dir}: holds the run of another script, which has no {flag}")
             refuse(f"{flag} {value}: would make it another run; the one in {output_dir} has {before.get(name)}")
     for newest in checkpoints_of(output_dir)[-1:]:
         with contextlib.suppress(OSError, ValueError):  # `load_checkpoint` says what cannot be read
@@ -1272,7 +1274,7 @@ def is_sample_iteration(iteration: int, iterations: int, num_sample_generations:
 def closing_line(args: Args, plan: SimpleNamespace, state: dict, output_dir: Path, seconds: float) -> str:
     """What the run did, from its metrics: counts, scores before and after, seconds, where the model is."""
     if state["iteration"] < plan.iterations:
-        return f"stopped after {state['step']:,} of {plan.steps:,} steps; --resume continues from the checkpoint"
+        return f"stopped after {state['step']:,} of {plan.steps:,} steps; --output-dir {output_dir} --resume continues"
     history = [json.loads(line) for line in open(output_dir / "metrics.jsonl", encoding="utf-8")]
     sampled = [metrics["objective/scores"] for metrics in history if "objective/scores" in metrics]
     tail = sampled[-10:]
@@ -1406,6 +1408,12 @@ def main(args: Args):
         if is_main:
             for name in ("metrics", "samples", "rollouts"):
                 drop_lines_after(output_dir / f"{name}.jsonl", state["iteration"] if state["iteration"] else -1)
+    if args.log_with is not None:
+        accelerator.project_configuration.set_directories(str(output_dir))
+        try:
+            accelerator.init_trackers("tally", config=vars(args), init_kwargs={"wandb": {"name": output_dir.name}})
+        except Exception as error:  # no key, no network
+            refuse(f"--log-with {args.log_with}: does not start ({str(error).strip().splitlines()[0]})")
     if is_main:
         output_dir.mkdir(parents=True, exist_ok=True)
         write_whole(output_dir / "args.yaml", yaml.safe_dump(vars(args), sort_keys=False))
@@ -1418,9 +1426,6 @@ def main(args: Args):
                 f"resuming after iteration {state['iteration']}" if state["iteration"] else "starting: no checkpoint"
             )
             print(f"{begin} in {output_dir}", flush=True)
-    if args.log_with is not None:
-        accelerator.project_configuration.set_directories(str(output_dir))
-        accelerator.init_trackers("tally", config=vars(args), init_kwargs={"wandb": {"name": output_dir.name}})
 
     def autocast():
         # one context around many forwards, so that each weight is cast once
