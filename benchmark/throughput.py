@@ -167,7 +167,7 @@ class Args:
     pairs: int = 2
     """runs of each program, in turn"""
     steps: int = 5
-    """optimizer steps of a run, the two that are dropped included"""
+    """iterations of a run, the two that are dropped included: an optimizer step each, in PPO two"""
     threads: int = os.cpu_count() or 1
     """threads of each program"""
     trl_python: str | None = None
