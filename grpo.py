@@ -1171,12 +1171,13 @@ def checkpoints_of(output_dir: Path) -> list[Path]:
 def check_same_run(args: Args, dataset_sha256: str, output_dir: Path):
     """Refuse, by name, flags and prompts that would make the resumed run another run."""
     before = yaml.safe_load((output_dir / "args.yaml").read_text())
-    for name, value in vars(args).items():
-        if name not in FREE_FLAGS and before.get(name) != value:
+    settings = {name: value for name, value in vars(args).items() if name not in FREE_FLAGS}
+    if unknown := [f"--{name.replace('_', '-')}" for name in settings if name not in before]:
+        refuse(f"--output-dir {output_dir}: holds the run of another script, which has no {unknown[0]}")
+    for name, value in settings.items():
+        if before[name] != value:
             flag = f"--{name.replace('_', '-')}"
-            if name not in before:
-                refuse(f"--output-dir {output_dir}: holds the run of another script, which has no {flag}")
-            refuse(f"{flag} {value}: would make it another run; the one in {output_dir} has {before.get(name)}")
+            refuse(f"{flag} {value}: would make it another run; the one in {output_dir} has {before[name]}")
     for newest in checkpoints_of(output_dir)[-1:]:
         with contextlib.suppress(OSError, ValueError):  # `load_checkpoint` says what cannot be read
             if json.loads((newest / "state.json").read_text())["dataset_sha256"] != dataset_sha256:

@@ -2091,6 +2091,11 @@ def test_resume_refuses_another_run_and_starts_a_new_one(script, run, world, cap
     with stops_with(2, capsys, "--dataset"):
         run(script, output_dir=str(first), resume=True, save_every=1, dataset=world.dataset(7, seed=5))
     assert (first / "metrics.jsonl").read_text() == before
+    flags = yaml.safe_load((first / "args.yaml").read_text())
+    flags["flag_of_another"] = flags.pop("weight_decay")
+    (first / "args.yaml").write_text(yaml.safe_dump(flags | {"seed": 9}))
+    with stops_with(2, capsys, f"--output-dir {first}", "another script", "--weight-decay"):
+        run(script, output_dir=str(first), resume=True, save_every=1)
 
 
 def test_every_iteration_draws_its_own_numbers(script, run, monkeypatch):
@@ -2554,6 +2559,19 @@ def test_wandb_offline(script, world, tmp_path, monkeypatch):
     finished = launch(script, 1, tmp_path, flags)
     assert finished.returncode == 0, finished.stderr
     assert list(tmp_path.glob("**/wandb/offline-run-*/*.wandb"))
+
+
+def test_a_tracker_that_does_not_start_is_named(script, run, monkeypatch, capsys, tmp_path):
+    """Without a key, say: one line, status 2, and nothing written."""
+    pytest.importorskip("wandb")
+
+    def init_trackers(*args, **kwargs):
+        raise RuntimeError("no key here\nsecond line")
+
+    monkeypatch.setattr(script.Accelerator, "init_trackers", init_trackers)
+    with stops_with(2, capsys, "--log-with wandb", "no key here"):
+        run(script, log_with="wandb", output_dir=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 # ========================================= any configuration, or a refusal ================================
