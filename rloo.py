@@ -11,19 +11,18 @@ For every prompt x draw k completions y_1 .. y_k. A whole completion is one acti
 With one PPO epoch and one mini-batch (the defaults) r_i is 1, nothing is clipped, and the gradient of L is that of
 REINFORCE, -A_i * sum_t grad log p(y_it | ..). With several, a clip range of 0.2 saturates for long completions.
 
-Launch:
+Launch rloo.py:
     python rloo.py                                                    # the embedded policy learns two-digit sums
     python rloo.py --plan 8                                           # the arithmetic for 8 processes, nothing is run
     accelerate launch rloo.py --rloo-k 4                              # on a cluster
     torchrun --nproc-per-node 2 rloo.py                               # ACCELERATE_USE_CPU=true where there is no GPU
 
-How to read: top to bottom. Every count is made in `batch_arithmetic`, every random number by `keyed_rng`; after the
-rollout every process holds the whole batch, and the code reads as if there were one process.
-
 How it differs from grpo.py and ppo.py: the leave-one-out baseline, one ratio for a whole completion, KL in the reward.
-Left out on purpose: encoder-decoder models, pushing to a hub, inference servers (put one in `sample`), tools, images.
-
 Papers: Ahmadian et al. 2024, Back to Basics, arXiv 2402.14740; Kool et al. 2019, Buy 4 REINFORCE Samples.
+
+Every count is made in `batch_arithmetic`, every random number by `keyed_rng`; after the rollout every process holds
+the whole batch, and the code reads as if there were one process.
+Left out on purpose: encoder-decoder models, pushing to a hub, inference servers (put one in `sample`), tools, images.
 """
 
 # ============================================== 1  imports ===============================================
@@ -92,14 +91,14 @@ class Args:
     per_device_train_batch_size: int = 64  # episodes of one pass of a model; changes memory, never the result
     per_device_rollout_batch_size: int | None = None  # episodes sampled at once, None: all; never the result either
     # sampling
-    rloo_k: int = 4  # completions per prompt, at least 2: a group
     response_length: int = 8  # longest completion, in tokens, its EOS included
     temperature: float = 1.0  # divides the logits, in sampling and in every log-probability
     stop_token_id: int | None = None  # a token that ends an episode, besides the model's EOS
     # algorithm
+    rloo_k: int = 4  # completions per prompt, at least 2: a group
     kl_coef: float = 0.01  # weight of the KL in the reward, per nat; 0: no reference (arXiv 1909.08593, eq. 2)
-    cliprange: float = 0.2  # clips the ratio to 1 +- this (arXiv 1707.06347, eq. 7); nothing with a single update
     whiten_advantages: bool = False  # scale the advantages of the whole batch to variance 1
+    cliprange: float = 0.2  # clips the ratio to 1 +- this (arXiv 1707.06347, eq. 7); nothing with a single update
     missing_eos_penalty: float = 0.0  # taken off the score of an episode that never ended (arXiv 2403.17031, detail 4)
     # optimizer
     learning_rate: float = 1e-4  # AdamW's learning rate, at its highest
@@ -130,20 +129,22 @@ class Args:
         if self.eval_dataset is None and self.dataset == Args.dataset:
             self.eval_dataset = str(DEFAULT / "eval.jsonl")
         has_split = not self.eval_dataset or self.eval_dataset.endswith(".jsonl") or ":" in self.eval_dataset
-        trackers = [None, *map(str, get_available_trackers())]
         multiple, updates = math.lcm(self.k, self.num_mini_batches), self.num_ppo_epochs * self.num_mini_batches
         is_default_missing = not DEFAULT.exists() and str(DEFAULT) in self.model_path + self.dataset
         for is_wrong, message in (
             (self.rloo_k < 2, "--rloo-k must be at least 2: the baseline is the mean of the other completions"),
+            (self.dtype == "bfloat16" and updates > 1, "--dtype bfloat16: its rounding would clip whole ratios"),
             (self.batch_size % multiple, f"--batch-size must hold whole groups and mini-batches: times {multiple}"),
             (self.dtype is None, f"--dtype float32 or bfloat16, not {launcher}, the launcher's mixed precision"),
-            (self.dtype == "bfloat16" and updates > 1, "--dtype bfloat16: its rounding would clip whole ratios"),
             ("none" in (self.reward, self.eval_reward) and not self.reward_model_path, "none: no --reward-model-path"),
             (self.eval_every and not self.eval_dataset, "--eval-every needs an --eval-dataset"),
             (not has_split, "--eval-dataset must be a .jsonl file or name a split of a Hub dataset, NAME:SPLIT"),
             (self.warmup_steps and self.lr_scheduler_type == "constant", "--warmup-steps: use constant_with_warmup"),
             (self.resume and not self.output_dir, "--resume needs the --output-dir of the run to continue"),
-            (self.log_with not in trackers, f"--log-with {self.log_with}: not a tracker that is installed here"),
+            (
+                self.log_with not in [None, *map(str, get_available_trackers())],
+                "--log-with: no such tracker is installed",
+            ),
             (is_default_missing, "--model-path, --dataset: copy the folder benchmark/default to beside this file"),
         ):
             if is_wrong:
@@ -152,8 +153,7 @@ class Args:
 
 # ========================================== 3  batch arithmetic ==========================================
 def batch_arithmetic(args: Args, num_prompts: int, world_size: int) -> SimpleNamespace:
-    """Every count of a run; nothing else derives one. An episode is one completion; an iteration is one rollout of
-    batch_size episodes and the optimization on it; a step is one optimizer step; an epoch is one pass over the prompts.
+    """Every count of a run; nothing else derives one. `--plan` prints:
 
     prompts = floor(num_train_epochs * num_prompts + 0.5), at least 1; with total_episodes: ceil(total_episodes / k)
     episodes = prompts * k
@@ -212,36 +212,28 @@ def draw_prompts(seed: int, num_prompts: int, first: int, count: int) -> list[in
 
 def draw_mini_batches(args: Args, iteration: int, ppo_epoch: int, num_episodes: int) -> tuple[torch.Tensor, ...]:
     """One PPO epoch's mini-batches: the groups in a fresh order, the k episodes of each side by side, cut into
-    near-equal pieces of episode indices.
-
-    Two groups of k = 2 in the order 1, 0 give the episodes 2 3 0 1; two mini-batches are then (2 3) and (0 1)."""
+    near-equal pieces: of the episodes 2 3 0 1, which two groups of k = 2 give in the order 1, 0, (2 3) and (0 1)."""
     groups = keyed_rng(args.seed, MINI_BATCHES, iteration, ppo_epoch).permutation(num_episodes // args.k)
     episodes = (torch.from_numpy(groups)[:, None] * args.k + torch.arange(args.k)).flatten()  # [num_episodes]
     return episodes.tensor_split(min(args.num_mini_batches, num_episodes))
 
 
-def local_share(accelerator: Accelerator, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """This process's share of `indices`, as long on every process, and its weights: where the indices do not split
-    evenly the last one is repeated with weight 0, which changes no sum.
-
-    Indices 0 1 2 3 4 on 3 processes: 0 1 | 2 3 | 4 4, with weights 1 1 | 1 1 | 1 0."""
-    size = math.ceil(len(indices) / accelerator.num_processes)
-    positions = accelerator.process_index * size + torch.arange(size)  # [size], the last ones maybe beyond the end
-    return indices[positions.clamp(max=len(indices) - 1)], (positions < len(indices)).float()
-
-
 def micro_batches(accelerator: Accelerator, episodes: torch.Tensor, lengths: torch.Tensor, size: int) -> list[tuple]:
-    """This process's share of `episodes` as (indices, weights), in near-equal micro-batches of at most `size`, as many
-    on every process; sorted by `lengths`, so that little is padded (stable, so that groups stay side by side)."""
-    share, weights = local_share(accelerator, episodes)
-    pieces = lengths[share].argsort(stable=True).tensor_split(math.ceil(len(share) / size))
-    return [(share[piece], weights[piece].to(accelerator.device)) for piece in pieces]
+    """This process's share of `episodes` in near-equal micro-batches of at most `size`, as many on each process, sorted
+    by `lengths`, so that little is padded -> the indices and weights of each, and whether it is the last.
+    Where they do not split evenly the last episode is repeated with weight 0, which changes no sum:
+    0 1 2 3 4 on 3 processes make 0 1 | 2 3 | 4 4, with weights 1 1 | 1 1 | 1 0."""
+    count = math.ceil(len(episodes) / accelerator.num_processes)
+    positions = accelerator.process_index * count + torch.arange(count)  # [share], the last ones maybe beyond the end
+    share, weights = episodes[positions.clamp(max=len(episodes) - 1)], (positions < len(episodes)).float()
+    pieces = lengths[share].argsort(stable=True).tensor_split(math.ceil(count / size))
+    return [(share[piece], weights[piece].to(accelerator.device), piece is pieces[-1]) for piece in pieces]
 
 
 def on_all_processes(accelerator: Accelerator, function, lengths: torch.Tensor, size: int):
     """Apply `function(indices)` to every episode, in micro-batches on all processes -> on every process all the rows of
     the tensors that it returns, in the episodes' order."""
-    pieces = [indices for indices, _ in micro_batches(accelerator, torch.arange(len(lengths)), lengths, size)]
+    pieces = [indices for indices, *_ in micro_batches(accelerator, torch.arange(len(lengths)), lengths, size)]
     order = torch.cat(pieces).argsort(stable=True)  # back to the share's
     rows = recursively_apply(lambda rows: rows[order], concatenate([function(indices) for indices in pieces]))
     return recursively_apply(lambda rows: rows[: len(lengths)], accelerator.gather(rows))
@@ -255,16 +247,12 @@ def load_prompts(path: str, reward, tokenizer, max_prompt_length: int | None) ->
     """The rows of a .jsonl file or a Hub dataset NAME:SPLIT, each with all columns, their prompts rendered by the chat
     template and tokenized (without a tokenizer: neither). Names the line of a bad one; drops too long ones, aloud."""
     if path.endswith(".jsonl"):
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = Path(path).read_text(encoding="utf-8").rstrip("\n").split("\n")
     else:
-        import datasets
-
         name, _, split = path.partition(":")
-        lines = datasets.load_dataset(name, split=split or "train")
+        lines = importlib.import_module("datasets").load_dataset(name, split=split or "train")
     prompts, columns = [], {}
     for number, row in enumerate(lines, start=1):
-        if isinstance(row, str) and not row.strip():
-            continue
         try:
             row = json.loads(row) if isinstance(row, str) else row
         except json.JSONDecodeError as error:
@@ -273,17 +261,17 @@ def load_prompts(path: str, reward, tokenizer, max_prompt_length: int | None) ->
             raise ValueError(f"{path}:{number}: needs a `prompt`: text, or a list of chat messages")
         if reward is exact_match and "answer" not in row:
             raise ValueError(f"{path}:{number}: needs an `answer`, which the reward exact_match compares with")
-        text, is_chat, token_ids = row["prompt"], isinstance(row["prompt"], list), None
+        text, is_chat, token_ids = row["prompt"], isinstance(row["prompt"], list), []
+        if is_chat and tokenizer is not None:
+            text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
         if tokenizer is not None:
-            if is_chat:
-                text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
             token_ids = tokenizer(text, add_special_tokens=not is_chat)["input_ids"]  # a template writes its own
         prompts.append(Prompt(row, text, token_ids))
         columns |= dict.fromkeys(row)
-    kept = [p._replace(row=columns | p.row) for p in prompts if len(p.token_ids or "") <= (max_prompt_length or 2**63)]
+    kept = [p._replace(row=columns | p.row) for p in prompts if len(p.token_ids) <= (max_prompt_length or math.inf)]
     if not kept:
         raise ValueError(f"{path}: no prompts of at most --max-prompt-length {max_prompt_length} tokens")
-    if len(kept) < len(prompts) and int(os.environ.get("RANK", 0)) == 0:
+    if len(kept) < len(prompts) and os.environ.get("RANK", "0") == "0":
         print(f"{path}: {len(prompts) - len(kept)} of {len(prompts)} prompts dropped, longer than --max-prompt-length")
     return kept
 
@@ -313,8 +301,9 @@ def score_episodes(accelerator: Accelerator, batch: SimpleNamespace, reward, sco
     """Scores [episodes] on every process, and the named parts that each is the sum of ("": what a list holds).
 
     Each process calls `reward` once, as TRL does: by keywords, a list for each column; its share has no repeats."""
-    share, weights = local_share(accelerator, torch.arange(len(batch.prompts)))
-    share, parts = share[weights > 0].tolist(), {}
+    everything, parts = torch.arange(len(batch.prompts)), {}
+    [(share, weights, _)] = micro_batches(accelerator, everything, everything, size=len(everything))
+    share = share[weights.cpu() > 0].tolist()
     if share and reward is not None:
         rows, texts = [batch.prompts[i].row for i in share], [batch.completions[i] for i in share]
         columns = {name: [row[name] for row in rows] for name in rows[0]}
@@ -347,10 +336,7 @@ def load_model(flag: str, path: str, auto_class, dtype: torch.dtype, **config_ch
     model, info = auto_class.from_pretrained(path, **settings)
     for name in sorted(info["missing_keys"] - {"score.weight"}) + sorted(name for name, *_ in info["mismatched_keys"]):
         raise ValueError(f"{flag} {path}: no weights of the shape that its config says for {name}")
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    # dropout goes by p = 0, not by eval(): gradient checkpointing needs train mode
+    # dropout goes by the config, not by eval(): gradient checkpointing needs train mode
     return model.train(), "score.weight" not in info["missing_keys"]
 
 
@@ -379,7 +365,6 @@ def pad_left(sequences: list[list[int]], device) -> tuple[torch.Tensor, torch.Te
 
 def pick_tokens(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Inverse-transform sampling: the first token whose cumulative probability is above the uniform number, [rows].
-
     In float64, and with `right=True`, so that no token of probability 0 is drawn. logprobs: [rows, vocabulary]"""
     cumulative = logprobs.double().exp().cumsum(-1)
     cumulative = cumulative / cumulative[:, -1:]  # the last is 1, whatever rounding summed up to
@@ -387,11 +372,9 @@ def pick_tokens(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 class CompletionModel(torch.nn.Module):
-    """A causal language model that samples completions and gives their log-probabilities.
-
-    A prompt is run once for a group: its keys and values are repeated for the completions, on which sampling goes on
-    token by token, and training, with gradient, with all tokens at once.
-    """
+    """A causal language model that samples completions and gives their log-probabilities. A prompt is run once for a
+    group: its keys and values are repeated for the completions, on which sampling goes on token by token, and training,
+    with gradient, with all tokens at once."""
 
     def __init__(self, language_model, eos_ids: list[int], shares_prompts: bool):
         """shares_prompts: in `logprobs`; else a row holds prompt and completion."""
@@ -405,10 +388,8 @@ class CompletionModel(torch.nn.Module):
     def run(self, tokens: torch.Tensor, mask: torch.Tensor, cache=None, **settings) -> torch.Tensor:
         """Logits of `tokens` [rows, new], the last ones of rows that begin in the KV cache; mask: [rows, all]."""
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]  # whatever the padding
-        settings |= dict(
-            attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=cache is not None
-        )
-        return self.language_model(tokens, **settings).logits
+        inputs = dict(attention_mask=mask, position_ids=positions, past_key_values=cache, **settings)
+        return self.language_model(tokens, use_cache=cache is not None, **inputs).logits
 
     def run_prompts(self, prompts: list[list[int]]):
         """Run the prompts (token lists, one per episode), equal neighbours once -> the logits of the first completion
@@ -424,7 +405,6 @@ class CompletionModel(torch.nn.Module):
     @torch.no_grad()
     def sample(self, prompts: list[list[int]], uniforms: torch.Tensor, temperature: float) -> dict[str, torch.Tensor]:
         """Sample a completion for every prompt, token by token.
-
         prompts: token lists, one per episode; uniforms: [episodes, response_length], float64, one number per token
         temperature: 0 takes the most likely token
         Returns tokens [episodes, response_length], 0 after the end; lengths [episodes], the EOS included; ended
@@ -456,8 +436,7 @@ class CompletionModel(torch.nn.Module):
 
     def logprobs(self, prompts: list[list[int]], tokens: torch.Tensor, mask: torch.Tensor, temperature: float):
         """Log-probability of every completion token, [episodes, response], 0 where `mask` is False.
-
-        prompts: token lists, one per episode; tokens and mask: [episodes, response]"""
+        prompts: token lists, one per episode; tokens, mask: [episodes, response]; temperature: divides the logits"""
         longest = int(mask.sum(1).max())
         padding, tokens, mask = tokens.shape[1] - longest, tokens[:, :longest], mask[:, :longest]
         if not self.shares_prompts:
@@ -487,25 +466,21 @@ def whole_weights(accelerator: Accelerator, model):
             yield
             zero3.setup_zero_stage3_hooks()
         return
-    sharded = [module for module in model.modules() if hasattr(module, "set_reshard_after_forward")]  # FSDP2's
-    for module in sharded:
-        module.set_reshard_after_forward(False, recurse=False)  # the first pass gathers all
+    if accelerator.is_fsdp2:
+        model.set_reshard_after_forward(False)  # the first pass gathers all
     yield
-    for module in sharded:  # as configured, but for the root, whose weights come first in the backward pass
-        reshards = accelerator.state.fsdp_plugin.reshard_after_forward and module is not model
-        module.set_reshard_after_forward(reshards, recurse=False)
-        module.reshard()
+    if accelerator.is_fsdp2:
+        model.set_reshard_after_forward(accelerator.state.fsdp_plugin.reshard_after_forward)
+        for module in filter(lambda module: hasattr(module, "reshard"), model.modules()):
+            module.reshard()
 
 
 def configure_deepspeed(accelerator: Accelerator, args: Args):
     """Hand over what DeepSpeed's engine does itself: clipping, autocast, gathering the weights that are saved."""
     config = accelerator.state.deepspeed_plugin.deepspeed_config
-    config |= {
-        "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
-        "gradient_accumulation_steps": 1,  # `micro_batches` counts them
-        "gradient_clipping": 0.0 if math.isinf(args.max_grad_norm) else args.max_grad_norm,
-        "torch_autocast": {"enabled": args.dtype == "bfloat16", "dtype": "bfloat16"},
-    }
+    config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"] = 1, 1  # `micro_batches` has them
+    config["gradient_clipping"] = 0.0 if math.isinf(args.max_grad_norm) else args.max_grad_norm
+    config["torch_autocast"] = {"enabled": args.dtype == "bfloat16", "dtype": "bfloat16"}
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     # else transformers shards all that it loads, the reference too, which has no engine to gather it
     transformers.integrations.unset_hf_deepspeed_config()
@@ -513,8 +488,7 @@ def configure_deepspeed(accelerator: Accelerator, args: Args):
 
 def load_reward_model(args: Args, tokenizer, device):
     """A one-label sequence classifier, as a function of the batch and the indices to score that gives scores.
-
-    It reads token ids, EOS included, where its vocabulary is the policy's; else the text, with its EOS where one came."""
+    It reads token ids, EOS included, where its vocabulary is the policy's; else text, with its EOS where one came."""
     path, dtype = args.reward_model_path, getattr(torch, args.dtype)
     model, has_head = load_model("--reward-model-path", path, AutoModelForSequenceClassification, dtype, num_labels=1)
     if not has_head:
@@ -549,7 +523,6 @@ def load_reward_model(args: Args, tokenizer, device):
 # ========================================== 6  the algorithm: RLOO =======================================
 def rloo_advantages(rewards: torch.Tensor, k: int) -> torch.Tensor:
     """A_i = R_i - mean of the group's other k - 1 rewards (arXiv 2402.14740, section 3.3).
-
     rewards: [episodes], the k episodes of a group side by side -> [episodes]"""
     groups = rewards.view(-1, k)  # [groups, k]
     baselines = (groups.sum(1, keepdim=True) - groups) / (k - 1)  # [groups, k]
@@ -618,8 +591,7 @@ def save_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path):
 
 
 def load_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path) -> dict:
-    """Load the newest whole checkpoint into what accelerate prepared -> its state, or `state` where there is none;
-    what the stopped run wrote to our .jsonl files after it is cut off."""
+    """Load the newest whole checkpoint -> its state, or `state` where there is none; cut off what was written after."""
     for file in sorted(output_dir.glob("checkpoints/*/state.json"))[-1:]:
         accelerator.load_state(str(file.parent))
         state = json.loads(file.read_text())
@@ -631,8 +603,7 @@ def load_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path) -> 
 
 
 def save_model(accelerator: Accelerator, model, policy, tokenizer, output_dir: Path):
-    """The policy (with LoRA its adapter), whose weights are among those of `model`, and tokenizer, for
-    `from_pretrained`; written beside and renamed."""
+    """Policy (with LoRA its adapter; its weights are among those of `model`) and tokenizer, beside and then renamed."""
     state_dict, prefix = accelerator.get_state_dict(model), "language_model."
     if accelerator.is_main_process:
         state_dict = {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}
@@ -661,9 +632,8 @@ def show_samples(accelerator: Accelerator, samples: list[dict], step: int):
     if accelerator.is_main_process:
         with tqdm.external_write_mode():
             Console().print(table, markup=False)
-    for tracker in accelerator.trackers:
-        if hasattr(tracker, "log_table"):
-            tracker.log_table("samples", columns=columns, data=rows, step=step)
+    for tracker in (tracker for tracker in accelerator.trackers if hasattr(tracker, "log_table")):
+        tracker.log_table("samples", columns=columns, data=rows, step=step)
 
 
 def main(args: Args):
@@ -689,8 +659,8 @@ def main(args: Args):
     accelerator = Accelerator(log_with=args.log_with, project_dir=args.output_dir or "runs", **settings)
     device, is_main = accelerator.device, accelerator.is_main_process
     # accelerate silently runs one process of `accelerate launch --cpu`, and processes that don't see each other
-    is_alone = "WORLD_SIZE" not in os.environ and {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
-    if is_alone or accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
+    launched_more = {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
+    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1 + launched_more)):
         instead = "without GPUs start them by ACCELERATE_USE_CPU=true torchrun --nproc-per-node N"
         raise RuntimeError(f"of the processes launched, this one sees only {accelerator.num_processes}; {instead}")
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -748,7 +718,6 @@ def main(args: Args):
         (output_dir / "args.yaml").write_text(yaml.safe_dump(vars(args), sort_keys=False))
         (output_dir / "plan.yaml").write_text(plan_table(args, len(prompts), accelerator.num_processes))
         print((output_dir / "plan.yaml").read_text(), end="", flush=True)
-    # one context around many forwards, so that each weight is cast once
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
     def generate(prompts: list[Prompt], purpose: int, iteration: int, temperature: float) -> SimpleNamespace:
@@ -761,7 +730,7 @@ def main(args: Args):
             return trained_model(CompletionModel.sample, chunk, uniforms[indices], temperature)
 
         lengths, chunk_size = torch.tensor([len(p.token_ids) for p in prompts]), args.per_device_rollout_batch_size
-        with whole_weights(accelerator, model), autocast():
+        with whole_weights(accelerator, model), autocast():  # around all tokens, so that each weight is cast once
             columns = on_all_processes(accelerator, sample, lengths, chunk_size or len(prompts))
         batch = SimpleNamespace(prompts=prompts, prompt_lengths=lengths, **columns)
         batch.mask = torch.arange(args.response_length, device=device) < batch.lengths[:, None]  # [episodes, response]
@@ -769,11 +738,11 @@ def main(args: Args):
         batch.completions = tokenizer.batch_decode(batch.token_ids, skip_special_tokens=True)
         return batch
 
-    def logprobs_of(model, batch: SimpleNamespace, indices: torch.Tensor) -> torch.Tensor:
-        """One pass of a model over the episodes `indices` of a batch -> [indices, response], 0 where masked."""
+    def completion_pass(method, model, batch: SimpleNamespace, indices: torch.Tensor):
+        """One pass of a model over the episodes `indices` of a batch: what a method like `logprobs` returns."""
         inputs = ([batch.prompts[i].token_ids for i in indices], batch.tokens[indices], batch.mask[indices])
         with autocast():
-            return model(CompletionModel.logprobs, *inputs, args.temperature)
+            return model(method, *inputs, args.temperature)
 
     def evaluate(iteration: int) -> float:
         """Mean raw score of the evaluation prompts."""
@@ -801,11 +770,11 @@ def main(args: Args):
         longest = batch.lengths.cpu().view(-1, args.k).amax(1).repeat_interleave(args.k)
         lengths = batch.prompt_lengths + longest  # [batch]
         if reference is not None:
-            ref_pass = functools.partial(logprobs_of, reference, batch)
+            ref_pass = functools.partial(completion_pass, CompletionModel.logprobs, reference, batch)
             with torch.no_grad(), as_reference():
                 ref_logprobs = on_all_processes(accelerator, ref_pass, lengths, size)  # [batch, response]
 
-        # ---- 7b  score, in the order that counts: reward, missing EOS, KL
+        # ---- 7b  score, in the order that counts
         scores, parts = score_episodes(accelerator, batch, reward, score_by_model, f"iteration {iteration}")
         scores = scores - args.missing_eos_penalty * ~batch.ended  # [batch]
         rewards = scores
@@ -824,7 +793,7 @@ def main(args: Args):
         single_update = args.num_ppo_epochs * min(args.num_mini_batches, batch_size) == 1  # its ratio is 1 by itself
         ppo_epochs = [draw_mini_batches(args, iteration, epoch, batch_size) for epoch in range(args.num_ppo_epochs)]
 
-        def loss_of(episodes, logprobs):  # [episodes, response] -> [episodes] each
+        def rloo_losses(episodes, logprobs):  # [episodes, response] -> [episodes] each
             old_logprobs = logprobs.detach() if single_update else batch.logprobs[episodes]
             logratio = (logprobs - old_logprobs).sum(1)  # a completion is one action
             return *clipped_policy_loss(logratio, advantages[episodes], args.cliprange, args.cliprange), logratio
@@ -835,20 +804,18 @@ def main(args: Args):
             trained = mini_batch[(advantages[mini_batch] != 0).cpu() | (not single_update)]
             passes = trained if len(trained) else mini_batch[:1]  # one at least: gradients are zero then, never None
             new_logprobs = torch.zeros_like(batch.logprobs)  # [batch, response]
-            local_batches = micro_batches(accelerator, passes, lengths, size)
-            for number, (micro_batch, weights) in enumerate(local_batches, start=1):
+            for micro_batch, weights, is_last in micro_batches(accelerator, passes, lengths, size):
                 # gradients are added up over processes on the last pass only, in which DeepSpeed takes its step, too
-                is_last = number == len(local_batches)
                 accelerator.gradient_state._set_sync_gradients(is_last)
                 with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
-                    logprobs = logprobs_of(model, batch, micro_batch)  # [micro-batch, response]
+                    logprobs = completion_pass(CompletionModel.logprobs, model, batch, micro_batch)
                     # one denominator for all micro-batches and processes: the mini-batch's episodes
-                    loss = (loss_of(micro_batch, logprobs)[0] * weights).sum() / len(mini_batch)
+                    loss = (rloo_losses(micro_batch, logprobs)[0] * weights).sum() / len(mini_batch)
                     accelerator.backward(loss * accelerator.num_processes)  # gradients are averaged over processes
                 new_logprobs.index_add_(0, micro_batch.to(device), logprobs.detach() * weights[:, None])
             grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm))
             new_logprobs = accelerator.reduce(new_logprobs, reduction="sum")[trained]  # [trained, response]
-            losses, cut, logratio = loss_of(trained, new_logprobs)
+            losses, cut, logratio = rloo_losses(trained, new_logprobs)
             update = {"loss/policy_avg": losses.sum() / len(mini_batch), "grad_norm": grad_norm}
             update |= ratio_metrics(logratio, cut) if len(trained) else {}
             if len(trained) and not updates:  # the weights are still those that sampled
@@ -910,18 +877,18 @@ def main(args: Args):
         if args.save_every is not None and (is_last or iteration % args.save_every == 0):
             save_checkpoint(accelerator, state, output_dir)
 
-    # -------------------------------------------------- end --------------------------------------------------
     progress.close()
     save_model(accelerator, model, policy, tokenizer, output_dir)
-    history = [json.loads(line) for line in open(output_dir / "metrics.jsonl", encoding="utf-8")]
-    sampled, held_out = ([row[name] for row in history if name in row] for name in ("objective/scores", "eval/scores"))
-    line = (
-        f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs in {time.time() - started:.0f} s; "
-    )
-    line += f"sampled score {sampled[0]:.3f} -> {np.mean(sampled[-10:]):.3f} (mean of the last 10 iterations)"
-    if held_out:
-        line += f", held-out at temperature {args.eval_temperature:g} {held_out[0]:.3f} -> {held_out[-1]:.3f}"
-    accelerator.print(f"{line}; model in {output_dir / 'model'}", flush=True)
+    if is_main:
+        history = [json.loads(line) for line in open(output_dir / "metrics.jsonl", encoding="utf-8")]
+        sampled, held_out = ([row[x] for row in history if x in row] for x in ("objective/scores", "eval/scores"))
+        line = (
+            f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs, {time.time() - started:.0f} s"
+        )
+        line += f"; sampled score {sampled[0]:.3f} -> {np.mean(sampled[-10:]):.3f} (mean of the last 10 iterations)"
+        if held_out:
+            line += f"; held-out at temperature {args.eval_temperature:g} {held_out[0]:.3f} -> {held_out[-1]:.3f}"
+        print(f"{line}; model in {output_dir / 'model'}", flush=True)
     # in this order: a process group that is destroyed under a living model can hang at exit
     accelerator.wait_for_everyone()
     model, optimizer, policy, trained_model = accelerator.free_memory(model, optimizer, policy, trained_model)
