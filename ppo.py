@@ -21,6 +21,7 @@ How it differs from rloo.py and grpo.py: one completion per prompt, a value mode
 Papers: Schulman et al. 2017, arXiv 1707.06347; Ziegler et al. 2019, arXiv 1909.08593; Huang et al. 2024, The N+
 Implementation Details of RLHF with PPO, arXiv 2403.17031.
 
+To change: the reward, `--reward`; the baseline, `gae`; the loss, `ppo_losses` in 7d; sampling, `sample`.
 Every count is made in `batch_arithmetic`, every random number by `keyed_rng`; after the rollout every process holds
 the whole batch, and the code reads as if there were one process.
 Left out on purpose: encoder-decoder models, pushing to a hub, inference servers (put one in `sample`), tools, images.
@@ -123,6 +124,7 @@ class Args:
     cliprange: float = 0.2  # clips the ratio to 1 +- this (arXiv 1707.06347, eq. 7); nothing with a single update
     missing_eos_penalty: float = 0.0  # taken off the score of an episode that never ended (arXiv 2403.17031, detail 4)
     score_clip: float | None = None  # clip scores to [-this, this], after --missing-eos-penalty; None: no clipping
+    k = property(lambda self: 1)  # episodes of a group
     # optimizer
     learning_rate: float = 1e-4  # AdamW's learning rate, at its highest
     weight_decay: float = 0.0  # AdamW's decoupled weight decay, of all parameters
@@ -135,7 +137,6 @@ class Args:
     log_with: str | None = None  # a tracker of accelerate besides metrics.jsonl: wandb, tensorboard, ...
     num_sample_generations: int = 10  # how often over the run a few completions are shown and written
     save_rollouts: bool = False  # write every episode to rollouts.jsonl
-    k = property(lambda self: 1)  # episodes of a group
 
     def __post_init__(self):
         """Refuse what no run can use, and fill in what the launcher and other flags say."""
@@ -153,21 +154,19 @@ class Args:
             self.eval_dataset = str(DEFAULT / "eval.jsonl")
         has_split = not self.eval_dataset or self.eval_dataset.endswith(".jsonl") or ":" in self.eval_dataset
         multiple = math.lcm(self.k, self.num_mini_batches)
+        has_no_reward = "none" in (self.reward, self.eval_reward) and not self.reward_model_path
         is_default_missing = not DEFAULT.exists() and str(DEFAULT) in self.model_path + self.dataset
         for is_wrong, message in (
             (max(self.gamma, self.lam) > 1, "--gamma and --lam must be at most 1"),
             (self.adaptive_kl and self.kl_coef == 0, "--adaptive-kl needs a --kl-coef above 0 to start from"),
             (self.batch_size % multiple, f"--batch-size must hold whole groups and mini-batches: times {multiple}"),
             (self.dtype is None, f"--dtype float32 or bfloat16, not {launcher}, the launcher's mixed precision"),
-            ("none" in (self.reward, self.eval_reward) and not self.reward_model_path, "none: no --reward-model-path"),
+            (has_no_reward, "--reward none and --eval-reward none need a --reward-model-path"),
             (self.eval_every and not self.eval_dataset, "--eval-every needs an --eval-dataset"),
             (not has_split, "--eval-dataset must be a .jsonl file or name a split of a Hub dataset, NAME:SPLIT"),
             (self.warmup_steps and self.lr_scheduler_type == "constant", "--warmup-steps: use constant_with_warmup"),
             (self.resume and not self.output_dir, "--resume needs the --output-dir of the run to continue"),
-            (
-                self.log_with not in [None, *map(str, get_available_trackers())],
-                "--log-with: no such tracker is installed",
-            ),
+            (self.log_with not in [None, *map(str, get_available_trackers())], "--log-with: not an installed tracker"),
             (is_default_missing, "--model-path, --dataset: copy the folder benchmark/default to beside this file"),
         ):
             if is_wrong:
@@ -176,7 +175,7 @@ class Args:
 
 # ========================================== 3  batch arithmetic ==========================================
 def batch_arithmetic(args: Args, num_prompts: int, world_size: int) -> SimpleNamespace:
-    """Every count of a run; nothing else derives one. `--plan` prints:
+    """Every count of a run; nothing else derives one. `plan_table` parses these lines:
 
     prompts = floor(num_train_epochs * num_prompts + 0.5), at least 1; with total_episodes: ceil(total_episodes / k)
     episodes = prompts * k
@@ -217,7 +216,7 @@ def plan_table(args: Args, num_prompts: int, world_size: int) -> str:
     return table
 
 
-# What a random number is for; a key of `keyed_rng`. All numbers of one purpose have keys of the same length.
+# What a random number is for. Keys of one purpose must be equally long: numpy takes (1, 2) for (1, 2, 0).
 PROMPT_ORDER, SAMPLING, EVALUATION, MINI_BATCHES, NEW_WEIGHTS = range(1, 6)
 
 
@@ -235,7 +234,7 @@ def draw_prompts(seed: int, num_prompts: int, first: int, count: int) -> list[in
 
 def draw_mini_batches(args: Args, iteration: int, ppo_epoch: int, num_episodes: int) -> tuple[torch.Tensor, ...]:
     """One PPO epoch's mini-batches: the groups in a fresh order, the k episodes of each side by side, cut into
-    near-equal pieces: of the episodes 2 3 0 1, which two groups of k = 2 give in the order 1, 0, (2 3) and (0 1)."""
+    near-equal pieces. Two groups of k = 2, 0 1 and 2 3, in the order 1, 0 are 2 3 0 1: mini-batches (2 3) and (0 1)."""
     groups = keyed_rng(args.seed, MINI_BATCHES, iteration, ppo_epoch).permutation(num_episodes // args.k)
     episodes = (torch.from_numpy(groups)[:, None] * args.k + torch.arange(args.k)).flatten()  # [num_episodes]
     return episodes.tensor_split(min(args.num_mini_batches, num_episodes))
@@ -243,7 +242,7 @@ def draw_mini_batches(args: Args, iteration: int, ppo_epoch: int, num_episodes: 
 
 def micro_batches(accelerator: Accelerator, episodes: torch.Tensor, lengths: torch.Tensor, size: int) -> list[tuple]:
     """This process's share of `episodes` in near-equal micro-batches of at most `size`, as many on each process, sorted
-    by `lengths`, so that little is padded -> the indices and weights of each, and whether it is the last.
+    by `lengths` [batch], so that little is padded -> the indices and weights of each, and whether it is the last.
     Where they do not split evenly the last episode is repeated with weight 0, which changes no sum:
     0 1 2 3 4 on 3 processes make 0 1 | 2 3 | 4 4, with weights 1 1 | 1 1 | 1 0."""
     count = math.ceil(len(episodes) / accelerator.num_processes)
@@ -258,8 +257,8 @@ def on_all_processes(accelerator: Accelerator, function, lengths: torch.Tensor, 
     the tensors that it returns, in the episodes' order."""
     pieces = [indices for indices, *_ in micro_batches(accelerator, torch.arange(len(lengths)), lengths, size)]
     order = torch.cat(pieces).argsort(stable=True)  # back to the share's
-    rows = recursively_apply(lambda rows: rows[order], concatenate([function(indices) for indices in pieces]))
-    return recursively_apply(lambda rows: rows[: len(lengths)], accelerator.gather(rows))
+    share = recursively_apply(lambda x: x[order], concatenate([function(indices) for indices in pieces]))
+    return recursively_apply(lambda x: x[: len(lengths)], accelerator.gather(share))  # less the repeats at the end
 
 
 # ========================================== 4  data and reward ===========================================
@@ -321,11 +320,11 @@ def load_reward(flag: str, spec: str):
 
 
 def score_episodes(accelerator: Accelerator, batch: SimpleNamespace, reward, score_by_model, where: str):
-    """Scores [episodes] on every process, and the named parts that each is the sum of ("": what a list holds).
+    """Scores [episodes] on every process, and a dict of each one's summands ("": of a reward that returns a list).
 
     Each process calls `reward` once, as TRL does: by keywords, a list for each column; its share has no repeats."""
-    everything, parts = torch.arange(len(batch.prompts)), {}
-    [(share, weights, _)] = micro_batches(accelerator, everything, everything, size=len(everything))
+    everything, parts = torch.arange(len(batch.prompts)), {}  # sorted by itself: in order, in one piece
+    [(share, weights, _)] = micro_batches(accelerator, everything, lengths=everything, size=len(everything))
     share = share[weights.cpu() > 0].tolist()
     if share and reward is not None:
         rows, texts = [batch.prompts[i].row for i in share], [batch.completions[i] for i in share]
@@ -436,15 +435,15 @@ class CompletionModel(torch.nn.Module):
         tokens = torch.zeros(uniforms.shape, dtype=torch.long, device=uniforms.device)
         logprobs, entropies = torch.zeros((2, *uniforms.shape), device=uniforms.device)
         lengths, eos_ids = torch.zeros_like(tokens[:, 0]), torch.tensor(self.eos_ids, device=uniforms.device)
-        ended = lengths > 0
+        ended = torch.zeros_like(lengths, dtype=torch.bool)
         alive = torch.arange(len(prompts), device=uniforms.device)  # the rows still in the batch: which episode each is
         logits, cache, mask = self.run_prompts(prompts)
         for t in range(uniforms.shape[1]):
-            token_logprobs = torch.log_softmax(logits[:, -1].float() / (temperature or 1.0), dim=-1)  # [alive, vocab.]
-            picked = pick_tokens(token_logprobs, uniforms[alive, t]) if temperature else token_logprobs.argmax(-1)
+            vocab_logprobs = torch.log_softmax(logits[:, -1].float() / (temperature or 1.0), dim=-1)  # [alive, vocab]
+            picked = pick_tokens(vocab_logprobs, uniforms[alive, t]) if temperature else vocab_logprobs.argmax(-1)
             tokens[alive, t], lengths[alive] = picked, t + 1
-            logprobs[alive, t] = token_logprobs.gather(-1, picked[:, None]).squeeze(1)
-            entropies[alive, t] = torch.special.entr(token_logprobs.exp()).sum(-1)  # -p log p, 0 where p is
+            logprobs[alive, t] = vocab_logprobs.gather(-1, picked[:, None]).squeeze(1)
+            entropies[alive, t] = torch.special.entr(vocab_logprobs.exp()).sum(-1)  # entr(p) is -p log p
             goes_on = ~torch.isin(picked, eos_ids)
             ended[alive] = ~goes_on
             if t + 1 == uniforms.shape[1] or not goes_on.any():
@@ -461,7 +460,7 @@ class CompletionModel(torch.nn.Module):
         """Log-probability of every completion token, [episodes, response], 0 where `mask` is False.
         prompts: token lists, one per episode; tokens, mask: [episodes, response]; temperature: divides the logits"""
         longest = int(mask.sum(1).max())
-        padding, tokens, mask = tokens.shape[1] - longest, tokens[:, :longest], mask[:, :longest]
+        padding, tokens, mask = tokens.shape[1] - longest, tokens[:, :longest], mask[:, :longest]  # padded again below
         if not self.shares_prompts:
             prompt_ids, prompt_mask = pad_left(prompts, tokens.device)
             rows, row_mask = torch.cat([prompt_ids, tokens[:, :-1]], 1), torch.cat([prompt_mask, mask[:, :-1]], 1)
@@ -536,7 +535,7 @@ def load_reward_model(args: Args, tokenizer, device):
         for first in range(0, len(rows), size):
             tokens, mask = pad_left(rows[first : first + size], device)
             inputs = dict(attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), use_cache=False)
-            hidden = model.base_model(tokens, **inputs).last_hidden_state[:, -1]  # by length: pad may equal EOS
+            hidden = model.base_model(tokens, **inputs).last_hidden_state[:, -1]  # padding is on the left
             scores += model.score(hidden).float().squeeze(-1).tolist()
         return scores
 
@@ -640,7 +639,7 @@ def whiten(values: torch.Tensor) -> torch.Tensor:
 
 def clipped_policy_loss(logratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float):
     """max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(logratio) (arXiv 1707.06347, eq. 7), and where the clip
-    really cuts: above with a positive advantage, below with a negative one. All of the same shape."""
+    really cuts: above with a positive advantage, below with a negative one. Shapes broadcast."""
     ratio = logratio.exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
@@ -762,7 +761,7 @@ def main(args: Args):
     if args.eval_dataset is not None:
         eval_prompts = load_prompts(args.eval_dataset, eval_reward, tokenizer, args.max_prompt_length)
 
-    # whatever the launcher says: `autocast` is for the precision, `micro_batches` for accumulation
+    # turn off what the launcher may ask of accelerate: `autocast` and `micro_batches` below do both
     settings = dict(mixed_precision="no", gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1))
     accelerator = Accelerator(log_with=args.log_with, project_dir=args.output_dir or "runs", **settings)
     device, is_main = accelerator.device, accelerator.is_main_process
@@ -789,7 +788,7 @@ def main(args: Args):
             return
 
     # ------------------------------------------------ models -------------------------------------------------
-    dtype, float32 = getattr(torch, args.dtype), torch.float32  # of weights that are not trained, and that are
+    dtype, float32 = getattr(torch, args.dtype), torch.float32  # of frozen weights; of those that are trained
     policy, _ = load_model("--model-path", args.model_path, AutoModelForCausalLM, dtype if args.lora_r else float32)
     eos_ids = find_eos_ids(policy, tokenizer, args.stop_token_id)
     longest = max(len(p.token_ids) for p in prompts + eval_prompts) + args.response_length
@@ -814,7 +813,7 @@ def main(args: Args):
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
     # not handed to `prepare`, which would step it once per process
     scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, plan.steps)
-    model, optimizer = accelerator.prepare(trained_model, optimizer)  # wrapped for the launch: DDP, FSDP2, DeepSpeed
+    model, optimizer = accelerator.prepare(trained_model, optimizer)  # `trained_model` in DDP, FSDP2, DeepSpeed
 
     # all that an iteration hands to the next, besides weights and optimizer; a checkpoint's state.json
     state = {"iteration": 0, "step": 0, "jsonl_sizes": {}}
@@ -857,7 +856,7 @@ def main(args: Args):
             return model(method, *inputs, args.temperature)
 
     def evaluate(iteration: int) -> float:
-        """Mean raw score of the evaluation prompts."""
+        """Mean score of the evaluation prompts, no penalty, no KL; --eval-reward replaces the reward model, too."""
         batch, where = generate(eval_prompts, EVALUATION, iteration, args.eval_temperature), f"evaluation {iteration}"
         by_model = score_by_model if args.eval_reward in (None, "none") else None
         return score_episodes(accelerator, batch, eval_reward, by_model, where)[0].mean().item()
@@ -873,23 +872,23 @@ def main(args: Args):
     for iteration in range(state["iteration"] + 1, plan.iterations + 1):
         # ---- 7a  rollout: a completion of each drawn prompt; then every process holds the whole batch
         rollout_started = time.perf_counter()
-        batch_size = args.batch_size if iteration < plan.iterations else plan.last_batch_size
+        num_episodes = args.batch_size if iteration < plan.iterations else plan.last_batch_size
         first_prompt = (iteration - 1) * plan.prompts_per_iteration  # a position in the endless stream of epochs
-        drawn = draw_prompts(args.seed, len(prompts), first_prompt, batch_size // args.k)
-        drawn = [prompts[i] for i in drawn for _ in range(args.k)]  # [batch]
+        positions = draw_prompts(args.seed, len(prompts), first_prompt, num_episodes // args.k)
+        drawn = [prompts[i] for i in positions for _ in range(args.k)]  # [batch]
         batch = generate(drawn, SAMPLING, iteration, args.temperature)
-        # tokens of the prompt and of the group's longest completion, to put rows of similar length together
+        # micro-batches are sorted by this: equal within a group, so that it stays together and its prompt runs once
         longest = batch.lengths.cpu().view(-1, args.k).amax(1).repeat_interleave(args.k)
-        lengths = batch.prompt_lengths + longest  # [batch]
+        sort_lengths = batch.prompt_lengths + longest  # [batch]
         with torch.no_grad():
             value_pass = functools.partial(completion_pass, PolicyAndValue.values, trained_model, batch)
-            values = on_all_processes(accelerator, value_pass, lengths, size)  # [batch, response], 0 where masked
+            values = on_all_processes(accelerator, value_pass, sort_lengths, size)  # [batch, response], 0 where masked
         if reference is not None:
             ref_pass = functools.partial(completion_pass, CompletionModel.logprobs, reference, batch)
             with torch.no_grad(), as_reference():
-                ref_logprobs = on_all_processes(accelerator, ref_pass, lengths, size)  # [batch, response]
+                ref_logprobs = on_all_processes(accelerator, ref_pass, sort_lengths, size)  # [batch, response]
 
-        # ---- 7b  score, in the order that counts
+        # ---- 7b  score, less the penalty; reward
         scores, parts = score_episodes(accelerator, batch, reward, score_by_model, f"iteration {iteration}")
         scores = scores - args.missing_eos_penalty * ~batch.ended  # [batch]
         update_moments(state, scores)
@@ -902,7 +901,7 @@ def main(args: Args):
             kl = batch.logprobs - ref_logprobs  # [batch, response], k1 in nats per token
             kl_in_reward = token_kl(batch.logprobs, ref_logprobs, args.kl_estimator)
             rewards = -state["kl_coef"] * kl_in_reward
-        rewards[torch.arange(batch_size, device=device), batch.lengths - 1] += scores  # at the EOS or the last token
+        rewards[torch.arange(num_episodes, device=device), batch.lengths - 1] += scores  # at the EOS or the last token
         if args.whiten_rewards:
             rewards = rewards * torch.rsqrt(rewards[batch.mask].var(correction=0) + 1e-8)
 
@@ -915,8 +914,8 @@ def main(args: Args):
         # ---- 7d  optimize
         train_started = time.perf_counter()
         updates, skipped, has_ended = [], 0, False  # the metrics of each that was made, how many were dropped
-        single_update = args.num_ppo_epochs * min(args.num_mini_batches, batch_size) == 1  # its ratio is 1 by itself
-        ppo_epochs = [draw_mini_batches(args, iteration, epoch, batch_size) for epoch in range(args.num_ppo_epochs)]
+        single_update = args.num_ppo_epochs * min(args.num_mini_batches, num_episodes) == 1  # p_old is p_new
+        ppo_epochs = [draw_mini_batches(args, iteration, epoch, num_episodes) for epoch in range(args.num_ppo_epochs)]
 
         def ppo_losses(episodes, logprobs, new_values):  # all [episodes, response]
             old_logprobs = logprobs.detach() if single_update else batch.logprobs[episodes]
@@ -939,8 +938,8 @@ def main(args: Args):
             optimizer.zero_grad()
             mini_batch_tokens = batch.lengths[mini_batch].sum()
             new = torch.zeros((2, *batch.logprobs.shape), device=device)  # log-probabilities and values
-            for micro_batch, weights, is_last in micro_batches(accelerator, mini_batch, lengths, size):
-                # gradients are added up over processes on the last pass only, in which DeepSpeed takes its step, too
+            for micro_batch, weights, is_last in micro_batches(accelerator, mini_batch, sort_lengths, size):
+                # processes exchange gradients in the last pass only; DeepSpeed takes its step in it
                 accelerator.gradient_state._set_sync_gradients(is_last)
                 with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
                     outputs = completion_pass(PolicyAndValue.logprobs_and_values, model, batch, micro_batch)
@@ -957,7 +956,7 @@ def main(args: Args):
             if not updates:  # the weights are still those that sampled
                 difference = (new[0] - batch.logprobs[mini_batch]).abs().max()
                 update["val/sampling_logprob_difference"] = difference
-                if args.dtype == "float32" and not is_checked and not difference < 1e-3:
+                if args.dtype == "float32" and not is_checked and not difference < 1e-3:  # or nan
                     raise RuntimeError(f"sampling and training give log-probabilities {difference:.2g} apart")
                 is_checked = True
             has_ended = args.target_kl is not None and update["policy/approxkl_avg"].item() > 1.5 * args.target_kl
@@ -974,15 +973,15 @@ def main(args: Args):
             progress.update()
 
         # ---- 7e  log
-        episode = (iteration - 1) * args.batch_size + batch_size
+        episode = (iteration - 1) * args.batch_size + num_episodes
         epoch = episode / (args.k * len(prompts))
         metrics = {"iteration": iteration, "step": step, "episode": episode, "epoch": epoch, "lr": learning_rate}
         metrics["time/rollout_s"] = train_started - rollout_started
         metrics["time/train_s"] = time.perf_counter() - train_started
-        metrics["eps"] = batch_size / (metrics["time/rollout_s"] + metrics["time/train_s"])
+        metrics["eps"] = num_episodes / (metrics["time/rollout_s"] + metrics["time/train_s"])
         metrics["objective/scores"] = scores.mean().item()
-        metrics["objective/entropy"] = -batch.logprobs.sum(1).mean().item()
-        metrics["policy/entropy_avg"] = batch.entropies[batch.mask].mean().item()
+        metrics["objective/entropy"] = -batch.logprobs.sum(1).mean().item()  # an estimate, per episode
+        metrics["policy/entropy_avg"] = batch.entropies[batch.mask].mean().item()  # exact, per token
         metrics["val/num_eos_tokens"] = int(batch.ended.sum())
         metrics["response_length_mean"] = batch.lengths.float().mean().item()
         metrics["policy/skipped_updates"] = skipped
@@ -994,7 +993,7 @@ def main(args: Args):
             metrics["objective/non_score_reward"] = -state["kl_coef"] * kl_in_reward.sum(1).mean().item()
             metrics["objective/rlhf_reward"] = metrics["objective/scores"] + metrics["objective/non_score_reward"]
             if args.adaptive_kl:
-                adapt_kl_coef(state, metrics["objective/kl"], batch_size, args.kl_target, args.kl_horizon)
+                adapt_kl_coef(state, metrics["objective/kl"], num_episodes, args.kl_target, args.kl_horizon)
         progress.set_postfix(score=f"{metrics['objective/scores']:.3g}", eps=f"{metrics['eps']:.3g}")
 
         # ---- 7f  evaluate, save
@@ -1003,11 +1002,13 @@ def main(args: Args):
             metrics["eval/scores"] = evaluate(iteration)
         accelerator.log(metrics, step=step)
         append_jsonl(accelerator, output_dir / "metrics.jsonl", [metrics])
-        columns = dict(iteration=[iteration] * batch_size, index=range(batch_size), prompt=[p.text for p in drawn])
+        columns = dict(iteration=[iteration] * num_episodes, index=range(num_episodes), prompt=[p.text for p in drawn])
         columns |= dict(completion=batch.completions, score=scores.tolist())
         if args.save_rollouts:
             columns |= dict(token_ids=batch.token_ids, logprobs=trim_rows(batch.logprobs, batch.lengths))
-            columns["ref_logprobs"] = trim_rows(ref_logprobs, batch.lengths) if reference else [None] * batch_size
+            columns["ref_logprobs"] = (
+                trim_rows(ref_logprobs, batch.lengths) if reference is not None else [None] * num_episodes
+            )
             columns["advantage"] = trim_rows(advantages, batch.lengths)
             columns |= dict(values=trim_rows(values, batch.lengths), returns=trim_rows(returns, batch.lengths))
         rows = [dict(zip(columns, entries)) for entries in zip(*columns.values())]
@@ -1027,10 +1028,9 @@ def main(args: Args):
     if is_main:
         history = [json.loads(line) for line in open(output_dir / "metrics.jsonl", encoding="utf-8")]
         sampled, held_out = ([row[x] for row in history if x in row] for x in ("objective/scores", "eval/scores"))
-        line = (
-            f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs, {time.time() - started:.0f} s"
-        )
-        line += f"; sampled score {sampled[0]:.3f} -> {np.mean(sampled[-10:]):.3f} (mean of the last 10 iterations)"
+        line = f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs"
+        line += f", {time.time() - started:.0f} s; sampled score {sampled[0]:.3f} -> {np.mean(sampled[-10:]):.3f}"
+        line += " (mean of the last 10 iterations)"
         if held_out:
             line += f"; held-out at temperature {args.eval_temperature:g} {held_out[0]:.3f} -> {held_out[-1]:.3f}"
         print(f"{line}; model in {output_dir / 'model'}", flush=True)

@@ -28,7 +28,8 @@ def last_number(text: str) -> str:
     return numbers[-1].replace(",", "") if numbers else ""
 
 
-def score(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
-    """Returns 1.0 or 0.0 per completion: whether its last number equals the row's `answer`."""
-    scores = [DATASET.score_answer(last_number(text), entry=row) for text, row in zip(completions, rows)]
+def score(completions: list, answer: list[str], **_) -> list[float]:
+    """1.0 or 0.0 per completion, text or chat messages: whether its last number equals the row's `answer`."""
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    scores = [DATASET.score_answer(last_number(t), entry={"answer": right}) for t, right in zip(texts, answer)]
     return [float(value == 1.0) for value in scores]  # the verifier's partial credit goes by length: not counted

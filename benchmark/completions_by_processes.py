@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = (
     "--model-path benchmark/smollm2/model --dataset benchmark/smollm2/chain_sum_train.jsonl --learning-rate 0 "
-    "--reward benchmark/chain_sum.py:score --batch-size 64 --response-length 24 --total-episodes 128 --kl-coef 0 "
+    "--reward benchmark/chain_sum.py:score --batch-size 64 --response-length 24 --total-episodes 320 --kl-coef 0 "
     "--per-device-train-batch-size 16 --save-rollouts --num-sample-generations 0"
 ).split()
 

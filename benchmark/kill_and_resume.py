@@ -9,8 +9,8 @@ Each of the three is killed nine times. A kill is SIGKILL of all its processes, 
 
     rollout      the sampler, between two tokens
     training     the loss, between two micro-batches
-    written      a checkpoint is written beside, but not yet renamed
-    removing     half of the files of the oldest checkpoint are removed
+    written      a checkpoint's tensors are written, but not yet the state.json that makes it whole
+    removing     half of the files of an old checkpoint are removed
     metrics      half of a line of metrics.jsonl is written
     loading      the checkpoint is loaded, but no iteration made
     model        the trained model is written beside, but not yet renamed
@@ -25,8 +25,6 @@ Exit status 1 where one of these fails. Processes are forked from this one, whic
 start takes half a second and the whole some minutes. The table goes to benchmark/results/kill_and_resume.json, too.
 """
 
-import functools
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -41,14 +39,12 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 
-import numpy as np
 import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
-from safetensors.numpy import load_file
+from sharded import BENCHMARK, SCRIPTS, load_script, relative_distance
 
-BENCHMARK = Path(__file__).resolve().parent
 PHASES = ("rollout", "training", "written", "removing", "metrics", "loading", "anywhere", "anywhere")  # then `model`
 FLAGS = """--total-episodes 380 --batch-size 16 --num-mini-batches 2 --num-ppo-epochs 2 --per-device-train-batch-size 3
     --learning-rate 1e-4 --save-every 1 --save-rollouts --num-sample-generations 4 --resume""".split()
@@ -56,7 +52,7 @@ FLAGS = """--total-episodes 380 --batch-size 16 --num-mini-batches 2 --num-ppo-e
 
 @dataclass
 class Args:
-    scripts: tuple[str, ...] = ("rloo", "grpo", "ppo")
+    scripts: tuple[str, ...] = SCRIPTS
     """the scripts to run"""
     seed: int = 1
     """of the drawn moments"""
@@ -76,7 +72,6 @@ def kill_at(module, phase: str, call: int, strike):
     def before(owner, name, applies=lambda *args: True, first=lambda *args: None):
         original = getattr(owner, name)
 
-        @functools.wraps(original)
         def struck(*args, **kwargs):
             nonlocal calls
             calls += applies(*args)
@@ -87,11 +82,11 @@ def kill_at(module, phase: str, call: int, strike):
 
         setattr(owner, name, struck)
 
-    def remove_half(folder, *_):
-        for file in sorted(Path(folder).iterdir())[::2]:
+    def remove_half(folder):
+        for file in sorted(folder.iterdir())[::2]:
             file.unlink()
 
-    def write_half(path, rows):
+    def write_half(_, path, rows):
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(rows[0])[:40])
 
@@ -100,23 +95,15 @@ def kill_at(module, phase: str, call: int, strike):
     elif phase == "training":
         before(module, "clipped_policy_loss")
     elif phase == "written":
-        before(Path, "rename", lambda path, _: path.parent.name == "checkpoints" and path.suffix == ".tmp")
+        before(Path, "replace", lambda path, _: path.name == "state.tmp")
     elif phase == "removing":
-        # of a checkpoint that was whole, and only once it has another name
-        before(module.shutil, "rmtree", lambda folder, *_: (Path(folder) / "state.json").exists(), remove_half)
+        before(module.shutil, "rmtree", lambda folder: folder.parent.name == "checkpoints", remove_half)
     elif phase == "metrics":
-        before(module, "append_jsonl", lambda path, _: path.name == "metrics.jsonl", write_half)
+        before(module, "append_jsonl", lambda _, path, __: path.name == "metrics.jsonl", write_half)
     elif phase == "loading":
         before(module, "draw_prompts")
     elif phase == "model":
         before(Path, "rename", lambda path, _: path.name == "model.tmp")
-
-
-def load_script(name: str):
-    """Import a script, and all that it needs, once for all the processes that are forked."""
-    spec = importlib.util.spec_from_file_location(name, BENCHMARK.parent / f"{name}.py")
-    sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])
 
 
 def worker(script: str, flags: list[str], rank: int, processes: int, port: int, log: str, kill):
@@ -181,24 +168,15 @@ def lines(folder: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in open(folder / f"{name}.jsonl", encoding="utf-8")]
 
 
-def distance(weights: dict, others: dict) -> float:
-    """Norm of the difference of two state dicts; infinite where their names differ."""
-    if weights.keys() != others.keys():
-        return float("inf")
-    return float(np.sqrt(sum(np.square(weights[name] - others[name], dtype=np.float64).sum() for name in weights)))
-
-
 def compare(folder: Path, unbroken: Path) -> tuple[bool, float, bool]:
     """Are the weights bitwise the same, how far are they in units of the way moved, is every row there once."""
-    weights, expected = (load_file(path / "model" / "model.safetensors") for path in (folder, unbroken))
-    moved = distance(expected, load_file(BENCHMARK / "default" / "policy" / "model.safetensors"))
-    same = weights.keys() == expected.keys() and all(np.array_equal(weights[name], expected[name]) for name in expected)
+    one, two = ((path / "model" / "model.safetensors").read_bytes() for path in (folder, unbroken))
 
     def keys(path):
         names = ("metrics", "samples", "rollouts")
         return [[(row["iteration"], row.get("index")) for row in lines(path, name)] for name in names]
 
-    return same, distance(weights, expected) / moved, keys(folder) == keys(unbroken)
+    return one == two, relative_distance(folder, unbroken), keys(folder) == keys(unbroken)
 
 
 def broken_run(script: str, folder: Path, kills: list[tuple], processes: int) -> Counter:
@@ -223,7 +201,7 @@ def main(args: Args):
     table = Table("script", "processes", "kills", "by phase", "weights", "each row once", title="kill and resume")
     work = Path(tempfile.mkdtemp(prefix="kill_and_resume_"))
     for script in args.scripts:
-        load_script(script)
+        load_script(BENCHMARK.parent / f"{script}.py")  # once for all the processes that are forked
         unbroken = {processes: work / f"{script}_unbroken_{processes}" for processes in (1, 2)}
         for processes, folder in unbroken.items():
             if (outcome := start(script, folder, processes)) != "done":

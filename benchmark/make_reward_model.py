@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from rloo import keyed_rng, pad_left, positions_from_mask, reward_model_scores, sample  # noqa: E402
+from rloo import CompletionModel, keyed_rng, pad_left  # noqa: E402
 
 FOLDER = Path(__file__).parent / "default"
 NUM_PROMPTS, NUM_SAMPLES = 2048, 8
@@ -48,7 +48,7 @@ def draw_pairs(policy, tokenizer, path: Path, num_prompts: int, purpose: int) ->
     rows = [row for row in rows for _ in range(NUM_SAMPLES)]
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
     uniforms = torch.from_numpy(keyed_rng(SEED, purpose).random((len(rows), RESPONSE_LENGTH)))
-    drawn = sample(policy, prompts, uniforms, 1.0, [tokenizer.eos_token_id], tokenizer.pad_token_id)
+    drawn = CompletionModel(policy, [tokenizer.eos_token_id], True).sample(prompts, uniforms, 1.0)
     chosen, rejected = {}, {}  # of each prompt; dicts as sets that keep their order
     for row, prompt, tokens, length in zip(rows, prompts, drawn["tokens"].tolist(), drawn["lengths"]):
         is_right = tokenizer.decode(tokens[:length], skip_special_tokens=True).strip() == row["answer"]
@@ -61,14 +61,15 @@ def draw_pairs(policy, tokenizer, path: Path, num_prompts: int, purpose: int) ->
     ]
 
 
-def scores_of(model, sequences: list[list[int]], pad_token_id: int) -> torch.Tensor:
-    """What rloo.py's `reward_model_scores` returns, with gradient: the head's output at each last token, [rows]."""
-    input_ids, mask = pad_left(sequences, pad_token_id, "cpu")
-    hidden = model.base_model(input_ids, attention_mask=mask, position_ids=positions_from_mask(mask), use_cache=False)
+def scores_of(model, sequences: list[list[int]]) -> torch.Tensor:
+    """The head's output at each last token, with gradient, [rows]."""
+    input_ids, mask = pad_left(sequences, "cpu")
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    hidden = model.base_model(input_ids, attention_mask=mask, position_ids=positions, use_cache=False)
     return model.score(hidden.last_hidden_state[:, -1]).squeeze(-1)
 
 
-def train(model, pairs: list, pad_token_id: int):
+def train(model, pairs: list):
     """Bradley-Terry; the rate is warmed up, then falls to 0."""
     rng = keyed_rng(SEED, PAIR_ORDER)
     order = np.concatenate([rng.permutation(len(pairs)) for _ in range(EPOCHS)])
@@ -77,7 +78,7 @@ def train(model, pairs: list, pad_token_id: int):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / 10, 1 - i / len(batches)))
     for batch in batches:
         chosen, rejected = zip(*(pairs[i] for i in batch))
-        chosen_scores, rejected_scores = scores_of(model, chosen + rejected, pad_token_id).chunk(2)
+        chosen_scores, rejected_scores = scores_of(model, chosen + rejected).chunk(2)
         loss = -torch.nn.functional.logsigmoid(chosen_scores - rejected_scores).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -85,9 +86,10 @@ def train(model, pairs: list, pad_token_id: int):
         schedule.step()
 
 
-def accuracy(model, pairs: list, pad_token_id: int) -> float:
-    """The fraction of pairs whose right completion scores higher, as rloo.py scores them."""
-    chosen, rejected = (reward_model_scores(model, list(side), pad_token_id) for side in zip(*pairs))
+@torch.no_grad()
+def accuracy(model, pairs: list) -> float:
+    """The fraction of pairs whose right completion scores higher."""
+    chosen, rejected = (scores_of(model, list(side)) for side in zip(*pairs))
     return (chosen > rejected).double().mean().item()
 
 
@@ -103,9 +105,9 @@ def main():
 
     model = AutoModelForSequenceClassification.from_pretrained(FOLDER / "policy", num_labels=1, dtype=torch.float32)
     torch.nn.init.zeros_(model.score.weight)
-    train(model, pairs, tokenizer.pad_token_id)
+    train(model, pairs)
     for name, some in (("training", pairs), ("held-out", held_out)):
-        print(f"{len(some):,} {name} pairs: accuracy {accuracy(model, some, tokenizer.pad_token_id):.3f}")
+        print(f"{len(some):,} {name} pairs: accuracy {accuracy(model, some):.3f}")
     model.save_pretrained(FOLDER / "reward_model")
     tokenizer.save_pretrained(FOLDER / "reward_model")
 

@@ -5,8 +5,7 @@
     episodes        seconds per iteration for 16 to 1024 episodes of 32 tokens, in micro-batches of 64
     tokens          seconds per iteration for 64 episodes of 16 to 512 tokens
     memory          at a vocabulary of 150,000, the peak of each part of an iteration, in units of one float32 tensor
-                    [completion tokens of a micro-batch, vocabulary]; freed memory goes back here, while
-                    `as_the_scripts_do` it is kept, which is faster and has a higher peak
+                    [completion tokens of a micro-batch, vocabulary]
 
 Every run is a process of its own and forced to its length; its first two iterations are dropped. The runs of an
 experiment take turns, round by round, and their numbers are medians. `slope` is that of log(seconds) on log(size) over
@@ -115,13 +114,11 @@ def experiment(name: str, args: Args, folder: Path) -> dict:
         sizes = dict(batch=2 * args.memory_episodes, micro_batch=args.memory_episodes, completion_tokens=64, steps=4)
         job = make_job(args, folder, WIDE, **sizes)
         result = run("scaling_memory.py", job, folder / "memory")
-        kept = run("throughput_tally.py", job, folder / "memory_kept")
-        kept = dict(peak_gib=kept["peak_gib"], seconds=[step["seconds"] for step in kept["steps"]])
         unit = tokens * WIDE["vocabulary"] * 4 / 2**30
         units = {part: round(gib / unit, 3) for part, gib in result["parts"].items()}
         print(f"memory: one tensor is {unit:.2f} GiB; peaks, in such tensors: {units}")
         sizes = dict(completion_tokens_of_a_micro_batch=tokens, vocabulary=WIDE["vocabulary"], tensor_gib=unit)
-        return sizes | dict(peak_in_tensors=units, **result, as_the_scripts_do=kept)
+        return sizes | dict(peak_in_tensors=units, **result)
     result = measure(args, folder, name, jobs)
     return result | dict(slope=slope(result))
 

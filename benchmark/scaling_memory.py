@@ -6,20 +6,18 @@ A part's peak is the highest of any iteration, above what the process had when t
 an iteration leaves behind for the next one counts. Linux only: it is the kernel's own peak, set back for each part.
 """
 
-import functools
 import gc
 import json
 import sys
 from pathlib import Path
 
 import throughput_tally
-from throughput_tally import read_kilobytes
+from throughput_tally import read_kilobytes, rollout_part
 
 
 def main(job: dict) -> dict:
     """Run a job -> each part's peak above its first beginning, and the whole run's peak, in GiB."""
     module = throughput_tally.load_script(job)
-    module.keep_freed_memory = lambda: None  # else a part would begin with what the one before it left
     began, peaks = {}, {}  # KiB
 
     def begin(part: str):
@@ -30,36 +28,20 @@ def main(job: dict) -> dict:
     def end(part: str):
         peaks[part] = max(read_kilobytes("VmHWM"), peaks.get(part, 0))
 
-    def watch(name: str, part: str):
+    def watch(name: str, before=lambda *args: None, after=lambda *args: None):
         original = getattr(module, name)
 
-        @functools.wraps(original)
-        def watched(*args, **kwargs):
-            begin(part)
-            result = original(*args, **kwargs)
-            end(part)
+        def watched(*args):
+            before(*args)
+            result = original(*args)
+            after(*args)
             return result
 
         setattr(module, name, watched)
 
-    def begin_training(original):
-        def draw_mini_batches(*args, **kwargs):
-            begin("train")
-            return original(*args, **kwargs)
-
-        return draw_mini_batches
-
-    def end_training(original):
-        def mean_metrics(*args, **kwargs):
-            end("train")
-            return original(*args, **kwargs)
-
-        return mean_metrics
-
-    watch("sample", "generation")
-    watch("completion_pass", "logprobs")
-    module.draw_mini_batches = begin_training(module.draw_mini_batches)  # the first of what an update calls
-    module.mean_metrics = end_training(module.mean_metrics)  # the first after the last update
+    watch("on_all_processes", lambda _, f, *__: begin(rollout_part(f)), lambda _, f, *__: end(rollout_part(f)))
+    watch("draw_mini_batches", before=lambda *_: begin("train"))  # the first of what an update calls
+    watch("mean_metrics", after=lambda *_: end("train"))  # the first after the last update
     seconds = [step["seconds"] for step in throughput_tally.measure(module, job)["steps"]]
     parts = {part: (peaks[part] - began[part]) / 2**20 for part in peaks}
     return dict(parts=parts, peak_gib=max(peaks.values()) / 2**20, seconds=seconds)

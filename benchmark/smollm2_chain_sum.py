@@ -42,16 +42,15 @@ FLAGS = (
 
 def held_out(model_path: str, rows: list[dict]) -> dict:
     """Sample one completion per held-out row at temperature 0.8, with the same uniform numbers for every model."""
-    args = rloo.Args(model_path=model_path)
-    tokenizer = rloo.load_tokenizer("--model-path", model_path, args)
-    model, _ = rloo.load_model("--model-path", model_path, rloo.AutoModelForCausalLM, torch.float32, args)
-    prompts = rloo.tokenize_prompts("--eval-dataset", EVAL, rows, tokenizer, None)
+    tokenizer = rloo.AutoTokenizer.from_pretrained(model_path)
+    language_model, _ = rloo.load_model("--model-path", model_path, rloo.AutoModelForCausalLM, torch.float32)
+    model = rloo.CompletionModel(language_model, rloo.find_eos_ids(language_model, tokenizer, None), True)
+    prompts = rloo.load_prompts(EVAL, None, tokenizer, None)
     uniforms = torch.from_numpy(rloo.keyed_rng(1, rloo.EVALUATION, 1000).random((len(rows), 24)))
-    eos_ids = rloo.find_eos_ids(model, tokenizer, None)
     with torch.autocast("cpu", torch.bfloat16):
-        batch = rloo.sample(model.eval(), [p.token_ids for p in prompts], uniforms, 0.8, eos_ids, eos_ids[0])
+        batch = model.sample([p.token_ids for p in prompts], uniforms, 0.8)
     completions = tokenizer.batch_decode(rloo.trim_rows(batch["tokens"], batch["lengths"]), skip_special_tokens=True)
-    right = score([p.text for p in prompts], completions, rows)
+    right = score(completions, [row["answer"] for row in rows])
     by_question = collections.defaultdict(list)
     for row, value in zip(rows, right):
         by_question[row["prompt"][-1]["content"]].append(value)

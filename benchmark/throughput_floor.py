@@ -5,9 +5,9 @@
 For a batch of rows that are all as long as the longest, with every prompt repeated k times: one prefill and one
 decoding step for each further token; one forward of the reference (where there is one); one forward and backward of the
 log-probabilities of the completion's tokens; one step of AdamW. In PPO, with a value model of the policy's size: a
-forward of both for the old log-probabilities and values, then for each update a forward and backward of both and the
-step. No sampling, no masks, no scores, no metrics; but freed memory is kept, and AdamW fused, as in the scripts. It is
-a limit for programs that compute every padded token; one that computes fewer can be below it.
+forward of it for the old values, then for each update a forward and backward of both and the step. No sampling, no
+masks, no scores, no metrics. It is a limit for programs that compute every padded token; one that computes fewer can
+be below it.
 """
 
 import itertools
@@ -17,11 +17,8 @@ import time
 from pathlib import Path
 
 import torch
-from throughput_tally import BENCHMARK, read_kilobytes
+from throughput_tally import read_kilobytes
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
-
-sys.path.insert(0, str(BENCHMARK.parent))
-from rloo import keep_freed_memory
 
 
 def completion_logprobs(model, tokens: torch.Tensor, completion_tokens: int) -> torch.Tensor:
@@ -40,7 +37,6 @@ def main(job: dict) -> dict:
     """Seconds of every part of a step, once for each repeat, and the memory of it all."""
     torch.set_num_threads(job["threads"])
     torch.manual_seed(job["seed"])
-    keep_freed_memory()
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     if job["kl_coef"] > 0:
         reference = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
@@ -48,7 +44,7 @@ def main(job: dict) -> dict:
     if is_ppo:
         trunk = AutoModel.from_pretrained(job["model"], dtype=torch.float32)
         parameters += trunk.parameters()
-    optimizer = torch.optim.AdamW(parameters, lr=job["learning_rate"], fused=True)
+    optimizer = torch.optim.AdamW(parameters, lr=job["learning_rate"])
     prompt_tokens, completion_tokens = job["longest_prompt"], job["longest_completion"]
     tokens = torch.randint(model.config.vocab_size, (job["batch"], prompt_tokens + completion_tokens))
     steps = []
@@ -66,7 +62,6 @@ def main(job: dict) -> dict:
                     if job["kl_coef"] > 0:
                         completion_logprobs(reference, micro_batch, completion_tokens)
                     if is_ppo:
-                        completion_logprobs(model, micro_batch, completion_tokens)
                         completion_values(trunk, micro_batch, completion_tokens)
                 moments.append(time.perf_counter())
         step = dict(zip(("generation", "logprobs"), (end - begin for begin, end in itertools.pairwise(moments))))

@@ -4,17 +4,22 @@ Called with the whole batch, the k episodes of a group side by side. No imports:
 """
 
 
-def exact_match(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
+def texts_of(completions: list) -> list[str]:
+    """The texts of completions, each a text or a list of one chat message."""
+    return [c if isinstance(c, str) else c[0]["content"] for c in completions]
+
+
+def exact_match(completions: list, answer: list[str], **_) -> list[float]:
     """1 where the completion, stripped, is the row's `answer`, else 0."""
-    return [float(completion.strip() == row["answer"]) for completion, row in zip(completions, rows)]
+    return [float(text.strip() == right) for text, right in zip(texts_of(completions), answer)]
 
 
-def share_of_letters(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
+def share_of_letters(completions: list, **_) -> list[float]:
     """The share of a completion's characters that are `e` or `1`, 0 for an empty one."""
-    return [sum(character in "e1" for character in text) / max(len(text), 1) for text in completions]
+    return [sum(character in "e1" for character in text) / max(len(text), 1) for text in texts_of(completions)]
 
 
-def one_group_in_four(prompts: list[str], completions: list[str], rows: list[dict]) -> list[float]:
+def one_group_in_four(completions: list, **_) -> list[float]:
     """`share_of_letters` for groups 0, 4, 8, .. of a batch with k = 4; 0 for the others, whose scores are so equal."""
-    shares = share_of_letters(prompts, completions, rows)
+    shares = share_of_letters(completions)
     return [share if episode // 4 % 4 == 0 else 0.0 for episode, share in enumerate(shares)]

@@ -2,8 +2,8 @@
 
     python benchmark/throughput_tally.py JOB.json RESULT.json
 
-It imports the script as it is and replaces, in the module, only what a measurement needs: `sample` and
-`completion_pass` get a clock around them, `draw_prompts` hands out the prompts in the file's order (as TRL is told to)
+It imports the script as it is and replaces, in the module, only what a measurement needs: `on_all_processes`, by which
+a rollout makes its passes, gets a clock, `draw_prompts` hands out the prompts in the file's order (as TRL is told to)
 and marks where an iteration begins, and `save_model` writes nothing and marks where the last one ended.
 """
 
@@ -65,8 +65,13 @@ def load_script(job: dict):
     torch.set_num_threads(job["threads"])
     module = importlib.import_module(job["algorithm"])
     if job["forced"]:
-        module.find_eos_ids = lambda *args, **kwargs: [-1]  # no token ends an episode
+        module.find_eos_ids = lambda *args: [-1]  # no token ends an episode
     return module
+
+
+def rollout_part(function) -> str:
+    """What the function that makes one of a rollout's passes is for: to sample, or else (of the reference, values)."""
+    return "logprobs" if isinstance(function, functools.partial) else "generation"
 
 
 def measure(module, job: dict) -> dict:
@@ -76,50 +81,31 @@ def measure(module, job: dict) -> dict:
 
     begins, steps, prompt_lengths = [], [], []
 
-    def add_clock(name: str, key: str):
-        original = getattr(module, name)
+    on_all_processes, load_prompts = module.on_all_processes, module.load_prompts
 
-        @functools.wraps(original)
-        def clocked(*args, **kwargs):
-            started = time.perf_counter()
-            result = original(*args, **kwargs)
-            steps[-1][key] += time.perf_counter() - started
-            if key == "generation":
-                longest = int(result["lengths"].max())
-                steps[-1]["longest_completion"] = max(longest, steps[-1].get("longest_completion", 0))
-            return result
+    def clocked(accelerator, function, *args):
+        started, key = time.perf_counter(), rollout_part(function)
+        result = on_all_processes(accelerator, function, *args)
+        steps[-1][key] += time.perf_counter() - started
+        if key == "generation":
+            steps[-1]["longest_completion"] = int(result["lengths"].max())
+        return result
 
-        setattr(module, name, clocked)
+    def keep_lengths(*args):
+        prompts = load_prompts(*args)
+        prompt_lengths.extend(len(prompt.token_ids) for prompt in prompts)
+        return prompts
 
-    def keep_lengths(original):
-        def tokenize_prompts(*args, **kwargs):
-            prompts = original(*args, **kwargs)
-            prompt_lengths.extend(len(prompt.token_ids) for prompt in prompts)
-            return prompts
+    def in_file_order(seed, num_prompts, first, count):
+        begins.append(time.perf_counter())
+        order = [position % num_prompts for position in range(first, first + count)]
+        lengths = [prompt_lengths[i] for i in order]
+        counts = dict(prompt_tokens=job["k"] * sum(lengths), longest_prompt=max(lengths))
+        steps.append(dict(generation=0.0, logprobs=0.0, **counts))
+        return order
 
-        return tokenize_prompts
-
-    def in_file_order(original):
-        drawn = 0
-
-        def draw_prompts(*args, **kwargs):
-            nonlocal drawn
-            begins.append(time.perf_counter())
-            order = range(drawn, drawn + len(original(*args, **kwargs)))
-            drawn = order.stop
-            order = [position % len(prompt_lengths) for position in order]
-            lengths = [prompt_lengths[i] for i in order]
-            counts = dict(prompt_tokens=job["k"] * sum(lengths), longest_prompt=max(lengths))
-            steps.append(dict(generation=0.0, logprobs=0.0, **counts))
-            return order
-
-        return draw_prompts
-
-    add_clock("sample", "generation")
-    add_clock("completion_pass", "logprobs")
-    module.tokenize_prompts = keep_lengths(module.tokenize_prompts)
-    module.draw_prompts = in_file_order(module.draw_prompts)
-    module.save_model = lambda *args, **kwargs: begins.append(time.perf_counter())
+    module.on_all_processes, module.load_prompts, module.draw_prompts = clocked, keep_lengths, in_file_order
+    module.save_model = lambda *args: begins.append(time.perf_counter())
     with torch.profiler.profile() if job.get("profile") else contextlib.nullcontext() as profile:
         module.main(tyro.cli(module.Args, args=flags(job)))
     if profile is not None:

@@ -143,12 +143,10 @@ def main(job: dict) -> dict:
     rows = [json.loads(line) for line in open(job["dataset"], encoding="utf-8")]
     reward, episodes = getattr(throughput_rewards, job["reward"]), 0
 
-    def score(prompts, completions, **columns):
+    def score(completions, **columns):
         nonlocal episodes
         episodes += len(completions)
-        texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
-        answers = columns.get("answer", [None] * len(texts))
-        return reward(prompts, texts, [{"answer": answer} for answer in answers])
+        return reward(completions=completions, **columns)
 
     config, trainer_class = {"rloo": (RLOOConfig, RLOOTrainer), "grpo": (GRPOConfig, GRPOTrainer)}[job["algorithm"]]
     ends, settled = StepEnds(), config(**settings(job))

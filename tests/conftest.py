@@ -1,0 +1,468 @@
+"""What all tests share: the scripts as modules, tiny models and datasets, runs in this process and under a launcher.
+
+    pytest                 what is fast, on the CPU, without network
+    pytest -m slow         what starts several programs, or takes long
+    pytest -k rloo         one script
+
+The scripts are imported, never copied. Models are tiny and random, made here, and sharp enough that a wrong position,
+temperature or mask shows. Where a test computes what a script should, it does so by the slowest and plainest way there
+is: one episode, one card, one token at a time.
+"""
+
+import contextlib
+import gc
+import importlib.util
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+# before torch is imported: each worker of the tests has one core
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+import transformers
+import yaml
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
+
+HERE = Path(__file__).resolve().parent.parent
+VOCAB = ["<pad>", "<eos>", *"0123456789+-= abcdef"]
+PAD, EOS = 0, 1
+
+for name in ("ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "WORLD_SIZE", "RANK", "LOCAL_RANK"):  # of a launcher
+    os.environ.pop(name, None)
+torch.set_num_threads(1)  # the models are too small for more
+transformers.utils.logging.disable_progress_bar()
+
+
+# ================================================ scripts ================================================
+def is_script(path):
+    text = path.read_text(encoding="utf-8")
+    return bool(re.search(r"^class Args\b", text, re.M) and re.search(r"^def batch_arithmetic\(", text, re.M))
+
+
+def import_file(path):
+    """A Python file as a module, imported anew."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+# every script in the folder, a copy of one among them, by name; and the three that are Tally
+MODULES = {path.stem: import_file(path) for path in sorted(HERE.glob("*.py")) if is_script(path)}
+SCRIPTS = [name for name in ("rloo", "grpo", "ppo") if name in MODULES]
+gc.freeze()  # else each run, at its end, looks through all that is imported
+
+
+@pytest.fixture(params=SCRIPTS)
+def script(request):
+    return MODULES[request.param]
+
+
+def only(*names):
+    """Run a test on these scripts, where they exist."""
+    return pytest.mark.parametrize("script", [MODULES[n] for n in names if n in MODULES], ids=lambda m: m.__name__)
+
+
+def group_flag(script):
+    """The flag that the property `k` reads; None where a group is one episode, as in PPO."""
+    found = re.search(r"^    k = property\(lambda self: self\.(\w+)\)", Path(script.__file__).read_text(), re.M)
+    return found and found[1]
+
+
+def with_group(script, flags):
+    """The flags with `k` under the name that the script has for it, or without it."""
+    flags = dict(flags)
+    k, name = flags.pop("k", None), group_flag(script)
+    return flags | {name: k} if name and k is not None else flags
+
+
+def make_args(script, **flags):
+    return script.Args(**with_group(script, flags))
+
+
+# ============================================ data and models ============================================
+def read_jsonl(path):
+    return [json.loads(line) for line in open(path, encoding="utf-8")]
+
+
+def write_jsonl(path, rows):
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def make_rows(prompts):
+    """Dataset rows; `number` names the prompt."""
+    return [{"prompt": prompt, "answer": "1", "number": number} for number, prompt in enumerate(prompts)]
+
+
+def make_prompts(count, seed=0):
+    """Different prompts of very different lengths, 1 to 16 characters."""
+    rng = random.Random(seed)
+    prompts = []
+    while len(prompts) < count:
+        prompt = "".join(rng.choices("0123456789+-=", k=rng.randint(1, 16)))
+        prompts += [prompt] if prompt not in prompts else []
+    return prompts
+
+
+def make_tokenizer(pad_token="<pad>"):
+    """One token per character."""
+    backend = Tokenizer(WordLevel({token: i for i, token in enumerate(VOCAB)}))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    names = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token=pad_token, eos_token="<eos>", model_input_names=names
+    )
+
+
+def encode(text):
+    return [VOCAB.index(character) for character in text]
+
+
+COMMON = dict(vocab_size=len(VOCAB), bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD, initializer_range=0.4)
+SHAPE = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+SHAPE |= dict(max_position_embeddings=64)
+GROUPED = SHAPE | dict(num_key_value_heads=1, head_dim=8)
+GPT2_SHAPE = dict(n_embd=16, n_layer=2, n_head=2, n_positions=64)
+GEMMA3_LAYERS = ["sliding_attention", "full_attention"]
+ARCHITECTURES = {
+    "llama": (transformers.LlamaConfig, SHAPE),
+    "qwen3": (transformers.Qwen3Config, GROUPED),
+    "neox": (transformers.GPTNeoXConfig, SHAPE | dict(rotary_pct=1.0)),
+    # the one with absolute positions, and with every dropout on
+    "gpt2": (transformers.GPT2Config, GPT2_SHAPE | dict(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)),
+    # attention windows shorter than prompts, capped logits, a bias made from the mask
+    "mistral": (transformers.MistralConfig, SHAPE | dict(num_key_value_heads=1, sliding_window=4)),
+    "gemma2": (transformers.Gemma2Config, GROUPED | dict(sliding_window=4)),
+    "gemma3": (transformers.Gemma3TextConfig, GROUPED | dict(sliding_window=4, layer_types=GEMMA3_LAYERS)),
+    "bloom": (transformers.BloomConfig, dict(hidden_size=16, n_layer=2, n_head=2)),
+    "gpt_neo": (
+        transformers.GPTNeoConfig,
+        dict(hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], window_size=4),
+    ),
+}
+
+
+def make_config(architecture, **changes):
+    config_class, shape = ARCHITECTURES[architecture]
+    return config_class(**COMMON | shape | changes)
+
+
+def make_model(architecture, auto_class=AutoModelForCausalLM, seed=0, **changes):
+    torch.manual_seed(seed)
+    return auto_class.from_config(make_config(architecture, **changes)).eval()
+
+
+def save_model(folder, model, eos_ids=EOS, tokenizer=None):
+    model.generation_config = GenerationConfig(eos_token_id=eos_ids, pad_token_id=PAD)
+    model.save_pretrained(folder)
+    (tokenizer or make_tokenizer()).save_pretrained(folder)
+    return str(folder)
+
+
+def save_classifier(folder, labels=1, pad_token_id=PAD, seed=3, tokenizer=None, **config):
+    """A reward model -> its folder, and the model."""
+    config |= dict(num_labels=labels, pad_token_id=pad_token_id)
+    model = make_model("llama", AutoModelForSequenceClassification, seed=seed, **config)
+    model.save_pretrained(folder)
+    (tokenizer or make_tokenizer()).save_pretrained(folder)
+    return str(folder), model
+
+
+REWARDS = '''
+import os
+import numpy, torch
+
+def letters(prompts, completions, **_):
+    """Differs between the completions of a prompt and between prompts."""
+    return [len(set(c)) + 0.3 * c.count("1") - 0.1 * len(c) * (len(p) % 3) for p, c in zip(prompts, completions)]
+
+def seldom(prompts, completions, **_):
+    """Differs between the completions of one prompt in three; equal scores whose mean rounds to another number."""
+    return [len(set(c)) if len(p) % 3 == 0 else 0.1 for p, c in zip(prompts, completions)]
+
+def squares(prompts, **_):
+    """No score is the mean of its group's."""
+    return [float(i * i) for i in range(len(prompts))]
+
+def number(number, **_):
+    """Names the prompt."""
+    return [float(n) for n in number]
+
+def parts(completions, **_):
+    return {"length": [float(len(c)) for c in completions], "ones": numpy.array([c.count("1") for c in completions])}
+
+def numpy_array(prompts, completions, **_):
+    return numpy.array(letters(prompts, completions))
+
+def tensor(prompts, completions, **_):
+    return torch.tensor(letters(prompts, completions))
+
+def five(prompts, **_):
+    return [5] * len(prompts)
+
+calls = 0
+
+def second_call(value):
+    """Fine at first, faulty when called again."""
+    def faulty(prompts, completions, **_):
+        global calls
+        calls += 1
+        values = letters(prompts, completions)
+        if calls == 2 and value == "raises":
+            raise KeyError("the verifier is gone")
+        if calls == 2 and value == "wrong count":
+            return values[1:]
+        if calls == 2 and value == "empty":
+            return {}
+        return values[:-1] + [value] if calls == 2 else values
+    return faulty
+
+nan, inf, none = second_call(float("nan")), second_call(float("inf")), second_call(None)
+text, raises, wrong_count = second_call("one"), second_call("raises"), second_call("wrong count")
+empty = second_call("empty")
+
+def other_parts(prompts, completions, **_):
+    """Names that depend on the process."""
+    return {"rank" + os.environ.get("RANK", "0"): letters(prompts, completions)}
+'''
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """Paths of what runs read: policies, datasets, rewards."""
+    folder = tmp_path_factory.mktemp("world")
+    (folder / "rewards.py").write_text(REWARDS)
+    return SimpleNamespace(
+        folder=folder,
+        reward=lambda name: f"{folder / 'rewards.py'}:{name}",
+        dataset=lambda n, seed=0: write_jsonl(folder / f"{n}-{seed}.jsonl", make_rows(make_prompts(n, seed))),
+        llama=save_model(folder / "llama", make_model("llama")),
+        smallest=save_model(folder / "smallest", make_model("llama", num_hidden_layers=1)),
+        gpt2=save_model(folder / "gpt2", make_model("gpt2")),
+        dropout=save_model(folder / "dropout", make_model("llama", attention_dropout=0.5)),
+        reference=save_model(folder / "reference", make_model("llama", seed=1)),
+        mild=save_model(folder / "mild", make_model("llama", initializer_range=0.1), eos_ids=[EOS, 5, 9, 14]),
+        many_eos=save_model(folder / "many_eos", make_model("llama"), eos_ids=[EOS, 5, 9, 14]),
+        classifier=save_classifier(folder / "classifier")[0],
+        # <pad> is an ordinary token to these two policies: the one emits it, the other pads with its EOS
+        emits_pad=save_model(folder / "emits_pad", make_model("llama", seed=2), eos_ids=[EOS, 7]),
+        pad_is_eos=save_model(
+            folder / "pad_is_eos", make_model("llama", pad_token_id=EOS), tokenizer=make_tokenizer("<eos>")
+        ),
+    )
+
+
+# ========================================= runs in this process ==========================================
+def reset_accelerate():
+    """accelerate keeps its state in singletons: forget the run before."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    PartialState._reset_state()
+
+
+@contextlib.contextmanager
+def fresh_imports():
+    """Forget, at the end, the folders that were added to `sys.path` and what was imported from them."""
+    before = list(sys.path)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        added = set(sys.path) - set(before)
+        for name, module in list(sys.modules.items()):
+            if str(Path(getattr(module, "__file__", None) or "/").parent) in added:
+                del sys.modules[name]
+        sys.path[:] = before
+
+
+def base_flags(world):
+    """What every run of these tests has: a tiny policy, prompts of different lengths, a reward that differs."""
+    flags = dict(model_path=world.llama, dataset=world.dataset(7), reward=world.reward("letters"), batch_size=12)
+    flags |= dict(k=3, response_length=6, learning_rate=3e-3, num_train_epochs=1.0, num_sample_generations=1)
+    flags |= dict(num_ppo_epochs=1, num_mini_batches=1, kl_coef=0.05)
+    return flags | dict(save_rollouts=True, max_grad_norm=math.inf)
+
+
+@pytest.fixture
+def run(world, tmp_path):
+    """run(script, **flags) runs `main` in this process -> its Args, its lines of metrics.jsonl, its output folder."""
+    numbers = iter(range(100))
+
+    def run(script, **flags):
+        flags = {"output_dir": str(tmp_path / f"run{next(numbers)}")} | base_flags(world) | flags
+        args = make_args(script, **flags)
+        reset_accelerate()
+        with fresh_imports():
+            script.main(args)
+        output_dir = Path(args.output_dir)
+        return args, read_jsonl(output_dir / "metrics.jsonl"), output_dir
+
+    return run
+
+
+@pytest.fixture
+def updates(monkeypatch):
+    """What the optimizer was given at each of its steps: the gradients of all parameters, and the learning rate."""
+    record = []
+
+    class Recorder(torch.optim.AdamW):
+        def step(self, closure=None):
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            gradients = [p.grad.clone() for p in parameters]
+            record.append(SimpleNamespace(gradients=gradients, lr=self.param_groups[0]["lr"]))
+            return super().step(closure)
+
+    monkeypatch.setattr(torch.optim, "AdamW", Recorder)
+    return record
+
+
+def record_calls(monkeypatch, owner, name):
+    """Replace a function by itself, keeping its arguments and results in the list that is returned."""
+    calls, function = [], getattr(owner, name)
+
+    def wrapped(*args, **kwargs):
+        result = function(*args, **kwargs)
+        calls.append(SimpleNamespace(args=args, result=result, training=torch.is_grad_enabled()))
+        return result
+
+    monkeypatch.setattr(owner, name, wrapped)
+    return calls
+
+
+# ================================================ results ================================================
+def flat(tensors):
+    return torch.cat([tensor.detach().flatten().double() for tensor in tensors])
+
+
+def distance(tensors, others):
+    """Norm of the difference, relative to the norm of the first."""
+    first = flat(tensors)
+    return ((first - flat(others)).norm() / first.norm()).item()
+
+
+def weights_of(path):
+    return [p.detach() for p in AutoModelForCausalLM.from_pretrained(path).parameters()]
+
+
+def plain_logprobs(model, prompt_ids, token_ids, temperature=1.0):
+    """Log-probabilities of a completion: one episode, no padding, no cache, all positions -> [tokens]."""
+    logits = model(torch.tensor([list(prompt_ids) + list(token_ids)])).logits[0].float() / temperature
+    logprobs = torch.log_softmax(logits, -1)[len(prompt_ids) - 1 : -1]
+    return logprobs.gather(-1, torch.tensor(token_ids)[:, None]).squeeze(1)
+
+
+TIMES = {"eps", "time/rollout_s", "time/train_s"}
+UNEVEN_NAMES = TIMES | {"val/sampling_logprob_difference"}  # times, and what is nothing but rounding
+
+
+def check_same_metrics(metrics, others):
+    """Two runs logged the same, up to rounding."""
+    for row, other in zip(metrics, others, strict=True):
+        assert row.keys() == other.keys()
+        for name in row.keys() - UNEVEN_NAMES:
+            assert row[name] == pytest.approx(other[name], rel=1e-4, abs=5e-6), (row["iteration"], name)
+
+
+def compare_runs(output_dir, other_dir):
+    """Two runs of the same flags agree up to rounding, as the design promises."""
+    folders = Path(output_dir), Path(other_dir)
+    rollouts = [[(r["prompt"], r["token_ids"]) for r in read_jsonl(folder / "rollouts.jsonl")] for folder in folders]
+    assert rollouts[0] == rollouts[1]
+    check_same_metrics(*(read_jsonl(folder / "metrics.jsonl") for folder in folders))
+    start = yaml.safe_load((folders[0] / "args.yaml").read_text())["model_path"]
+    start, end, other_end = (flat(weights_of(path)) for path in (start, *(folder / "model" for folder in folders)))
+    moved = (end - start).norm()
+    assert moved > 1e-3
+    assert (end - other_end).norm() / moved < 1e-3
+
+
+def result_of(output_dir):
+    """All that a run computed: its files without times and paths, and its weights, bit by bit."""
+    rows = read_jsonl(output_dir / "metrics.jsonl")
+    lines = [{name: x for name, x in row.items() if name not in TIMES} for row in rows]
+    weights = {file.name: file.read_bytes() for file in (output_dir / "model").glob("*.safetensors")}
+    others = [(output_dir / name).read_text() for name in ("rollouts.jsonl", "samples.jsonl", "plan.yaml")]
+    return lines, weights, others
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# ========================================= runs under a launcher =========================================
+PROBE = '''
+import atexit, json, os, pathlib
+
+import transformers
+from accelerate.state import PartialState
+from rewards import letters
+
+folder, rank = pathlib.Path(os.environ["PROBE_FOLDER"]), os.environ.get("RANK", "0")
+get_scheduler = transformers.get_scheduler
+
+def probed_get_scheduler(*args, **kwargs):
+    scheduler = get_scheduler(*args, **kwargs)
+    atexit.register(lambda: (folder / f"last_lr_{rank}").write_text(repr(scheduler.get_last_lr()[0])))
+    return scheduler
+
+transformers.get_scheduler = probed_get_scheduler
+
+def probe(prompts, completions, **_):
+    """The usual reward; writes down who was asked for what."""
+    state = PartialState()
+    call = dict(rank=rank, count=len(prompts), world_size=state.num_processes, type=str(state.distributed_type))
+    with open(folder / "calls.jsonl", "a") as file:
+        file.write(json.dumps(call) + "\\n")
+    return letters(prompts, completions)
+
+def fails_on_rank_1(prompts, completions, **_):
+    if rank == "1":
+        raise ValueError("only here")
+    return letters(prompts, completions)
+'''
+
+
+def command_line(flags):
+    """Flags as a command line."""
+    words = []
+    for name, value in flags.items():
+        name = name.replace("_", "-")
+        words += [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+    return words
+
+
+def launch(script, processes, folder, flags, program=None, **environment):
+    """Run a script in `folder` as its own program, on several processes under torchrun, to its end -> the finished
+    program. The folder gets rewards.py and probe.py; program: what runs the script, if not Python itself."""
+    (folder / "probe.py").write_text(PROBE)
+    (folder / "rewards.py").write_text(REWARDS)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
+    command = [sys.executable, *(launcher if processes > 1 else []), *([str(program)] if program else [])]
+    command += [script.__file__, *command_line(with_group(script, flags))]
+    environment = os.environ | {"PROBE_FOLDER": str(folder)} | environment
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def launch_fsdp2(script, folder, flags):
+    """`launch` on two processes whose weights are sharded, by benchmark/fsdp2_cpu.py."""
+    return launch(script, 2, folder, flags, program=HERE / "benchmark" / "fsdp2_cpu.py")

@@ -1,0 +1,457 @@
+"""What makes RLOO, GRPO and PPO: advantages, losses, KL, score scaling, dropped updates, and what is logged of them."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import (
+    EOS,
+    distance,
+    encode,
+    flat,
+    only,
+    plain_logprobs,
+    read_jsonl,
+    record_calls,
+    save_classifier,
+    weights_of,
+)
+from plain import plain_gradient
+from transformers import AutoModelForCausalLM
+
+
+# ============================================ logged of a rollout ===========================================
+def test_metrics_of_the_rollout_are_those_of_its_episodes(script, run, world):
+    """KL, entropy and scores in metrics.jsonl are means over the episodes of rollouts.jsonl, without padding."""
+    args, metrics, output_dir = run(script, ref_model_path=world.reference, kl_coef=0.1, num_train_epochs=2)
+    rows = read_jsonl(output_dir / "rollouts.jsonl")
+    for line in metrics:
+        episodes = [row for row in rows if row["iteration"] == line["iteration"]]
+        kl = np.mean([sum(row["logprobs"]) - sum(row["ref_logprobs"]) for row in episodes])
+        assert line["objective/kl"] == pytest.approx(kl, rel=1e-4) and abs(kl) > 0.5
+        assert line["objective/entropy"] == pytest.approx(np.mean([-sum(r["logprobs"]) for r in episodes]), rel=1e-4)
+        assert line["objective/scores"] == pytest.approx(np.mean([row["score"] for row in episodes]), rel=1e-4)
+    model = AutoModelForCausalLM.from_pretrained(args.model_path).eval()
+    entropies = []
+    for row in rows[: args.batch_size]:
+        with torch.no_grad():
+            logits = model(torch.tensor([encode(row["prompt"]) + row["token_ids"]])).logits[0]
+        logprobs = logits.log_softmax(-1)[len(row["prompt"]) - 1 : -1]
+        entropies += (-(logprobs.exp() * logprobs).sum(-1)).tolist()
+    assert metrics[0]["policy/entropy_avg"] == pytest.approx(np.mean(entropies), rel=1e-4)
+
+
+@only("rloo", "ppo")
+def test_rlhf_reward_is_its_two_parts(script, run, world):
+    """objective/rlhf_reward = objective/scores + objective/non_score_reward, which is -kl_coef * objective/kl."""
+    _, metrics, _ = run(script, kl_coef=0.3, ref_model_path=world.reference, num_train_epochs=2)
+    for line in metrics:
+        assert line["objective/non_score_reward"] == pytest.approx(-0.3 * line["objective/kl"], rel=1e-5)
+        total = line["objective/scores"] + line["objective/non_score_reward"]
+        assert line["objective/rlhf_reward"] == pytest.approx(total, rel=1e-6)
+
+
+def test_no_kl_loads_no_reference(script, run, monkeypatch):
+    """kl_coef 0 loads no reference model and logs no KL; any other loads one."""
+    loaded = record_calls(monkeypatch, script, "load_model")
+    for kl_coef, expected in ((0.0, 0), (0.1, 1)):
+        loaded.clear()
+        _, metrics, output_dir = run(script, kl_coef=kl_coef, total_episodes=12)
+        assert [call.args[0] for call in loaded].count("--ref-model-path") == expected
+        assert ("objective/kl" in metrics[0]) == bool(expected)
+        assert (read_jsonl(output_dir / "rollouts.jsonl")[0]["ref_logprobs"] is not None) == bool(expected)
+
+
+def test_more_kl_coefficient_gives_less_kl(script, run, world):
+    """The KL term does what it is for: after a short run the policy is nearer to the reference."""
+    flags = dict(model_path=world.mild, learning_rate=3e-3, lr_scheduler_type="constant", num_train_epochs=15)
+    kl = {}
+    for kl_coef in (1e-4, 3.0):
+        metrics = run(script, **flags, kl_coef=kl_coef, batch_size=24, save_rollouts=False)[1]
+        kl[kl_coef] = np.mean([row["objective/kl"] for row in metrics[-4:]])
+    assert kl[3.0] < 0.5 * kl[1e-4], kl
+
+
+# ============================================ logged of an update ===========================================
+def test_metrics_of_updates_are_those_of_the_textbook(script, run, world, monkeypatch):
+    """From the second update's log-probabilities, by plain passes over the weights it had: ratio, its variance,
+    approximate KL, clip fraction and loss, over the units that the algorithm clips; micro-batches change nothing."""
+    states, step = [], torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: snapshot(self) or step(self, closure))
+
+    def snapshot(optimizer):
+        states.append([p.detach().clone() for group in optimizer.param_groups for p in group["params"]])
+
+    flags = dict(num_ppo_epochs=2, total_episodes=12, learning_rate=0.01, cliprange=0.1, kl_coef=0.0)
+    _, [line], output_dir = run(script, per_device_train_batch_size=5, **flags)
+    model, rows = AutoModelForCausalLM.from_pretrained(world.llama).eval(), read_jsonl(output_dir / "rollouts.jsonl")
+    for parameter, value in zip(model.parameters(), states[1]):
+        parameter.data = value
+    units, losses = [], []  # (log-ratio, advantage) of each unit; what the mean over the mini-batch is made of
+    for row in rows:
+        with torch.no_grad():
+            new = plain_logprobs(model, encode(row["prompt"]), row["token_ids"]).tolist()
+        logratio, advantage = np.subtract(new, row["logprobs"]), row["advantage"]
+        if script.__name__ == "rloo":
+            logratio, advantage = [sum(logratio)], [advantage]
+        elif script.__name__ == "grpo":
+            advantage = [advantage] * len(logratio)
+        pairs = list(zip(logratio, advantage, strict=True))
+        units += pairs
+        cut = [max(-a * math.exp(d), -a * min(max(math.exp(d), 0.9), 1.1)) for d, a in pairs]
+        losses += cut if script.__name__ == "ppo" else [np.mean(cut)]
+    ratios, advantages = np.exp([d for d, _ in units]), np.array([a for _, a in units])
+    is_cut = (advantages > 0) & (ratios > 1.1) | (advantages < 0) & (ratios < 0.9)
+    assert is_cut.any() and not is_cut.all()
+    if script.__name__ == "grpo":
+        second = {"low": (is_cut & (advantages < 0)).mean(), "high": (is_cut & (advantages > 0)).mean()}
+        assert line["policy/clipfrac_low_avg"] == pytest.approx(second["low"] / 2)
+        assert line["policy/clipfrac_high_avg"] == pytest.approx(second["high"] / 2)
+    first = -np.mean(advantages if script.__name__ != "grpo" else [row["advantage"] for row in rows])
+    assert line["val/ratio"] == pytest.approx((1 + ratios.mean()) / 2, rel=1e-5)
+    assert line["val/ratio_var"] == pytest.approx(ratios.var() / 2, rel=1e-3)
+    assert line["policy/approxkl_avg"] == pytest.approx(np.square(np.log(ratios)).mean() / 4, rel=1e-3)
+    assert line["policy/clipfrac_avg"] == pytest.approx(is_cut.mean() / 2)
+    assert line["loss/policy_avg"] == pytest.approx((first + np.mean(losses)) / 2, rel=1e-3, abs=1e-5)
+
+
+def test_the_clip_cuts_where_it_helps(script):
+    """By hand: a positive advantage is cut above, a negative one below; clip-higher widens the high side alone."""
+    logratio, advantages = torch.tensor([0.5, 0.5, -0.5, -0.5, 0.1]), torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0])
+    losses, cut = script.clipped_policy_loss(logratio, advantages, 0.2, 0.2)
+    expected = [-2 * 1.2, 2 * math.exp(0.5), -2 * math.exp(-0.5), 2 * 0.8, -2 * math.exp(0.1)]
+    assert losses.tolist() == pytest.approx(expected) and cut.tolist() == [True, False, False, True, False]
+    losses, cut = script.clipped_policy_loss(logratio, advantages, 0.2, 0.9)
+    assert losses.tolist() == pytest.approx([-2 * math.exp(0.5), *expected[1:]])
+    assert cut.tolist() == [False, False, False, True, False]
+
+
+# =================================================== RLOO ===================================================
+@only("rloo")
+def test_rloo_advantages_by_hand(script):
+    """1, 2, 5, 8 of one prompt and 2, 3, 6, 9 of another; 3 right of 8; sums of 0; a brute-force loop."""
+    advantages = script.rloo_advantages(torch.tensor([1.0, 2, 5, 8, 2, 3, 6, 9]), 4)
+    assert advantages.tolist() == pytest.approx([-4, -8 / 3, 4 / 3, 16 / 3, -4, -8 / 3, 4 / 3, 16 / 3])
+    right = script.rloo_advantages(torch.tensor([1.0, 1, 1, 0, 0, 0, 0, 0]), 8)
+    assert right.tolist() == pytest.approx([0.7143] * 3 + [-0.4286] * 5, abs=1e-4)
+    for k in (2, 3, 7):
+        rewards = torch.randn(4 * k, generator=torch.Generator().manual_seed(k))
+        expected = []
+        for i in range(4 * k):
+            others = [rewards[j].item() for j in range(4 * k) if j // k == i // k and j != i]
+            expected.append(rewards[i].item() - sum(others) / len(others))
+        advantages = script.rloo_advantages(rewards, k)
+        assert advantages.tolist() == pytest.approx(expected, abs=1e-5)
+        assert advantages.view(4, k).sum(1).abs().max() < 1e-5
+    assert script.rloo_advantages(torch.tensor([0.1] * 7), 7).tolist() == [0.0] * 7  # whatever a mean rounds to
+
+
+@only("rloo")
+def test_rloo_with_a_single_update_is_reinforce(script, run, world, updates):
+    """One PPO epoch, one mini-batch: the gradient is the mean over episodes of -A * grad log p(completion), A from the
+    scores and the KL to the reference by a brute-force loop, log p from plain passes over a fresh model."""
+    flags = dict(kl_coef=0.2, ref_model_path=world.reference, total_episodes=12, k=4)
+    rows = read_jsonl(run(script, **flags)[2] / "rollouts.jsonl")
+    policy, reference = (AutoModelForCausalLM.from_pretrained(p).eval() for p in (world.llama, world.reference))
+    rewards = []
+    for row in rows:
+        with torch.no_grad():
+            episode = encode(row["prompt"]), row["token_ids"]
+            kl = (plain_logprobs(policy, *episode) - plain_logprobs(reference, *episode)).sum().item()
+        rewards.append(row["score"] - 0.2 * kl)
+    weights = []
+    for i, row in enumerate(rows):
+        others = [rewards[j] for j in range(12) if rows[j]["prompt"] == row["prompt"] and j != i]
+        assert len(others) == 3
+        assert row["advantage"] == pytest.approx(rewards[i] - sum(others) / 3, rel=1e-4, abs=1e-5)
+        weights.append(torch.full((len(row["token_ids"]),), rewards[i] - sum(others) / 3) / 12)
+    assert distance(plain_gradient(world.llama, rows, weights), updates[0].gradients) < 1e-5
+
+
+# =================================================== GRPO ===================================================
+@only("grpo")
+def test_grpo_advantages_by_hand(script):
+    """3 right of 8 give +1.2074 and -0.7244, unscaled +0.6250 and -0.3750; equal scores give 0, not NaN."""
+    scores = torch.tensor([1.0, 1, 1, 0, 0, 0, 0, 0, *[0.1] * 8])
+    batch = statistics.stdev(scores.tolist()) + 1e-4
+    by_scale = {"group": (1.2074, -0.7244), "none": (0.625, -0.375), "batch": (0.625 / batch, -0.375 / batch)}
+    for scale, (right, wrong) in by_scale.items():
+        advantages, all_equal = script.grpo_advantages(scores, 8, scale)
+        assert advantages.tolist() == pytest.approx([right] * 3 + [wrong] * 5 + [0.0] * 8, abs=1e-4)
+        assert advantages[8:].tolist() == [0.0] * 8 and all_equal.tolist() == [False, True]
+
+
+GRPO_DENOMINATORS = {  # (tokens of the episode, of the mini-batch, episodes, response_length) -> what divides a token
+    "grpo": lambda tokens, all_tokens, episodes, longest: tokens * episodes,
+    "dapo": lambda tokens, all_tokens, episodes, longest: all_tokens,
+    "dr_grpo": lambda tokens, all_tokens, episodes, longest: episodes * longest,
+}
+
+
+@only("grpo")
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("loss_type", GRPO_DENOMINATORS)
+def test_grpo_losses_by_plain_passes(script, run, world, updates, loss_type, masked, level):
+    """Each loss type's gradient, with the k3 KL to another model in the loss, is that of plain passes; masked episodes
+    leave numerator and denominator; while the ratio is 1, a ratio per sequence spreads A over its tokens evenly."""
+    flags = dict(loss_type=loss_type, mask_truncated_completions=masked, kl_coef=0.3, ref_model_path=world.reference)
+    flags |= dict(model_path=world.many_eos, total_episodes=24, batch_size=24, importance_sampling_level=level)
+    rows = read_jsonl(run(script, **flags, per_device_train_batch_size=5)[2] / "rollouts.jsonl")
+    for group in (rows[i : i + 3] for i in range(0, 24, 3)):  # statistics of all scores, masked or not
+        mean, deviation = (f([row["score"] for row in group]) for f in (statistics.mean, statistics.stdev))
+        for row in group:
+            assert row["advantage"] == pytest.approx((row["score"] - mean) / (deviation + 1e-4), abs=1e-4)
+    kept = [row for row in rows if not masked or row["token_ids"][-1] in (EOS, 5, 9, 14)]
+    assert masked == (len(kept) < len(rows))
+    all_tokens = sum(len(row["token_ids"]) for row in kept)
+    weights = []
+    for row in kept:
+        tokens = len(row["token_ids"])
+        difference = torch.tensor(row["ref_logprobs"]) - torch.tensor(row["logprobs"])
+        kl_slope = 0.3 * (1 - difference.exp())
+        spread = torch.full((tokens,), row["advantage"])
+        weights.append((spread - kl_slope) / GRPO_DENOMINATORS[loss_type](tokens, all_tokens, len(kept), 6))
+    assert distance(plain_gradient(world.many_eos, kept, weights), updates[0].gradients) < 1e-4
+
+
+@only("grpo")
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_grpo_with_every_completion_truncated_learns_nothing(script, run, monkeypatch, updates, kl_coef):
+    """All masked: the gradient is zero, and nothing is NaN."""
+    sample = script.CompletionModel.sample
+
+    def never_ends(*args):
+        result = sample(*args)
+        return result | {"ended": torch.zeros_like(result["ended"])}
+
+    monkeypatch.setattr(script.CompletionModel, "sample", never_ends)
+    for flags in ({}, dict(num_mini_batches=2, num_ppo_epochs=2)):
+        metrics = run(script, mask_truncated_completions=True, kl_coef=kl_coef, **flags)[1]
+        assert all(math.isfinite(value) for row in metrics for value in row.values())
+    assert all(flat(update.gradients).abs().max() == 0 for update in updates)
+
+
+@only("grpo")
+def test_grpo_ratio_of_a_sequence(script, run):
+    """exp of the mean log-ratio: as many ratios as episodes, which move less than those of tokens."""
+    flags = dict(num_ppo_epochs=2, learning_rate=0.01, total_episodes=12)
+    variances = [
+        run(script, importance_sampling_level=x, **flags)[1][0]["val/ratio_var"] for x in ("token", "sequence")
+    ]
+    assert 1e-7 < variances[1] < 0.7 * variances[0]
+    logged = run(script, importance_sampling_level="sequence", cliprange=0.0, **flags)[1][0]
+    assert (logged["policy/clipfrac_avg"] * 2 * 12) == pytest.approx(round(logged["policy/clipfrac_avg"] * 24))
+
+
+@only("grpo")
+def test_grpo_clips_higher(script, run):
+    """--cliprange-high widens the high side alone; without it --cliprange is both."""
+    flags = dict(cliprange=0.0, num_ppo_epochs=3, num_mini_batches=2, learning_rate=0.01)
+    metrics = run(script, **flags)[1]
+    low, high, both = (metrics[0][f"policy/clipfrac{side}_avg"] for side in ("_low", "_high", ""))
+    assert low > 0 and high > 0 and low + high == pytest.approx(both)
+    metrics = run(script, **flags, cliprange_high=1e9)[1]
+    assert metrics[0]["policy/clipfrac_high_avg"] == 0 and metrics[0]["policy/clipfrac_low_avg"] > 0
+
+
+@only("grpo")
+def test_grpo_logs_groups_without_a_signal(script, run, world):
+    """group/zero_advantage_fraction is the share of groups whose scores are all equal."""
+    flags = dict(model_path=world.many_eos, response_length=1, num_train_epochs=2, seed=3)
+    _, metrics, output_dir = run(script, **flags)
+    rows, shares = read_jsonl(output_dir / "rollouts.jsonl"), []
+    for line in metrics:
+        scores = [row["score"] for row in rows if row["iteration"] == line["iteration"]]
+        shares.append(np.mean([len(set(scores[i : i + 3])) == 1 for i in range(0, len(scores), 3)]))
+        assert line["group/zero_advantage_fraction"] == pytest.approx(shares[-1])
+    assert any(0 < share < 1 for share in shares)
+
+
+# ==================================================== PPO ===================================================
+@only("ppo")
+def test_gae_equals_a_loop_over_each_episode(script):
+    """Advantages by the definition, a double sum over the tokens of one episode; the value after the last is 0."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [5, 1, 3, 8]
+    mask = torch.arange(8) < torch.tensor(lengths)[:, None]
+    rewards, values = (torch.randn(4, 8, generator=generator) * mask for _ in range(2))
+    for gamma, lam in ((1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.7, 0.0)):
+        advantages = script.gae(rewards, values, gamma, lam)
+        for row, n in enumerate(lengths):
+            r, v = rewards[row, :n].tolist(), values[row, :n].tolist() + [0.0]
+            deltas = [r[t] + gamma * v[t + 1] - v[t] for t in range(n)]
+            expected = [sum((gamma * lam) ** (s - t) * deltas[s] for s in range(t, n)) for t in range(n)]
+            assert advantages[row, :n].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@only("ppo")
+@pytest.mark.parametrize("policy", ["llama", "many_eos", "pad_is_eos"])
+def test_ppo_without_values_is_reinforce_on_reward_to_go(script, run, world, updates, policy):
+    """gamma = lam = 1, no whitening, values at zero: the gradient is the mean over tokens of -(reward to go) * grad log
+    p. A token's reward is -kl_coef * KL, and the score comes on the last valid token, never on padding."""
+    flags = dict(gamma=1.0, lam=1.0, whiten_advantages=False, kl_coef=0.2, ref_model_path=world.reference)
+    path = getattr(world, policy)
+    rows = read_jsonl(run(script, **flags, model_path=path, total_episodes=24, batch_size=24)[2] / "rollouts.jsonl")
+    model, reference = (AutoModelForCausalLM.from_pretrained(p).eval() for p in (path, world.reference))
+    weights = []
+    for row in rows:
+        with torch.no_grad():
+            episode = encode(row["prompt"]), row["token_ids"]
+            rewards = (-0.2 * (plain_logprobs(model, *episode) - plain_logprobs(reference, *episode))).tolist()
+        rewards[-1] += row["score"]
+        to_go = [sum(rewards[t:]) for t in range(len(rewards))]
+        assert row["values"] == [0.0] * len(rewards)
+        assert row["advantage"] == pytest.approx(to_go, abs=1e-4) and row["returns"] == pytest.approx(to_go, abs=1e-4)
+        weights.append(torch.tensor(to_go) / sum(len(r["token_ids"]) for r in rows))
+    expected = plain_gradient(path, rows, weights)
+    assert distance(expected, updates[0].gradients[: len(expected)]) < 1e-5
+
+
+@only("ppo")
+@pytest.mark.parametrize("source, whiten", [("value_model_path", False), ("reward_model_path", True)])
+def test_ppo_values_and_returns_by_plain_passes(script, run, updates, tmp_path, source, whiten):
+    """The value of a token is the head at the position before it, and 0 after the last; the score comes on the last
+    valid token; G = A + V before whitening; the value loss is vf_coef * 0.5 (v - G)^2 over all tokens."""
+    path, model = save_classifier(tmp_path / "value")
+    flags = {source: path} | dict(vf_coef=0.5, total_episodes=12, gamma=0.8, lam=0.9, kl_coef=0.0)
+    _, metrics, output_dir = run(script, **flags, whiten_advantages=whiten, per_device_train_batch_size=5)
+    rows = read_jsonl(output_dir / "rollouts.jsonl")
+    count, loss = sum(len(row["token_ids"]) for row in rows), 0.0
+    assert min(len(row["token_ids"]) for row in rows) < 6, "the test needs an episode that ended early"
+    for row in rows:
+        prompt = encode(row["prompt"])
+        hidden = model.model(torch.tensor([prompt + row["token_ids"]])).last_hidden_state[0]
+        values = model.score(hidden[len(prompt) - 1 : -1]).squeeze(-1)
+        assert row["values"] == pytest.approx(values.tolist(), abs=1e-5)
+        v, n = [*values.tolist(), 0.0], len(values)
+        deltas = [0.8 * v[t + 1] - v[t] + row["score"] * (t == n - 1) for t in range(n)]
+        advantages = [sum(0.72 ** (s - t) * deltas[s] for s in range(t, n)) for t in range(n)]
+        assert row["returns"] == pytest.approx([a + b for a, b in zip(advantages, v)], abs=1e-4)
+        if not whiten:
+            assert row["advantage"] == pytest.approx(advantages, abs=1e-4)
+        loss = loss + 0.5 * (values - torch.tensor(row["returns"])).square().sum() / count
+    assert metrics[0]["loss/value_avg"] == pytest.approx(loss.item(), rel=1e-4)
+    (0.5 * loss).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    assert distance(expected, updates[0].gradients[-len(expected) - 1 : -1]) < 1e-5  # the last is the head's bias
+
+
+@only("ppo")
+def test_ppo_whitens_advantages_of_the_whole_batch(script, run):
+    """Over all valid tokens, to mean 0 and population variance 1."""
+    output_dir = run(script, whiten_advantages=True, total_episodes=24, batch_size=24)[2]
+    advantages = np.hstack([row["advantage"] for row in read_jsonl(output_dir / "rollouts.jsonl")])
+    assert advantages.mean() == pytest.approx(0, abs=1e-6) and advantages.var() == pytest.approx(1, abs=1e-5)
+
+
+@only("ppo")
+def test_ppo_value_loss_is_clipped_around_the_old_value(script):
+    """0.5 * max((v - G)^2, (v_clipped - G)^2), by hand."""
+    values, old, returns = torch.tensor([1.0, 1.0, 0.1, -1.0]), torch.zeros(4), torch.tensor([2.0, 0.5, 0.0, 0.0])
+    losses, cut = script.clipped_value_loss(values, old, returns, 0.2)
+    assert losses.tolist() == pytest.approx([0.5 * 1.8**2, 0.5 * 0.5**2, 0.5 * 0.1**2, 0.5 * 1.0])
+    assert cut.tolist() == [True, False, False, False]
+
+
+@only("ppo")
+def test_ppo_kl_estimators(script, run, world):
+    """Over an enumerable distribution k1 and k3 have the KL as their mean; abs and k2 by formula; and in a run."""
+    logits, ref_logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+    p, q = (torch.log_softmax(x / 0.7, 0) for x in (logits, ref_logits))
+    kl = sum(math.exp(a) * (a - b) for a, b in zip(p.tolist(), q.tolist()))
+    for estimator in ("k1", "k3"):
+        assert (p.exp() * script.token_kl(p, q, estimator)).sum().item() == pytest.approx(kl, rel=1e-5)
+    formulas = {"k1": lambda d: d, "abs": abs, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
+    differences = (p - q).tolist()
+    for estimator, formula in formulas.items():
+        got = script.token_kl(p, q, estimator).tolist()
+        assert got == pytest.approx([formula(d) for d in differences], abs=1e-6)
+        flags = dict(kl_estimator=estimator, kl_coef=0.3, ref_model_path=world.reference, total_episodes=12)
+        _, metrics, output_dir = run(script, **flags, temperature=0.7)
+        sums = [
+            sum(formula(a - b) for a, b in zip(row["logprobs"], row["ref_logprobs"]))
+            for row in read_jsonl(output_dir / "rollouts.jsonl")
+        ]
+        assert metrics[0]["objective/non_score_reward"] == pytest.approx(-0.3 * np.mean(sums), rel=1e-4)
+
+
+@only("ppo")
+@pytest.mark.parametrize("target", [0.001, 1000.0])
+def test_ppo_adapts_the_kl_coefficient(script, run, world, target):
+    """kl_coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon after each iteration; logged as used, and
+    paid: a return is score - kl_coef * KL of the episode."""
+    flags = dict(adaptive_kl=True, kl_coef=0.2, kl_target=target, kl_horizon=50, ref_model_path=world.reference)
+    _, metrics, output_dir = run(script, **flags, num_train_epochs=5, gamma=1.0, lam=1.0)
+    coefficient, episode, used = 0.2, 0, {}
+    for row in metrics:
+        assert row["objective/kl_coef"] == pytest.approx(coefficient, rel=1e-6)
+        used[row["iteration"]] = coefficient
+        error = min(max(row["objective/kl"] / target - 1, -0.2), 0.2)
+        coefficient *= 1 + error * (row["episode"] - episode) / 50
+        episode = row["episode"]
+    assert abs(coefficient - 0.2) > 0.01
+    for row in read_jsonl(output_dir / "rollouts.jsonl"):
+        kl = sum(row["logprobs"]) - sum(row["ref_logprobs"])
+        assert row["returns"][0] == pytest.approx(row["score"] - used[row["iteration"]] * kl, rel=1e-4, abs=1e-4)
+
+
+@only("ppo")
+def test_ppo_scales_scores_by_all_scores_so_far(script, run):
+    """--score-norm subtracts the mean, --score-scaling divides by the deviation of all scores so far; then the clip."""
+    still = dict(learning_rate=0.0, num_train_epochs=4)  # the same episodes in every run
+
+    def scores(**flags):
+        return [(r["iteration"], r["score"]) for r in read_jsonl(run(script, **still, **flags)[2] / "rollouts.jsonl")]
+
+    raw = scores()
+    settings = dict(score_norm=True, score_scaling=True)
+    for flags in (settings, {"score_norm": True}, {"score_scaling": True}, settings | {"score_clip": 0.5}):
+        for (iteration, score), (_, got) in zip(raw, scores(**flags), strict=True):
+            so_far = [s for i, s in raw if i <= iteration]
+            expected = score - (statistics.mean(so_far) if flags.get("score_norm") else 0)
+            expected /= statistics.pstdev(so_far) if flags.get("score_scaling") else 1
+            limit = flags.get("score_clip", math.inf)
+            assert got == pytest.approx(min(max(expected, -limit), limit), rel=1e-4, abs=1e-5)
+
+
+@only("ppo")
+def test_ppo_whitens_rewards_without_moving_their_mean(script, run, world):
+    """--whiten-rewards divides every token's reward by the population deviation over all valid tokens."""
+    flags = dict(gamma=1.0, lam=1.0, whiten_advantages=False, kl_coef=0.2, ref_model_path=world.reference)
+    plain, whitened = (
+        read_jsonl(run(script, **flags, total_episodes=12, whiten_rewards=on)[2] / "rollouts.jsonl")
+        for on in (False, True)
+    )
+    rewards = [np.append(-np.diff(row["returns"]), row["returns"][-1]) for row in plain]  # returns are rewards to go
+    deviation = np.hstack(rewards).std()
+    for row, other in zip(plain, whitened):
+        assert other["returns"] == pytest.approx(np.array(row["returns"]) / deviation, rel=1e-4, abs=1e-5)
+
+
+@only("ppo")
+@pytest.mark.parametrize("flag", ["target_kl", "ratio_threshold"])
+def test_ppo_counts_dropped_updates(script, run, world, updates, flag, recwarn):
+    """--target-kl ends an iteration's updates, --ratio-threshold drops those above it, before the optimizer: they count
+    in `step`, schedule and log all the same, also the run's first one."""
+    flags = dict(num_ppo_epochs=3, num_mini_batches=2, learning_rate=0.01, num_train_epochs=3)
+    args, metrics, output_dir = run(script, **flags, **{flag: 1e-9}, per_device_train_batch_size=2)
+    steps, taken = 6, 1 if flag == "target_kl" else 0  # the first of an iteration has a KL of 0 and a ratio of 1
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
+    scheduler, rates = transformers.get_scheduler("linear", optimizer, 0, steps * len(metrics)), []
+    for _ in range(steps * len(metrics)):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step(), scheduler.step()
+    assert len(updates) == taken * len(metrics)
+    assert [update.lr for update in updates] == pytest.approx(rates[::steps][: len(updates)])
+    for iteration, row in enumerate(metrics, start=1):
+        assert row["step"] == steps * iteration
+        assert row["policy/skipped_updates"] == steps - taken
+        assert row["lr"] == pytest.approx(rates[row["step"] - 1])
+        assert ("grad_norm" in row) == bool(taken)
+    if not taken:
+        assert all(torch.equal(a, b) for a, b in zip(weights_of(world.llama), weights_of(output_dir / "model")))
+    assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]

@@ -1,0 +1,275 @@
+"""Bad input: refused by the flag's name, or by file and line, before anything is written."""
+
+import json
+import math
+import os
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import tyro
+from conftest import (
+    HERE,
+    MODULES,
+    base_flags,
+    group_flag,
+    import_file,
+    make_args,
+    make_model,
+    make_prompts,
+    make_rows,
+    make_tokenizer,
+    only,
+    read_jsonl,
+    save_model,
+    write_jsonl,
+)
+from transformers import AutoModelForCausalLM
+
+
+@pytest.fixture
+def refuses(run, tmp_path):
+    """refuses(script, *words, **flags): the run stops with these words in its message, and has written nothing."""
+
+    def refuses(script, *words, error=Exception, **flags):
+        out = tmp_path / "out"
+        with pytest.raises(error) as raised:
+            run(script, **{"output_dir": str(out)} | flags)
+        for word in words:
+            assert word in str(raised.value), f"{word!r} is not in: {raised.value}"
+        assert not out.exists()
+
+    return refuses
+
+
+# ================================================== flags ===================================================
+BAD_FLAGS = [  # the flag that the message must name, and its bad value
+    *[("batch_size", value) for value in (0, -12, 13)],
+    *[("num_mini_batches", value) for value in (0, -1)],
+    *[("num_ppo_epochs", 0), ("per_device_train_batch_size", 0), ("per_device_rollout_batch_size", 0)],
+    *[("response_length", 0), ("response_length", -1), ("total_episodes", 0), ("max_prompt_length", 0)],
+    *[("eval_every", 0), ("save_every", 0), ("lora_r", 0), ("plan", 0), ("num_train_epochs", 0.0)],
+    *[("warmup_steps", -1), ("stop_token_id", -1), ("num_sample_generations", -1), ("seed", -1), ("seed", 2**32)],
+    *[("num_train_epochs", math.nan), ("temperature", 0.0), ("temperature", math.inf), ("eval_temperature", -1.0)],
+    *[("learning_rate", -1e-3), ("learning_rate", math.nan), ("kl_coef", -0.1), ("cliprange", -0.1)],
+    *[("missing_eos_penalty", -1.0), ("weight_decay", -1.0), ("max_grad_norm", 0.0), ("max_grad_norm", math.nan)],
+    *[("log_with", "no_such_tracker"), ("log_with", "mlflow"), ("reward", "none"), ("eval_reward", "none")],
+    *[("warmup_steps", 3), ("eval_dataset", "someone/sums"), ("resume", True), ("eval_every", 2)],
+]
+ALSO = {  # what the flag contradicts
+    ("batch_size", 13): dict(num_mini_batches=2),
+    ("warmup_steps", 3): dict(lr_scheduler_type="constant"),
+    ("eval_every", 2): dict(dataset="mine.jsonl"),
+}
+OWN_BAD_FLAGS = {
+    "rloo": [("rloo_k", 1), ("rloo_k", 0), ("rloo_k", -3)],
+    "grpo": [("num_generations", 1), ("num_generations", 0), ("cliprange_high", -0.1)],
+    "ppo": [("kl_target", 0.0), ("kl_horizon", 0), ("target_kl", 0.0), ("ratio_threshold", -1.0), ("gamma", 1.1)]
+    + [("lam", -0.1), ("cliprange_value", -0.1), ("vf_coef", -1.0), ("score_clip", 0.0), ("adaptive_kl", True)],
+}
+ALSO[("adaptive_kl", True)] = dict(kl_coef=0.0)
+
+
+def test_bad_flags_are_refused_by_name(script):
+    """A ValueError where `Args` is made, and so before anything is loaded or written."""
+    for flag, value in BAD_FLAGS + OWN_BAD_FLAGS[script.__name__]:
+        with pytest.raises(ValueError) as raised:
+            script.Args(**{flag: value} | ALSO.get((flag, value), {}))
+        message, name = str(raised.value), f"--{flag.replace('_', '-')}"
+        assert name in message or message.startswith("none: no --reward-model-path"), (name, message)
+    make_args(script, seed=2**32 - 1, max_grad_norm=math.inf, cliprange=0.0, eval_temperature=0.0, k=2)
+    if group_flag(script) is not None:
+        with pytest.raises(ValueError, match="--batch-size .* times 6"):
+            make_args(script, k=3, num_mini_batches=2, batch_size=8)
+
+
+def test_the_command_line_shows_them_with_status_2(script, capsys):
+    """In tyro's box, as what tyro itself refuses."""
+    lines = ["--lr-scheduler-type warmup_stable_decay", "--no-such-flag", "--batch-size many", "--dtype float16"]
+    lines += ["--plan", "--plan 2 3", "--plan two", "--batch-size 0", "--warmup-steps -1"]
+    for line in lines + (["--loss-type mean"] if script.__name__ == "grpo" else []):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            tyro.cli(script.Args, args=line.split())
+        assert stopped.value.code == 2
+        assert line.split()[0] in capsys.readouterr().err, line
+
+
+def test_a_tracker_must_be_installed(script, monkeypatch):
+    """--log-with names what accelerate finds, not what it could."""
+    monkeypatch.setattr(script, "get_available_trackers", lambda: [])
+    with pytest.raises(ValueError, match="--log-with: no such tracker is installed"):
+        make_args(script, log_with="wandb")
+
+
+# =================================================== data ===================================================
+USER = {"role": "user", "content": "1+1="}
+BAD_LINES = {  # a dataset's text, and the words that must be in the message
+    "not-json": ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n', "data.jsonl:2: not JSON"),
+    "empty-line": ('{"prompt": "1+1=", "answer": "2"}\n\n{"question": "1+1="}\n', "data.jsonl:2"),
+    "no-prompt": ('{"prompt": "1+1=", "answer": "2"}\n{"question": "1+1="}\n', "data.jsonl:2: needs a `prompt`"),
+    "prompt-is-a-number": ('{"prompt": 3, "answer": "2"}\n', "data.jsonl:1"),
+    "prompt-is-null": ('{"prompt": null, "answer": "2"}\n', "data.jsonl:1"),
+    "no-messages": ('{"prompt": [], "answer": "2"}\n', "data.jsonl:1"),
+    "empty-prompt": ('{"prompt": "", "answer": "2"}\n', "data.jsonl:1"),
+    "not-an-object": ('["1+1="]\n', "data.jsonl:1"),
+    "no-answer": ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+1="}\n', "data.jsonl:2: needs an `answer`"),
+    "empty-file": ("", "data.jsonl:1"),
+    "chat-without-template": (json.dumps({"prompt": [USER], "answer": "2"}) + "\n", "chat_template"),
+}
+
+
+def test_bad_data_is_refused_by_file_and_line(script, refuses, tmp_path):
+    for text, words in BAD_LINES.values():
+        (tmp_path / "data.jsonl").write_text(text)
+        refuses(script, words, dataset=str(tmp_path / "data.jsonl"), reward="exact_match")
+    (tmp_path / "data.jsonl").write_text(BAD_LINES["no-prompt"][0])
+    refuses(script, "data.jsonl:2", eval_dataset=str(tmp_path / "data.jsonl"))
+    refuses(script, "no_such.jsonl", dataset=str(tmp_path / "no_such.jsonl"))
+
+
+@only("rloo")
+def test_a_line_may_hold_what_other_programs_take_for_its_end(script, tmp_path):
+    """Only a newline ends a line of a .jsonl file; the last one may have it or not."""
+    text = '{"prompt": "a\u2028b\x85c", "answer": "2"}\n{"prompt": "d"}'
+    (tmp_path / "data.jsonl").write_text(text, encoding="utf-8")
+    for end in ("", "\n"):
+        (tmp_path / "data.jsonl").write_text(text + end, encoding="utf-8")
+        prompts = script.load_prompts(str(tmp_path / "data.jsonl"), None, None, None)
+        assert [prompt.text for prompt in prompts] == ["a\u2028b\x85c", "d"]
+        assert [prompt.row["answer"] for prompt in prompts] == ["2", None]
+
+
+def test_long_prompts_are_dropped_and_counted_aloud(script, run, refuses, capsys):
+    """Prompts over --max-prompt-length leave the dataset, and every count is of those that stay."""
+    prompts = make_prompts(7)
+    limit = sorted(map(len, prompts))[3]
+    kept = [p for p in prompts if len(p) <= limit]
+    capsys.readouterr()
+    args, metrics, output_dir = run(script, max_prompt_length=limit, num_train_epochs=2)
+    assert f"{len(prompts) - len(kept)} of 7 prompts" in capsys.readouterr().out
+    used = Counter(row["prompt"] for row in read_jsonl(output_dir / "rollouts.jsonl"))
+    assert used == {p: 2 * args.k for p in kept} and metrics[-1]["epoch"] == 2
+    refuses(script, "no prompts of at most --max-prompt-length 1", max_prompt_length=1)
+
+
+def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, world):
+    """The longest prompt, also of the evaluation, with its response; what just fits is run."""
+    room = 64 - max(map(len, make_prompts(7)))
+    refuses(script, "--response-length", "65 tokens", response_length=room + 1, error=ValueError)
+    run(script, response_length=room, total_episodes=3, batch_size=3)
+    longer = world.dataset(40, seed=5)
+    assert max(map(len, make_prompts(40, seed=5))) == 16 > 64 - room
+    refuses(script, "--response-length", response_length=room, eval_dataset=longer, error=ValueError)
+
+
+def test_a_hub_dataset_is_read_by_its_split(script, run, monkeypatch):
+    """What is not a .jsonl file is read by `datasets`, as NAME:SPLIT; --dataset without one is its train split."""
+    splits, asked = {"train": make_prompts(3), "validation": make_prompts(4, seed=8)}, []
+
+    def load_dataset(path, split):
+        asked.append((path, split))
+        return make_rows(splits[split])
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    for name, split in (("someone/sums", "train"), ("someone/sums:validation", "validation")):
+        output_dir = run(script, dataset=name)[2]
+        assert {row["prompt"] for row in read_jsonl(output_dir / "rollouts.jsonl")} == set(splits[split])
+    assert asked == [("someone/sums", "train"), ("someone/sums", "validation")]
+    metrics = run(script, eval_dataset="someone/sums:validation", total_episodes=3)[1]
+    assert asked[2:] == [("someone/sums", "validation")] and "eval/scores" in metrics[-1]
+    with pytest.raises(ValueError, match="--eval-dataset must be a .jsonl file or name a split"):
+        make_args(script, eval_dataset="someone/sums")
+
+
+# ================================================== models ==================================================
+@pytest.fixture(scope="module")
+def misfit(tmp_path_factory):
+    """The embedded policy with another width in its config, and one without one of its tensors."""
+    folder = tmp_path_factory.mktemp("misfit")
+    wide = Path(shutil.copytree(HERE / "benchmark" / "default" / "policy", folder / "wide"))
+    config = json.loads((wide / "config.json").read_text())
+    (wide / "config.json").write_text(json.dumps(config | {"intermediate_size": 100}))
+    deep = Path(shutil.copytree(wide, folder / "deep"))
+    (deep / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    return SimpleNamespace(wide=str(wide), deep=str(deep))
+
+
+def test_weights_that_do_not_fit_their_config_are_refused_by_name(script, refuses, misfit):
+    """They would be random: another shape, a missing layer; of the policy, the reference, the reward model, values."""
+    default = dict(dataset=script.Args.dataset, total_episodes=4, k=4, batch_size=16)
+    fits = default | dict(model_path=script.Args.model_path, kl_coef=0.1)
+    shape, layer = "model.layers.0.mlp.down_proj.weight", "model.layers.3.input_layernorm.weight"
+    refuses(script, "--model-path", misfit.wide, shape, **default | dict(model_path=misfit.wide), error=ValueError)
+    refuses(script, "--model-path", misfit.deep, layer, **default | dict(model_path=misfit.deep), error=ValueError)
+    refuses(script, "--ref-model-path", shape, **fits | dict(ref_model_path=misfit.wide), error=ValueError)
+    refuses(script, "--reward-model-path", shape, **fits | dict(reward_model_path=misfit.wide), error=ValueError)
+    if script.__name__ == "ppo":
+        shape = shape.removeprefix("model.")
+        refuses(script, "--value-model-path", shape, **fits | dict(value_model_path=misfit.wide), error=ValueError)
+
+
+def test_models_that_are_not_there(script, refuses, world, tmp_path):
+    """A folder that does not exist, an empty one, weights cut short."""
+    (tmp_path / "empty").mkdir()
+    cut = save_model(tmp_path / "cut", make_model("llama"))
+    os.truncate(f"{cut}/model.safetensors", 2000)
+    for path, words in {"no/such/model": "no/such/model", str(tmp_path / "empty"): "empty", cut: ""}.items():
+        for flag in ("model_path", "ref_model_path", "reward_model_path"):
+            refuses(script, words, **{flag: path})
+    if script.__name__ == "ppo":
+        refuses(script, "no/such/model", value_model_path="no/such/model")
+        other = save_model(tmp_path / "other", make_model("llama", vocab_size=50))
+        refuses(script, "--value-model-path", "vocabulary", value_model_path=other, error=ValueError)
+
+
+def test_a_template_that_refuses_is_heard(script, refuses, tmp_path):
+    """What a chat template raises reaches the user."""
+    picky = make_tokenizer()
+    picky.chat_template = "{{ raise_exception('only text') }}"
+    path = save_model(tmp_path / "picky", make_model("llama"), tokenizer=picky)
+    dataset = write_jsonl(tmp_path / "chat.jsonl", [{"prompt": [USER], "answer": "2"}])
+    refuses(script, "only text", model_path=path, dataset=dataset)
+
+
+# ================================================== folders =================================================
+def test_a_folder_that_holds_a_run_is_refused(script, run):
+    """And left as it was."""
+    folder = run(script, total_episodes=3)[2]
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match="--output-dir .*: already holds a run; --resume continues it"):
+        run(script, total_episodes=3, output_dir=str(folder))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_copied_script_says_what_to_copy(script, tmp_path):
+    """The embedded policy and data are beside the script: without them the defaults are refused; own paths are not."""
+    shutil.copy(script.__file__, tmp_path / f"copied_{script.__name__}.py")
+    copied = import_file(tmp_path / f"copied_{script.__name__}.py")
+    own = dict(model_path="my/model", dataset="mine.jsonl")
+    copied.Args(**own)
+    for flags in ({}, own | dict(model_path=copied.Args.model_path), own | dict(dataset=copied.Args.dataset)):
+        with pytest.raises(ValueError, match="--model-path, --dataset: copy the folder benchmark/default to beside"):
+            copied.Args(**flags)
+    (tmp_path / "benchmark").mkdir()
+    os.symlink(HERE / "benchmark" / "default", tmp_path / "benchmark" / "default")
+    copied.Args()
+
+
+def test_a_plan_needs_no_model(script, world, monkeypatch, capsys):
+    """--plan reads the dataset, nothing else, and writes nothing."""
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    flags = base_flags(world) | dict(model_path="no/such/model", plan=3, output_dir="no/such/folder")
+    script.main(make_args(script, **flags))
+    assert "prompts: 7 " in capsys.readouterr().out and not os.path.exists("no/such/folder")
+
+
+def test_a_launch_that_is_not_what_was_asked_is_refused(script, refuses, monkeypatch):
+    """Processes that do not see each other would each train a run of their own."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refuses(script, "of the processes launched, this one sees only 1", error=RuntimeError)
+    assert torch.get_num_threads() == 1 and set(MODULES) >= {script.__name__}

@@ -1,0 +1,240 @@
+"""One run on any hardware: the number of processes, the micro-batch and the sharding change nothing but speed."""
+
+import os
+
+import pytest
+import torch
+from conftest import base_flags, compare_runs, flat, launch, launch_fsdp2, make_args, only, read_jsonl, weights_of
+
+# Three divides neither the batch nor its mini-batches, groups straddle processes, the last batch has fewer episodes
+# than there are processes. At three times the learning rate rounding grows a hundredfold in three iterations.
+STRADDLING = dict(k=2, batch_size=8, num_mini_batches=2, num_ppo_epochs=2, total_episodes=26, kl_coef=0.1)
+STRADDLING |= dict(learning_rate=1e-3)
+EVERYTHING = {  # what has sums, moments and controllers over the whole batch
+    "rloo": dict(whiten_advantages=True),
+    "grpo": dict(importance_sampling_level="sequence", mask_truncated_completions=True, loss_type="dapo"),
+    "ppo": dict(score_norm=True, score_scaling=True, whiten_rewards=True, adaptive_kl=True, kl_horizon=50),
+}
+
+
+def launched(script, processes, folder, flags, **environment):
+    """`launch` of a run that must go well, with its output in the folder's `out` -> that, and the finished program."""
+    finished = launch(script, processes, folder, flags | dict(output_dir=folder / "out"), **environment)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return folder / "out", finished
+
+
+# ============================================= the same run ==============================================
+@pytest.mark.parametrize("features", ["plain", "everything"])
+def test_memory_flags_give_the_same_run(script, run, world, features):
+    """Micro-batches of 1, 3 and all, rollouts of 1, 3 and all: the same completions, metrics and weights."""
+    sizes = STRADDLING | (EVERYTHING[script.__name__] if features == "everything" else {})
+    sizes |= dict(model_path=world.many_eos, ref_model_path=world.reference)
+    _, metrics, output_dir = run(script, **sizes)
+    assert metrics[-1]["episode"] - metrics[-2]["episode"] == 2 and len(metrics) == 4
+    for memory in (
+        dict(per_device_train_batch_size=1, per_device_rollout_batch_size=1),
+        dict(per_device_train_batch_size=3, per_device_rollout_batch_size=3, gradient_checkpointing=True),
+    ):
+        compare_runs(output_dir, run(script, **sizes, **memory)[2])
+
+
+def test_gradients_do_not_depend_on_the_micro_batch(script, run, updates):
+    """Every update's gradient is that of the whole mini-batch, whatever the pieces it was made of."""
+    sizes = dict(num_ppo_epochs=2, num_mini_batches=2, kl_coef=0.1, learning_rate=1e-3)
+    run(script, **sizes)
+    whole = list(updates)
+    for size in (1, 4):
+        updates.clear()
+        run(script, per_device_train_batch_size=size, **sizes)
+        assert len(updates) == len(whole)
+        for update, expected in zip(updates, whole):
+            difference = (flat(update.gradients) - flat(expected.gradients)).norm()
+            assert difference / flat(expected.gradients).norm() < 1e-4
+
+
+@only("rloo")  # how a batch is shared is the same text in all three
+def test_two_processes_are_one_run(script, run, world, tmp_path):
+    """Two processes give the completions, metrics and weights of one."""
+    output_dir = run(script, **STRADDLING)[2]
+    other, _ = launched(script, 2, tmp_path, base_flags(world) | STRADDLING | dict(per_device_train_batch_size=1))
+    compare_runs(output_dir, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes, memory", [(2, (3, 1)), (3, (1, 8))])
+def test_any_hardware_gives_the_same_run(script, run, world, tmp_path, processes, memory):
+    """Two and three processes, with all that has sums over the batch switched on, and prompts of 1 to 16 tokens."""
+    sizes = STRADDLING | EVERYTHING[script.__name__]
+    sizes |= dict(model_path=world.many_eos, ref_model_path=world.reference)
+    output_dir = run(script, **sizes)[2]
+    flags = base_flags(world) | sizes
+    flags |= dict(zip(("per_device_train_batch_size", "per_device_rollout_batch_size"), memory))
+    other, finished = launched(script, processes, tmp_path, flags)
+    assert finished.stdout.startswith(f"{processes} x cpu")
+    compare_runs(output_dir, other)
+
+
+@only("rloo", "grpo")  # PPO's value has a gradient wherever there is a token
+@pytest.mark.slow
+def test_processes_whose_share_has_no_gradient(script, run, world, tmp_path):
+    """Where most groups have equal scores, and some iterations nothing else, processes train on what is left together:
+    the run of one process, without a hang, in which such an iteration has no gradient and moves nothing."""
+    flags = dict(batch_size=9, num_train_epochs=4.0, kl_coef=0.0, reward=world.reward("seldom"))
+    _, metrics, output_dir = run(script, **flags)
+    assert {row["grad_norm"] == 0 for row in metrics} == {True, False}
+    other, _ = launched(script, 3, tmp_path, base_flags(world) | flags | dict(per_device_train_batch_size=2))
+    compare_runs(output_dir, other)
+
+
+@pytest.mark.slow
+def test_more_processes_than_episodes(script, run, world, tmp_path):
+    """Three processes, iterations of two or three episodes and a last one of fewer: the run of one process, and no
+    reward is asked for nothing."""
+    flags = dict(k=2, batch_size=2, num_ppo_epochs=2, num_train_epochs=1.0, dataset=world.dataset(3), kl_coef=0.1)
+    _, metrics, output_dir = run(script, **flags)
+    flags |= dict(reward=f"{tmp_path / 'probe.py'}:probe")
+    other, _ = launched(script, 3, tmp_path, base_flags(world) | flags)
+    compare_runs(output_dir, other)
+    calls = read_jsonl(tmp_path / "calls.jsonl")
+    assert {call["world_size"] for call in calls} == {3} and all(call["count"] > 0 for call in calls)
+    assert sum(call["count"] for call in calls) == metrics[-1]["episode"]
+
+
+@only("ppo")
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_two_processes_drop_the_same_updates(script, run, world, tmp_path, kind):
+    """A dropped update leaves nothing behind: two processes stay in step, and are the run of one."""
+    flags = dict(num_ppo_epochs=3, num_mini_batches=2, learning_rate=0.01, num_train_epochs=3.0, target_kl=1e-3)
+    flags |= dict(dataset=world.dataset(5), batch_size=6)
+    _, metrics, output_dir = run(script, **flags)
+    assert any(row["policy/skipped_updates"] for row in metrics)
+    flags = base_flags(world) | flags | dict(per_device_train_batch_size=1, output_dir=tmp_path / "out")
+    finished = (launch if kind == "DDP" else lambda script, _, *rest: launch_fsdp2(script, *rest))(
+        script, 2, tmp_path, flags
+    )
+    assert finished.returncode == 0, finished.stderr
+    compare_runs(output_dir, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
+    """Weights sharded over two processes: the same run, a model/ that loads, and a resumed run that is the same."""
+    flags = STRADDLING | dict(per_device_train_batch_size=1, save_every=2)
+    output_dir = run(script, **flags)[2]
+    flags = base_flags(world) | flags | dict(output_dir=tmp_path / "out")
+    finished = launch_fsdp2(script, tmp_path, flags)
+    assert finished.returncode == 0, finished.stderr
+    compare_runs(output_dir, tmp_path / "out")
+    if script.__name__ == "rloo":
+        (tmp_path / "out" / "model").rename(tmp_path / "model")
+        newest = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]
+        (newest / "state.json").unlink()
+        finished = launch_fsdp2(script, tmp_path, flags | dict(resume=True))
+        assert finished.returncode == 0, finished.stderr
+        assert "resuming after iteration 2" in finished.stdout
+        compare_runs(output_dir, tmp_path / "out")
+
+
+@only("rloo", "ppo")
+@pytest.mark.slow
+def test_lora_on_two_processes(script, run, world, tmp_path):
+    """Adapters, whose first weights are random, are the same on every process, and as on one."""
+    peft = pytest.importorskip("peft")
+    flags = STRADDLING | dict(lora_r=2, learning_rate=0.01, model_path=world.mild)
+    _, metrics, output_dir = run(script, **flags)
+    other, _ = launched(script, 2, tmp_path, base_flags(world) | flags | dict(per_device_train_batch_size=3))
+    rollouts = [[row["token_ids"] for row in read_jsonl(folder / "rollouts.jsonl")] for folder in (output_dir, other)]
+    assert rollouts[0] == rollouts[1]
+    adapters = [
+        flat(peft.utils.load_peft_weights(str(folder / "model"), device="cpu").values())
+        for folder in (output_dir, other)
+    ]
+    assert adapters[0].norm() > 0.1 and (adapters[0] - adapters[1]).norm() / adapters[0].norm() < 1e-3
+
+
+# =============================================== failures ================================================
+@only("rloo", "ppo")
+@pytest.mark.slow
+def test_a_failing_process_ends_the_launch(script, world, tmp_path):
+    """A reward function that raises on one of two processes: its own traceback, no hanging process, no model."""
+    flags = base_flags(world) | dict(reward=f"{tmp_path / 'probe.py'}:fails_on_rank_1", output_dir=tmp_path / "out")
+    finished = launch(script, 2, tmp_path, flags)
+    assert finished.returncode != 0
+    assert "ValueError: only here" in finished.stderr and f'{tmp_path / "probe.py"}", line' in finished.stderr
+    assert not (tmp_path / "out" / "model").exists()
+
+
+@only("grpo")
+@pytest.mark.slow
+def test_bad_input_on_two_processes_ends_the_launch(script, world, tmp_path):
+    """Refused before anything is written, by every process."""
+    finished = launch(script, 2, tmp_path, base_flags(world) | dict(temperature=0.0, output_dir=tmp_path / "out"))
+    assert finished.returncode != 0 and "--temperature must be" in finished.stderr
+    assert not (tmp_path / "out").exists()
+
+
+# ================================================ launchers ==============================================
+@only("rloo")
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs this launch is right")
+def test_processes_that_think_they_are_alone_are_refused(script, world, tmp_path):
+    """torchrun without ACCELERATE_USE_CPU on a machine without GPUs: either really two processes, or a refusal."""
+    flags = base_flags(world) | dict(reward=f"{tmp_path / 'probe.py'}:probe", output_dir=tmp_path / "out")
+    finished = launch(script, 2, tmp_path, flags, ACCELERATE_USE_CPU="false")
+    if finished.returncode == 0:
+        assert {call["world_size"] for call in read_jsonl(tmp_path / "calls.jsonl")} == {2}
+    else:
+        assert "sees only 1" in finished.stderr and "ACCELERATE_USE_CPU=true torchrun" in finished.stderr
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_launch_that_starts_one_process_is_refused(script, run, monkeypatch, tmp_path):
+    """`accelerate launch --cpu --num_processes 2` starts one process, with these variables and no WORLD_SIZE; a
+    MASTER_ADDR that lies around in a shell is no launch."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    expected = run(script)[1]
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    with pytest.raises(RuntimeError, match="sees only 1.*ACCELERATE_USE_CPU=true torchrun"):
+        run(script, output_dir=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.delenv("MASTER_ADDR")
+    assert [row["objective/scores"] for row in run(script)[1]] == [row["objective/scores"] for row in expected]
+
+
+@only("rloo")
+@pytest.mark.slow
+def test_a_plain_start_with_a_master_address(script, world, tmp_path):
+    """`MASTER_ADDR=x python rloo.py` runs, on one process."""
+    _, finished = launched(script, 1, tmp_path, base_flags(world), MASTER_ADDR="no.such.host")
+    assert finished.stdout.startswith("1 x cpu, float32; writing to")
+
+
+def test_the_launchers_gradient_accumulation_changes_nothing(script, run, monkeypatch, updates):
+    """ACCELERATE_GRADIENT_ACCUMULATION_STEPS, of a launcher's config, divides no gradient and skips no step."""
+    _, metrics, _ = run(script, per_device_train_batch_size=5)
+    expected = list(updates)
+    updates.clear()
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    _, others, _ = run(script, per_device_train_batch_size=5)
+    assert [row["grad_norm"] for row in others] == [row["grad_norm"] for row in metrics]
+    for update, other in zip(expected, updates, strict=True):
+        assert torch.equal(flat(update.gradients), flat(other.gradients))
+
+
+def test_the_launchers_mixed_precision_is_the_default_of_dtype(script, run, monkeypatch, capsys, world):
+    """bf16 makes --dtype bfloat16, said in the first line and in args.yaml; a --dtype is stronger; fp16 is refused."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    for flags, dtype in ((dict(), "bfloat16"), (dict(dtype="float32"), "float32")):
+        capsys.readouterr()
+        output_dir = run(script, num_ppo_epochs=1, num_mini_batches=1, **flags)[2]
+        assert capsys.readouterr().out.splitlines()[0] == f"1 x cpu, {dtype}; writing to {output_dir}"
+        assert f"dtype: {dtype}\n" in (output_dir / "args.yaml").read_text()
+        assert {weights.dtype for weights in weights_of(output_dir / "model")} == {torch.float32}
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ValueError, match="--dtype float32 or bfloat16, not fp16"):
+        make_args(script, **base_flags(world))
+    assert make_args(script, dtype="bfloat16").dtype == "bfloat16"
+    assert "MASTER_ADDR" not in os.environ

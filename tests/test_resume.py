@@ -1,0 +1,401 @@
+"""Nothing is lost: a run that was killed and started again is the run that was never stopped."""
+
+import json
+import os
+import pickle
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import (
+    HERE,
+    base_flags,
+    compare_runs,
+    contents,
+    import_file,
+    launch,
+    only,
+    read_jsonl,
+    result_of,
+    write_jsonl,
+)
+
+# four iterations of two updates, the last one of a single group
+SAVING = dict(save_every=1, num_train_epochs=1.0, num_mini_batches=2, batch_size=6, num_sample_generations=4)
+SAVING |= dict(lr_scheduler_type="cosine", warmup_steps=2)
+CARRIED = {"ppo": dict(adaptive_kl=True, kl_horizon=50, score_scaling=True, score_norm=True)}  # by state.json
+
+
+def flags_of(script, world):
+    evaluation = dict(eval_dataset=world.dataset(3, seed=4), eval_every=2)
+    return SAVING | evaluation | CARRIED.get(script.__name__, {})
+
+
+@pytest.fixture
+def expected(script, world, run, cache={}):
+    """What the run that is never stopped computes."""
+    if script.__name__ not in cache:
+        cache[script.__name__] = result_of(run(script, **flags_of(script, world))[2])
+    return cache[script.__name__]
+
+
+class Killed(BaseException):
+    """Ends a run as a signal would."""
+
+
+def kill_before(monkeypatch, owner, name, call=1, applies=lambda *args: True, first=lambda *args: None):
+    """Let call number `call` of a function, of those that it applies to, do only `first`, and end the run."""
+    calls, original = 0, getattr(owner, name)
+
+    def struck(*args, **kwargs):
+        nonlocal calls
+        calls += applies(*args)
+        if calls == call and applies(*args):
+            first(*args)
+            raise Killed
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, struck)
+
+
+def write_half(path, text, **_):
+    with open(path, "a") as file:
+        file.write(text[: len(text) // 2])
+
+
+def remove_half(folder, *_):
+    for file in sorted(Path(folder).iterdir())[::2]:
+        file.unlink()
+
+
+def is_named(*names):
+    return lambda path, *_: Path(path).name in names
+
+
+def half_a_line(accelerator, path, rows):
+    write_half(path, json.dumps(rows[0]))
+
+
+# moments of a run, in their order: what is called then, and which of the calls ends it
+PHASES = {
+    "evaluation before the first update": lambda patch, script: kill_before(patch, script, "pick_tokens"),
+    "rollout": lambda patch, script: kill_before(patch, script, "draw_prompts", call=2),
+    "scores": lambda patch, script: kill_before(patch, script, "score_episodes", call=3),
+    "training": lambda patch, script: kill_before(patch, script, "clipped_policy_loss", call=6),
+    "half a line": lambda patch, script: kill_before(
+        patch, script, "append_jsonl", 2, lambda _, path, rows: path.name == "metrics.jsonl", half_a_line
+    ),
+    "rollouts without their samples": lambda patch, script: kill_before(
+        patch, script, "append_jsonl", 2, lambda _, path, rows: path.name == "samples.jsonl"
+    ),
+    "tensors without state": lambda patch, script: kill_before(patch, Path, "replace", 1, is_named("state.tmp")),
+    "half of the state": lambda patch, script: kill_before(
+        patch, Path, "write_text", 1, is_named("state.tmp"), write_half
+    ),
+    "removing the oldest": lambda patch, script: kill_before(patch, script.shutil, "rmtree", 1, first=remove_half),
+    "model": lambda patch, script: kill_before(patch, Path, "rename", 1, is_named("model.tmp")),
+}
+# evaluation samples greedily: the first call of `pick_tokens` is the first rollout's
+
+
+def killed_in(phase, script, run, monkeypatch, **flags):
+    with monkeypatch.context() as patch:
+        PHASES[phase](patch, script)
+        with pytest.raises(Killed):
+            run(script, **flags)
+
+
+def whole_checkpoints(output_dir):
+    return [file.parent.name[-1] for file in sorted(output_dir.glob("checkpoints/*/state.json"))]
+
+
+def stopped_after(script, run, monkeypatch, folder, iteration, **flags):
+    """A run that was killed in its next iteration -> its folder."""
+    with monkeypatch.context() as patch:
+        kill_before(patch, script, "draw_prompts", call=iteration + 1)
+        with pytest.raises(Killed):
+            run(script, output_dir=str(folder), **flags)
+    return folder
+
+
+# ============================================ kills at any moment ========================================
+@only("rloo")  # the text that saves and loads is the same in all three
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_run_killed_once(script, run, world, monkeypatch, tmp_path, expected, phase):
+    """Killed in any phase and started again: the same lines, completions and weights, bit by bit."""
+    flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
+    killed_in(phase, script, run, monkeypatch, **flags)
+    assert not (tmp_path / "out" / "model").exists()
+    run(script, **flags)
+    assert result_of(tmp_path / "out") == expected
+    assert (
+        whole_checkpoints(tmp_path / "out") == ["3", "4"] and len(list((tmp_path / "out/checkpoints").iterdir())) == 2
+    )
+
+
+def test_a_run_killed_in_every_phase(script, run, world, monkeypatch, tmp_path, expected):
+    """One command, started again after each of ten kills: the run that was never killed."""
+    flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
+    for phase in PHASES:
+        calls_in_one_start = phase in ("rollout", "scores", "training", "half a line", "rollouts without their samples")
+        if calls_in_one_start and whole_checkpoints(tmp_path / "out")[-1:] == ["3"]:
+            continue  # there is one iteration left
+        killed_in(phase, script, run, monkeypatch, **flags)
+    run(script, **flags)
+    assert result_of(tmp_path / "out") == expected
+
+
+@pytest.mark.slow
+def test_kill_and_resume(script, tmp_path):
+    """Real SIGKILLs, in every phase, on one and two processes by turns: the run that was never killed."""
+    command = [sys.executable, str(HERE / "benchmark" / "kill_and_resume.py"), "--scripts", script.__name__]
+    command += ["--runs", "1, 2 by turns", "--results", str(tmp_path / "results.json")]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    [row] = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert row["kills"] >= 8 and row["fine"] and row["relative_distance"] < 1e-3
+
+
+STRIKES = '''
+import os, signal
+from rewards import letters
+
+calls = 0
+
+def struck(prompts, completions, **_):
+    """Process 1 dies at its second call."""
+    global calls
+    calls += 1
+    if calls == 2 and os.environ.get("RANK") == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return letters(prompts, completions)
+'''
+
+
+@only("ppo")
+@pytest.mark.slow
+def test_one_process_dying_ends_the_launch(script, run, world, tmp_path):
+    """SIGKILL of one of two processes ends the launch; one process goes on where they were."""
+    (tmp_path / "strikes.py").write_text(STRIKES)
+    flags = dict(save_every=1, num_train_epochs=3.0, reward=f"{tmp_path / 'strikes.py'}:struck", learning_rate=1e-3)
+    output_dir = tmp_path / "out"
+    finished = launch(script, 2, tmp_path, base_flags(world) | flags | dict(output_dir=output_dir))
+    assert finished.returncode != 0 and not (output_dir / "model").exists()
+    assert whole_checkpoints(output_dir) == ["1"]
+    run(script, output_dir=str(output_dir), resume=True, **flags)
+    compare_runs(output_dir, run(script, **flags)[2])
+
+
+def test_a_run_without_checkpoints_starts_again(script, run, world, monkeypatch, tmp_path, expected):
+    """--resume where no checkpoint is: the lines that are there are cut off, and the run begins anew."""
+    flags = flags_of(script, world) | dict(save_every=None)
+    output_dir = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
+    assert len(read_jsonl(output_dir / "metrics.jsonl")) == 3
+    run(script, output_dir=str(output_dir), resume=True, **flags)
+    assert result_of(output_dir) == expected and not (output_dir / "checkpoints").exists()
+
+
+def test_a_killed_start_does_not_stand_in_the_way(script, run, world, monkeypatch, tmp_path, expected):
+    """Killed while args.yaml is written: the same command starts the run."""
+    flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
+    with monkeypatch.context() as patch:
+        kill_before(patch, Path, "write_text", 1, lambda path, _: path.stem == "args", write_half)
+        with pytest.raises(Killed):
+            run(script, **flags)
+    run(script, **flags)
+    assert result_of(tmp_path / "out") == expected
+
+
+# ================================================= files =================================================
+@only("rloo", "ppo")
+def test_only_the_runs_own_lines_are_cut(script, run, world, monkeypatch, tmp_path, expected):
+    """What was written after the checkpoint is cut off, whole lines and halves; other files in the folder, a dataset
+    among them, are left alone."""
+    output_dir = tmp_path / "out"
+    output_dir.mkdir()
+    dataset = shutil.copy(world.dataset(7), output_dir / "train.jsonl")
+    notes = write_jsonl(output_dir / "notes.jsonl", [{"note": 1}])
+    flags = flags_of(script, world) | dict(dataset=str(dataset))
+    stopped_after(script, run, monkeypatch, output_dir, 2, **flags)
+    before, mine = contents(output_dir), {Path(path).name: Path(path).read_bytes() for path in (dataset, notes)}
+    for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
+        with open(output_dir / name, "a") as file:
+            file.write('{"iteration": 3, "step": 5}\n{"iteration": 4, "st')
+    with monkeypatch.context() as patch:
+        kill_before(patch, script, "draw_prompts")
+        with pytest.raises(Killed):
+            run(script, output_dir=str(output_dir), resume=True, **flags)
+    assert contents(output_dir) == before
+    run(script, output_dir=str(output_dir), resume=True, **flags)
+    assert result_of(output_dir) == expected
+    assert contents(output_dir).items() >= mine.items()
+
+
+def test_the_newest_two_whole_checkpoints_are_kept(script, run, monkeypatch, tmp_path):
+    """Older ones go, and so does what a kill left that is not whole, once another is whole."""
+    flags = SAVING | dict(num_ppo_epochs=1)
+    output_dir = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
+    assert whole_checkpoints(output_dir) == ["1", "2"]
+    shutil.copytree(output_dir / "checkpoints/iteration_00000001", output_dir / "checkpoints/iteration_00000000")
+    shutil.copytree(output_dir / "checkpoints/iteration_00000002", output_dir / "checkpoints/iteration_00000003")
+    for name in ("iteration_00000000", "iteration_00000003"):
+        (output_dir / "checkpoints" / name / "state.json").unlink()
+    (output_dir / "checkpoints" / "mine").mkdir()
+    (output_dir / "checkpoints" / "iteration_00000003" / "model.safetensors").write_bytes(b"half")
+    stopped_after(script, run, monkeypatch, output_dir, 1, resume=True, **flags)
+    assert sorted(path.name[-1] for path in (output_dir / "checkpoints").iterdir()) == ["2", "3", "e"]
+    state = json.loads((output_dir / "checkpoints" / "iteration_00000003" / "state.json").read_text())
+    assert (state["iteration"], state["step"]) == (3, 6)
+    sizes = {name: len(data) for name, data in contents(output_dir).items() if name in state["jsonl_sizes"]}
+    assert state["jsonl_sizes"] == sizes and len(sizes) == 3
+
+
+def test_a_finished_run_makes_no_step(script, run, capsys, updates):
+    """Started again it says so, and changes nothing."""
+    output_dir = run(script, **SAVING)[2]
+    before = contents(output_dir)
+    updates.clear(), capsys.readouterr()
+    run(script, output_dir=str(output_dir), resume=True, **SAVING)
+    assert not updates and contents(output_dir) == before
+    assert f"nothing to do: the run is finished, its model is in {output_dir / 'model'}" in capsys.readouterr().out
+
+
+# ========================================= which runs are continued ======================================
+def test_another_run_is_refused(script, run, world, monkeypatch, tmp_path):
+    """Without --resume any folder that holds a run is; with it, flags that would make it another run, by name."""
+    stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **SAVING)
+    before = contents(stopped)
+    with pytest.raises(ValueError, match=f"--output-dir {stopped}: already holds a run; --resume"):
+        run(script, output_dir=str(stopped), **SAVING)
+    others = dict(
+        learning_rate=1.0, seed=9, num_train_epochs=5.0, reward="exact_match", response_length=7, batch_size=12
+    )
+    others |= dict(dataset=world.dataset(7, seed=5), dtype="bfloat16", lora_r=2, num_mini_batches=1, temperature=0.9)
+    for flag, value in others.items():
+        with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')} {value}: the run in {stopped} has "):
+            run(script, output_dir=str(stopped), resume=True, **SAVING | {flag: value})
+    assert contents(stopped) == before
+
+
+@only("grpo", "ppo")
+def test_flags_that_do_not_make_another_run_may_change(script, run, world, monkeypatch, tmp_path, expected):
+    """Memory, and what is shown or kept, but not what is computed."""
+    stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags_of(script, world))
+    changed = dict(per_device_train_batch_size=2, per_device_rollout_batch_size=3, gradient_checkpointing=True)
+    changed |= dict(save_every=2, num_sample_generations=1, eval_every=None, eval_temperature=1.0)
+    run(script, output_dir=str(stopped), resume=True, **flags_of(script, world) | changed)
+    lines, _, (rollouts, *_) = expected
+    mine = [json.loads(line) for line in rollouts.splitlines()]
+    keys = ("iteration", "index", "token_ids", "score")
+    assert [[r[key] for key in keys] for r in read_jsonl(stopped / "rollouts.jsonl")] == [
+        [r[key] for key in keys] for r in mine
+    ]
+    assert [row["step"] for row in read_jsonl(stopped / "metrics.jsonl")] == [row["step"] for row in lines]
+
+
+def test_flags_that_an_older_script_did_not_know(script, run, world, monkeypatch, tmp_path, expected):
+    """A flag that args.yaml lacks counts as its default; one that the script lacks is another script's."""
+    flags = flags_of(script, world)
+    stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
+    before = yaml.safe_load((stopped / "args.yaml").read_text())
+    del before["weight_decay"]
+    (stopped / "args.yaml").write_text(yaml.safe_dump(before))
+    with pytest.raises(ValueError, match=f"--weight-decay 0.5: the run in {stopped} has 0.0"):
+        run(script, output_dir=str(stopped), resume=True, **flags | dict(weight_decay=0.5))
+    (stopped / "args.yaml").write_text(yaml.safe_dump(before | {"flag_of_another": 1}))
+    with pytest.raises(ValueError, match=f"--output-dir {stopped}: .*another script, which has --flag.of.another"):
+        run(script, output_dir=str(stopped), resume=True, **flags)
+    (stopped / "args.yaml").write_text(yaml.safe_dump(before))
+    run(script, output_dir=str(stopped), resume=True, **flags)
+    assert result_of(stopped) == expected
+
+
+@only("rloo", "grpo")
+def test_a_script_without_the_default_folder_resumes(script, run, monkeypatch, tmp_path):
+    """A copy elsewhere, with a model and a dataset of its own, where benchmark/default is not."""
+    copy = import_file(shutil.copy(script.__file__, tmp_path / f"{script.__name__}_copy.py"))
+    stopped = stopped_after(copy, run, monkeypatch, tmp_path / "out", 2, **SAVING)
+    run(copy, output_dir=str(stopped), resume=True, **SAVING)
+    assert (stopped / "model").exists()
+
+
+@only("rloo", "ppo")
+def test_a_resumed_lora_run_is_the_run_that_never_stopped(script, run, monkeypatch, tmp_path):
+    """Adapters and their optimizer are in the checkpoint; the base model is where it was."""
+    pytest.importorskip("peft")
+    flags = SAVING | dict(lora_r=2, learning_rate=0.02)
+    stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
+    run(script, output_dir=str(stopped), resume=True, **flags)
+    unbroken = run(script, **flags)[2]
+    assert [name for name in result_of(unbroken)[1]] == ["adapter_model.safetensors"]
+    assert result_of(stopped) == result_of(unbroken)
+
+
+# ===================================== checkpoints that cannot be trusted ================================
+class Malicious:
+    """Unpickling it creates a folder."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@only("rloo")
+@pytest.mark.parametrize("write", [pickle.dump, torch.save], ids=["pickle", "torch"])
+def test_a_pickle_in_a_checkpoint_is_never_executed(script, run, monkeypatch, tmp_path, write):
+    """A pickle with a side effect in place of any file that is not safetensors or JSON."""
+    pickle.loads(pickle.dumps(Malicious(tmp_path / "control")))
+    assert (tmp_path / "control").exists()  # it would work
+    stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **SAVING)
+    names = [path.name for path in (stopped / "checkpoints" / "iteration_00000002").iterdir()]
+    names = [name for name in names if not name.endswith((".safetensors", ".json"))]
+    assert "optimizer.bin" in names
+    for name in names:
+        struck, broken = tmp_path / f"struck by {name}", shutil.copytree(stopped, tmp_path / f"with {name}")
+        with open(broken / "checkpoints" / "iteration_00000002" / name, "wb") as file:
+            write(Malicious(struck), file)
+        try:  # what no run needs may be ignored
+            run(script, output_dir=str(broken), resume=True, **SAVING)
+            assert name != "optimizer.bin"
+        except pickle.UnpicklingError:
+            pass
+        assert not struck.exists(), f"{name} was executed"
+
+
+@only("rloo")
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
+def test_a_full_disk_leaves_the_checkpoint_before(script, run, world, monkeypatch, tmp_path, name, expected):
+    """No room for the last byte of a file of the third checkpoint: the two before are untouched, and a resumed run is
+    the one that had room."""
+    output_dir, save_checkpoint, limit = tmp_path / "full", script.save_checkpoint, resource.RLIMIT_FSIZE
+    before = {}
+
+    def save_without_room(accelerator, state, *args):
+        if state["iteration"] < 3:
+            return save_checkpoint(accelerator, state, *args)
+        before.update(contents(output_dir))
+        room = (output_dir / "checkpoints" / "iteration_00000002" / name).stat().st_size - 1
+        soft, hard = resource.getrlimit(limit)
+        resource.setrlimit(limit, (room, hard))  # Python ignores the signal: writing more is an error
+        try:
+            save_checkpoint(accelerator, state, *args)
+        finally:
+            resource.setrlimit(limit, (soft, hard))
+
+    flags = flags_of(script, world) | dict(output_dir=str(output_dir))
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "save_checkpoint", save_without_room)
+        with pytest.raises(Exception, match="(?i)file too large|write|failed"):
+            run(script, **flags)
+    assert whole_checkpoints(output_dir) == ["1", "2"] and not (output_dir / "model").exists()
+    assert contents(output_dir).items() >= before.items()
+    run(script, **flags | dict(resume=True))
+    assert result_of(output_dir) == expected

@@ -1,0 +1,361 @@
+"""Rewards and reward models: how they are called and found, the order of a score, which scores come from where."""
+
+import random
+import shutil
+import sys
+import traceback
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    EOS,
+    PAD,
+    VOCAB,
+    base_flags,
+    encode,
+    fresh_imports,
+    import_file,
+    launch,
+    make_args,
+    make_prompts,
+    make_tokenizer,
+    only,
+    read_jsonl,
+    save_classifier,
+    write_jsonl,
+)
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+RECORDING = '''
+import json, pathlib
+
+def record(**inputs):
+    """Writes down all that it is called with."""
+    assert all(isinstance(values, list) for values in inputs.values()), inputs
+    with open(pathlib.Path(__file__).with_suffix(".jsonl"), "a") as file:
+        file.write(json.dumps(inputs) + "\\n")
+    return [float(len(ids)) for ids in inputs["completion_ids"]]
+'''
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}{{ '=' if m['role'] == 'user' else '' }}{% endfor %}"
+    "{{ '-' if add_generation_prompt else '' }}"
+)
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def chat_policy(world, folder):
+    """The usual policy, with a chat template."""
+    policy, tokenizer = shutil.copytree(world.llama, folder), make_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(policy)
+    return str(policy)
+
+
+# ============================================= how one is called ============================================
+def test_a_reward_is_called_as_trl_calls_it(script, run, tmp_path, world):
+    """Once an iteration, by keywords: prompts, completions, completion_ids with the EOS, and a list for each other
+    column, None where a row lacks it; message lists where the row's prompt is one."""
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": user("22"), "answer": 4, "level": "hard"}]
+    (tmp_path / "recording.py").write_text(RECORDING)
+    flags = dict(dataset=write_jsonl(tmp_path / "data.jsonl", rows), reward=f"{tmp_path / 'recording.py'}:record")
+    flags |= dict(model_path=chat_policy(world, tmp_path / "policy"), num_train_epochs=12, batch_size=24)
+    _, metrics, output_dir = run(script, **flags)
+    calls, episodes = read_jsonl(tmp_path / "recording.jsonl"), read_jsonl(output_dir / "rollouts.jsonl")
+    assert len(calls) == len(metrics)
+    names = {"prompts", "completions", "completion_ids", "answer", "level"}
+    assert all(set(call) == names for call in calls)
+    called = {name: [x for call in calls for x in call[name]] for name in calls[0]}
+    assert called["completion_ids"] == [row["token_ids"] for row in episodes]
+    assert any(ids[-1] == EOS for ids in called["completion_ids"])
+    assert {row["prompt"] for row in episodes} == {"1+1=", "22=-"}
+    for i, row in enumerate(episodes):
+        is_chat = row["prompt"] != "1+1="
+        assert called["prompts"][i] == (user("22") if is_chat else "1+1=")
+        expected = [{"role": "assistant", "content": row["completion"]}] if is_chat else row["completion"]
+        assert called["completions"][i] == expected
+        assert (called["answer"][i], called["level"][i]) == ((4, "hard") if is_chat else ("2", None))
+        assert row["score"] == len(row["token_ids"])
+
+
+@only("rloo")
+def test_exact_match(script, run, tmp_path, world):
+    """The completion, stripped, is the answer, of text and of chat rows, whatever the answer's type."""
+    chats = [[{"role": "assistant", "content": text}] for text in ("4", " 5\n")]
+    assert script.exact_match(completions=[" 4", "4x", *chats], answer=["4", "4", 4, "5"], prompts=[]) == [1, 0, 1, 1]
+    rows = [{"prompt": user(text), "answer": answer} for text in ("1", "2", "3") for answer in ("", 5, "a")]
+    flags = dict(dataset=write_jsonl(tmp_path / "chat.jsonl", rows), reward="exact_match", batch_size=96)
+    flags |= dict(model_path=chat_policy(world, tmp_path / "policy"), response_length=2, num_train_epochs=4)
+    episodes = read_jsonl(run(script, **flags)[2] / "rollouts.jsonl")
+    assert 0 < sum(row["score"] for row in episodes) < len(episodes)
+    assert {row["completion"].strip() for row in episodes if row["score"]} <= {"", "5", "a"}
+
+
+def test_scores_come_back_to_their_episodes(script, run, world):
+    """rollouts.jsonl's score is the reward function's for that row's prompt and completion, chunk by chunk."""
+    flags = dict(num_train_epochs=2, per_device_rollout_batch_size=5, per_device_train_batch_size=2)
+    rows = read_jsonl(run(script, **flags)[2] / "rollouts.jsonl")
+    letters = import_file(world.folder / "rewards.py").letters
+    expected = letters([row["prompt"] for row in rows], [row["completion"] for row in rows])
+    assert [row["score"] for row in rows] == pytest.approx(expected, abs=1e-6)
+    for row in rows:
+        assert row["completion"] == "".join(VOCAB[t] for t in row["token_ids"] if t not in (PAD, EOS))
+
+
+@only("rloo", "grpo")
+def test_a_reward_that_names_its_prompt_comes_back_to_it(script, run, world):
+    """Every episode has the score of its own prompt, also where a prompt is drawn twice in an iteration; a reward that
+    depends on the prompt alone has advantage 0."""
+    flags = dict(num_train_epochs=3, batch_size=24, per_device_rollout_batch_size=5, kl_coef=0)
+    _, metrics, output_dir = run(script, reward=world.reward("number"), **flags)
+    prompts, rows = make_prompts(7), read_jsonl(output_dir / "rollouts.jsonl")
+    assert len({row["score"] for row in rows}) == 7
+    assert all(row["score"] == prompts.index(row["prompt"]) and row["advantage"] == 0 for row in rows)
+    assert all(row["grad_norm"] == 0 for row in metrics)
+
+
+def test_rewards_may_be_lists_arrays_tensors_or_parts(script, run, world):
+    """A list, an array and a tensor give the same scores; a dict's parts are logged, and their sum is the score."""
+    scores = {}
+    for name in ("letters", "numpy_array", "tensor"):
+        output_dir = run(script, reward=world.reward(name), total_episodes=12)[2]
+        scores[name] = [row["score"] for row in read_jsonl(output_dir / "rollouts.jsonl")]
+    assert scores["letters"] == scores["numpy_array"] == pytest.approx(scores["tensor"])
+    _, metrics, output_dir = run(script, reward=world.reward("parts"), total_episodes=12)
+    rows = read_jsonl(output_dir / "rollouts.jsonl")
+    assert metrics[0]["reward/length"] == pytest.approx(np.mean([len(row["completion"]) for row in rows]))
+    assert metrics[0]["reward/ones"] == pytest.approx(np.mean([row["completion"].count("1") for row in rows]))
+    assert [row["score"] for row in rows] == [len(row["completion"]) + row["completion"].count("1") for row in rows]
+
+
+@only("rloo")
+def test_none_is_no_opinion(script, run, tmp_path):
+    """Counted as 0, in a list and in a part."""
+    (tmp_path / "opinions.py").write_text(
+        "def plain(completions, **_):\n    return [None if len(c) > 2 else 3 for c in completions]\n"
+        "def parts(completions, **_):\n    return {'a': plain(completions), 'b': [1.5] * len(completions)}\n"
+    )
+    for name, more in (("plain", 0), ("parts", 1.5)):
+        output_dir = run(script, reward=f"{tmp_path / 'opinions.py'}:{name}", total_episodes=12)[2]
+        rows = read_jsonl(output_dir / "rollouts.jsonl")
+        assert [row["score"] for row in rows] == [more + 3 * (len(row["completion"]) <= 2) for row in rows]
+        assert len({row["score"] for row in rows}) == 2
+
+
+def test_a_faulty_reward_stops_the_run(script, run, world, updates, tmp_path):
+    """What it raises is raised as it is; a wrong number of scores is named; no update of that iteration is made."""
+    faults = {"raises": (KeyError, "the verifier is gone"), "wrong_count": (ValueError, "iteration 2: .* returned")}
+    faults |= {"text": (ValueError, "could not convert"), "empty": (ValueError, "iteration 2: .* returned 0 scores")}
+    for fault, (kind, message) in faults.items():
+        updates.clear()
+        out = tmp_path / fault
+        with pytest.raises(kind, match=message) as raised:
+            run(script, reward=world.reward(fault), output_dir=str(out), batch_size=6, num_train_epochs=2)
+        assert len(updates) == len(read_jsonl(out / "metrics.jsonl")) == 1 and not (out / "model").exists()
+        if fault == "raises":
+            frame = traceback.extract_tb(raised.value.__traceback__)[-1]
+            assert frame.filename == str(world.folder / "rewards.py") and "the verifier is gone" in frame.line
+
+
+# ============================================== how one is found ============================================
+@only("rloo")
+def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
+    """package.module:FUNCTION, and FILE.py:FUNCTION beside which nothing hides a library."""
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "inner.py").write_text("def score(**_):\n    return [1.0]\n")
+    for name in ("colorsys", "json"):  # named like a library: one not yet imported, and one that is
+        (tmp_path / f"{name}.py").write_text("raise AssertionError('not the library')\n")
+    (tmp_path / "tally_neighbour.py").write_text("VALUE = 7\n")
+    (tmp_path / "tally_mine.py").write_text(
+        "import colorsys, tally_neighbour\n\ndef score(**_):\n    return [tally_neighbour.VALUE, colorsys.ONE_THIRD]\n"
+    )
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    with fresh_imports():
+        assert script.load_reward("--reward", f"{tmp_path / 'tally_mine.py'}:score")() == [7, 1 / 3]
+        monkeypatch.syspath_prepend(tmp_path / "pack")
+        assert script.load_reward("--reward", "inner:score")() == [1.0]
+        with pytest.raises(AttributeError, match="no_such"):
+            script.load_reward("--reward", f"{tmp_path / 'tally_mine.py'}:no_such")
+        with pytest.raises(FileNotFoundError, match="no_such_file.py"):
+            script.load_reward("--reward", f"{tmp_path / 'no_such_file.py'}:score")
+        with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+            script.load_reward("--reward", "no_such_module.inner:score")
+        with pytest.raises(ValueError, match=r"--eval-reward .*json.py:score: Python knows another module json"):
+            script.load_reward("--eval-reward", f"{tmp_path / 'json.py'}:score")
+    assert script.load_reward("--reward", "none") is None
+    assert script.load_reward("--reward", "exact_match") is script.exact_match
+
+
+POOLED = """
+from concurrent.futures import ProcessPoolExecutor
+
+import torch
+from pooled_rules import length
+
+pool = None
+
+def score(completions, **_):
+    global pool
+    pool = pool or ProcessPoolExecutor(2)
+    return list(pool.map(length, completions))
+
+def fails(completions, **_):
+    raise LookupError("said by the reward")
+"""
+
+
+@only("rloo")
+@pytest.mark.slow
+def test_a_reward_with_neighbours_and_processes(script, world, tmp_path):
+    """A reward file in another folder that imports its neighbour and uses a ProcessPoolExecutor; what one raises is
+    shown with its own file and line."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "pooled.py").write_text(POOLED)
+    (folder / "pooled_rules.py").write_text("def length(text):\n    return float(len(text))\n")
+    flags = base_flags(world) | dict(reward=f"{folder / 'pooled.py'}:score", total_episodes=12)
+    finished = launch(script, 1, tmp_path, flags | dict(output_dir=tmp_path / "out"))
+    assert finished.returncode == 0, finished.stderr
+    rows = read_jsonl(tmp_path / "out" / "rollouts.jsonl")
+    assert [row["score"] for row in rows] == [len(row["completion"]) for row in rows]
+    failed = launch(script, 1, tmp_path, flags | dict(reward=f"{folder / 'pooled.py'}:fails"))
+    line = POOLED.splitlines().index('    raise LookupError("said by the reward")') + 1
+    assert failed.returncode == 1 and "LookupError: said by the reward" in failed.stderr.splitlines()[-1]
+    assert f'{folder / "pooled.py"}", line {line}, in fails' in failed.stderr
+
+
+# ============================================ the order of a score ==========================================
+def test_order_of_a_score(script, run, world):
+    """The penalty of a missing EOS comes before PPO's clip; evaluation sees the raw score; the KL comes after both."""
+    flags = dict(reward=world.reward("five"), missing_eos_penalty=3.0, kl_coef=0.5, eval_dataset=world.dataset(5))
+    flags |= dict(score_clip=2.5) if script.__name__ == "ppo" else {}
+    paths = dict(ref_model_path=world.reference, model_path=world.many_eos)
+    _, metrics, output_dir = run(script, **flags, **paths)
+    rows = read_jsonl(output_dir / "rollouts.jsonl")
+    ended = [row["token_ids"][-1] in (EOS, 5, 9, 14) for row in rows]
+    assert any(ended) and not all(ended)
+    assert [row["score"] for row in rows] == [flags.get("score_clip", 5.0) if end else 2.0 for end in ended]
+    assert metrics[0]["eval/scores"] == metrics[-1]["eval/scores"] == 5.0
+    for line in metrics[1:]:
+        scores = [row["score"] for row in rows if row["iteration"] == line["iteration"]]
+        assert line["objective/scores"] == pytest.approx(np.mean(scores))
+
+
+def test_evaluation_has_a_reward_of_its_own(script, run, world):
+    """--eval-reward alone; without it --reward plus the reward model; `none` is the reward model alone."""
+    flags = dict(eval_dataset=world.dataset(5, seed=9), total_episodes=3, learning_rate=0.0)
+    flags |= dict(reward=world.reward("five"), reward_model_path=world.classifier)
+
+    def score(**more):
+        return run(script, **flags, **more)[1][0]["eval/scores"]
+
+    by_model = score(eval_reward="none")
+    assert abs(by_model) > 1e-3 and score() == pytest.approx(5 + by_model, abs=1e-5)
+    assert score(eval_reward=world.reward("number")) == 2.0  # of 0 to 4
+    with pytest.raises(ValueError, match="none: no --reward-model-path"):
+        make_args(script, eval_reward="none")
+    with pytest.raises(ValueError, match="none: no --reward-model-path"):
+        make_args(script, reward="none")
+    with pytest.raises(ValueError, match="--eval-every needs an --eval-dataset"):
+        make_args(script, dataset="mine.jsonl", eval_every=2)
+
+
+# =============================================== reward models ==============================================
+@torch.no_grad()
+def plain_score(model, token_ids):
+    """The head at the last token: one sequence, no padding."""
+    return model.score(model.model(torch.tensor([token_ids])).last_hidden_state[0, -1]).item()
+
+
+@pytest.mark.parametrize("policy, pad_token_id", [("llama", PAD), ("pad_is_eos", EOS), ("emits_pad", PAD)])
+def test_reward_model_reads_the_episode_with_its_eos(script, run, world, tmp_path, policy, pad_token_id):
+    """With the policy's vocabulary the score is that of the prompt's and completion's token ids, EOS included, pooled
+    by length: also where pad is EOS, and where the policy emits pad. It adds to --reward."""
+    tokenizer = make_tokenizer("<eos>" if pad_token_id == EOS else "<pad>")
+    path, model = save_classifier(tmp_path / "rm", pad_token_id=pad_token_id, tokenizer=tokenizer)
+    flags = dict(reward_model_path=path, model_path=getattr(world, policy), kl_coef=0)
+    flags |= dict(per_device_train_batch_size=5, total_episodes=36, batch_size=36)
+    rows = read_jsonl(run(script, reward="none", **flags)[2] / "rollouts.jsonl")
+    assert any(row["token_ids"][-1] == EOS for row in rows) and len({len(row["token_ids"]) for row in rows}) > 2
+    for row in rows:
+        assert row["score"] == pytest.approx(plain_score(model, encode(row["prompt"]) + row["token_ids"]), abs=1e-5)
+    _, metrics, output_dir = run(script, reward=world.reward("five"), **flags)
+    summed = [row["score"] for row in read_jsonl(output_dir / "rollouts.jsonl")]
+    assert summed == pytest.approx([row["score"] + 5 for row in rows], abs=1e-4)
+    assert metrics[0]["reward/reward_model"] == pytest.approx(np.mean([row["score"] for row in rows]), abs=1e-5)
+
+
+def test_reward_model_of_another_vocabulary_reads_the_text(script, run, tmp_path):
+    """It reads the text in its own tokens, with its EOS where the episode ended."""
+    other_vocab = {token: i for i, token in enumerate(["<eos>", "<pad>", *reversed(VOCAB[2:])])}
+    backend = Tokenizer(WordLevel(other_vocab))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    path, model = save_classifier(tmp_path / "rm", tokenizer=tokenizer)
+    flags = dict(reward="none", reward_model_path=path, kl_coef=0, total_episodes=36, batch_size=36)
+    rows = read_jsonl(run(script, **flags)[2] / "rollouts.jsonl")
+    assert len({row["token_ids"][-1] == EOS for row in rows}) == 2
+    for row in rows:
+        token_ids = [other_vocab[character] for character in row["prompt"] + row["completion"]]
+        token_ids += [other_vocab["<eos>"]] if row["token_ids"][-1] == EOS else []
+        assert row["score"] == pytest.approx(plain_score(model, token_ids), abs=1e-5)
+
+
+@pytest.mark.parametrize("ends_with_eos", [False, True])
+def test_chat_prompts_are_rendered_by_each_models_template(script, run, world, tmp_path, ends_with_eos):
+    """Chat messages become text by the policy's template; for a reward model of another vocabulary by its own, which
+    may write the EOS itself: then none is added."""
+    rows = [{"prompt": user(text), "number": 0} for text in ("1+1", "22", "3")]
+    backend = Tokenizer.from_str(make_tokenizer().backend_tokenizer.to_str())
+    reader = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+    reader.add_tokens(["<other>"])  # another vocabulary
+    reader.chat_template = CHAT_TEMPLATE.replace("'='", "'+'") + "<eos>" * ends_with_eos
+    path, model = save_classifier(tmp_path / "rm", tokenizer=reader, vocab_size=len(reader))
+    flags = dict(model_path=chat_policy(world, tmp_path / "policy"), kl_coef=0, batch_size=36, num_train_epochs=4)
+    flags |= dict(dataset=write_jsonl(tmp_path / "chat.jsonl", rows), reward="none", reward_model_path=path)
+    rollouts = read_jsonl(run(script, **flags)[2] / "rollouts.jsonl")
+    assert {row["prompt"] for row in rollouts} == {"1+1=-", "22=-", "3=-"}
+    assert len({row["token_ids"][-1] == EOS for row in rollouts}) == 2
+    for row in rollouts:
+        token_ids = encode(row["prompt"].replace("=-", "+")) + [t for t in row["token_ids"] if t not in (PAD, EOS)]
+        token_ids += [EOS] if ends_with_eos or row["token_ids"][-1] == EOS else []
+        assert row["score"] == pytest.approx(plain_score(model, token_ids), abs=1e-5)
+
+
+def test_reward_model_of_several_labels_is_refused(script, run, tmp_path):
+    """A trained head of several labels would have to be cut: named, and nothing is written."""
+    path, _ = save_classifier(tmp_path / "rm", labels=3)
+    with pytest.raises(ValueError, match=r"--reward-model-path .*score.weight"):
+        run(script, reward="none", reward_model_path=path, output_dir=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_reward_model_without_a_head_gets_a_keyed_one(script, run, world, capsys):
+    """A base model is scored by a random head, with a warning: the same for the same seed, another for another."""
+    flags = dict(reward="none", reward_model_path=world.reference, learning_rate=0.0, total_episodes=12, kl_coef=0)
+    scores = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(random.randrange(1000))
+        capsys.readouterr()
+        metrics = run(script, seed=seed, **flags)[1]
+        assert "warning: --reward-model-path" in capsys.readouterr().err
+        scores.append(metrics[0]["objective/scores"])
+    assert scores[0] == scores[1] != scores[2]
+    assert AutoModelForCausalLM.from_pretrained(world.reference)  # the checkpoint is left as it was
+
+
+@only("rloo")
+@pytest.mark.slow
+def test_a_reward_of_a_package_in_a_run(script, world, tmp_path):
+    """package.module:FUNCTION, of a package that Python finds, as by PYTHONPATH."""
+    (tmp_path / "mypack").mkdir()
+    (tmp_path / "mypack" / "rules.py").write_text("def score(completions, **_):\n    return [2.0] * len(completions)\n")
+    flags = base_flags(world) | dict(reward="mypack.rules:score", total_episodes=3, output_dir=tmp_path / "out")
+    finished = launch(script, 1, tmp_path, flags, PYTHONPATH=str(tmp_path))
+    assert finished.returncode == 0, finished.stderr
+    assert read_jsonl(tmp_path / "out" / "metrics.jsonl")[0]["objective/scores"] == 2.0

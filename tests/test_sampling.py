@@ -1,0 +1,336 @@
+"""Sampling: what `generate` gives, the exact distribution, groups, ends of episodes, random numbers."""
+
+import math
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    EOS,
+    PAD,
+    VOCAB,
+    distance,
+    encode,
+    make_model,
+    make_prompts,
+    only,
+    plain_logprobs,
+    read_jsonl,
+    record_calls,
+    weights_of,
+)
+from transformers import AutoModelForCausalLM
+
+PROMPTS = ["1", "23+45=", "0000-1111=22", "7="]
+ARCHITECTURES = ["llama", "gpt2", "neox", "qwen3", "mistral", "gemma2", "gemma3"]
+one_text = only("rloo")  # what test_scripts.py holds to be the same text in all three
+
+
+def sample(script, model, prompts, uniforms, temperature, eos_ids):
+    """`CompletionModel.sample` of these texts."""
+    completion_model = script.CompletionModel(model, eos_ids, shares_prompts=True)
+    result = completion_model.sample([encode(prompt) for prompt in prompts], uniforms, temperature)
+    model.eval()  # no dropout in what it is compared with; a script's models have none at all
+    return result
+
+
+def random_uniforms(*shape, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).random(shape))
+
+
+def left_padded(prompts):
+    longest = max(map(len, prompts))
+    input_ids = torch.tensor([[PAD] * (longest - len(p)) + encode(p) for p in prompts])
+    return input_ids, torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+
+
+# ============================================= the distribution =============================================
+@one_text
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_sampling_equals_generate(script, architecture):
+    """At temperature 0, with prompts of different lengths, `sample` gives what model.generate gives."""
+    model = make_model(architecture)
+    input_ids, mask = left_padded(PROMPTS)
+    settings = dict(do_sample=False, max_new_tokens=12, eos_token_id=[EOS, 6], pad_token_id=PAD)
+    expected = model.generate(input_ids, attention_mask=mask, **settings)[:, input_ids.shape[1] :]
+    got = sample(script, model, PROMPTS, random_uniforms(len(PROMPTS), 12), 0.0, [EOS, 6])
+    for row, n, right in zip(got["tokens"].tolist(), got["lengths"].tolist(), expected.tolist()):
+        assert row[:n] == right[:n] and set(right[n:]) <= {PAD}
+        assert n == 12 or row[n - 1] in (EOS, 6)
+    assert len({str(row) for row in expected.tolist()}) > 2, "the prompts must matter"
+
+
+def chi_square_excess(counts, probabilities):
+    """Chi-square of counts against probabilities, cells of less than 5 expected put together, in standard deviations
+    above its mean: a right sampler stays below 4."""
+    expected = np.asarray(probabilities) * sum(counts)
+    counts, rare = np.asarray(counts, float), expected < 5
+    if rare.any():
+        counts = np.append(counts[~rare], counts[rare].sum())
+        expected = np.append(expected[~rare], expected[rare].sum())
+    degrees = len(counts) - 1
+    return (((counts - expected) ** 2 / np.maximum(expected, 1e-9)).sum() - degrees) / math.sqrt(2 * degrees)
+
+
+@torch.no_grad()
+def first_two_tokens(model, prompt, temperature):
+    """Exact probabilities of a completion's first two tokens by plain forward passes; after EOS comes 0."""
+    first = torch.softmax(model(torch.tensor([encode(prompt)])).logits[0, -1].double() / temperature, -1)
+    extended = torch.tensor([encode(prompt) + [token] for token in range(len(VOCAB))])
+    second = torch.softmax(model(extended).logits[:, -1].double() / temperature, -1)
+    second[EOS] = 0
+    second[EOS, 0] = 1
+    return (first[:, None] * second).flatten().numpy()
+
+
+@one_text
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral"])
+def test_sampling_follows_the_exact_distribution(script, architecture):
+    """The first two tokens of 4,000 episodes of each of two prompts come as often as plain forward passes say."""
+    model, count, temperature = make_model(architecture), 4000, 0.7
+    prompts = ["7=", "0000-1111=22"]
+    episodes = [prompt for prompt in prompts for _ in range(count)]
+    tokens = sample(script, model, episodes, random_uniforms(2 * count, 2), temperature, [EOS])["tokens"]
+    for i, prompt in enumerate(prompts):
+        pairs = tokens[i * count : (i + 1) * count] @ torch.tensor([len(VOCAB), 1])
+        exact = first_two_tokens(model, prompt, temperature)
+        counts = np.bincount(pairs, minlength=len(exact))
+        assert chi_square_excess(counts, exact) < 4
+        # the test can fail: these counts are not those of temperature 1
+        assert chi_square_excess(counts, first_two_tokens(model, prompt, 1.0)) > 10
+
+
+@one_text
+def test_no_token_of_probability_zero_is_ever_drawn(script):
+    """Uniform numbers of 0 and just below 1 pick the first and the last token that can be."""
+    logits = torch.tensor([[-math.inf, 0.0, 1.0, -math.inf, 2.0, -math.inf, -math.inf]]).repeat(5, 1)
+    uniforms = torch.tensor([0.0, 1e-300, 1 - 1e-12, math.nextafter(1, 0), 0.5], dtype=torch.float64)
+    for temperature in (0.3, 1.0, 3.0):
+        picked = script.pick_tokens((logits / temperature).log_softmax(-1), uniforms).tolist()
+        assert picked[:4] == [1, 1, 4, 4] and picked[4] in (1, 2, 4)
+    nearly_sure = torch.tensor([[20.0, 0.0, -20.0]]).log_softmax(-1)  # float32 would give the first token all there is
+    assert script.pick_tokens(nearly_sure, torch.tensor([1 - 1e-9], dtype=torch.float64)).item() == 1
+    wide = torch.randn(50_000, generator=torch.Generator().manual_seed(0)) * 3
+    wide[-100:] = wide[:100] = -math.inf  # rows that pad a vocabulary
+    wide = wide.log_softmax(-1)[None]
+    assert script.pick_tokens(wide, uniforms[:1]).item() >= 100
+    assert script.pick_tokens(wide, uniforms[3:4]).item() < 49_900
+
+
+@one_text
+def test_entropies_are_exact_also_beside_tokens_of_probability_zero(script):
+    """-sum p log p, where p = 0 counts 0, not NaN."""
+    model = make_model("llama", tie_word_embeddings=False)
+    head = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: head(hidden).index_fill(-1, torch.tensor([3, 7]), -math.inf)
+    got = sample(script, model, PROMPTS, random_uniforms(4, 1), 0.7, [EOS])
+    for prompt, entropy in zip(PROMPTS, got["entropies"][:, 0].tolist()):
+        with torch.no_grad():
+            p = torch.softmax(model(torch.tensor([encode(prompt)])).logits[0, -1] / 0.7, -1).tolist()
+        assert entropy == pytest.approx(-sum(x * math.log(x) for x in p if x), rel=1e-5) and p.count(0.0) == 2
+
+
+# ================================================== groups ==================================================
+@one_text
+def test_a_prompt_runs_once_and_finished_rows_leave(script):
+    """A group's prompt goes through the model once; afterwards exactly the episodes that go on do."""
+    model, rows_in, eos_ids = make_model("llama"), [], [EOS, 5, 9, 14, 17]
+    model.register_forward_pre_hook(lambda module, args, kwargs: rows_in.append(len(args[0])), with_kwargs=True)
+    episodes = [prompt for prompt in PROMPTS for _ in range(5)]
+    result = sample(script, model, episodes, random_uniforms(20, 8), 1.0, eos_ids)
+    lengths = result["lengths"].tolist()
+    assert len(set(lengths)) > 4
+    assert rows_in == [4] + [sum(n > t for n in lengths) for t in range(1, max(lengths))]
+    last_tokens = [row[n - 1].item() for row, n in zip(result["tokens"], lengths)]
+    assert result["ended"].tolist() == [token in eos_ids for token in last_tokens]
+    for name in ("tokens", "logprobs", "entropies"):
+        assert all((row[n:] == 0).all() for row, n in zip(result[name], lengths)), name
+    assert all((row[:n] < 0).all() for row, n in zip(result["logprobs"], lengths))
+
+
+@one_text
+def test_an_episode_does_not_depend_on_its_neighbours(script):
+    """The same prompt and uniform numbers give the same completion alone, in a group, and in any order."""
+    model, uniforms = make_model("gpt2"), random_uniforms(12, 8, seed=1)
+    episodes = [prompt for prompt in PROMPTS for _ in range(3)]
+    together = sample(script, model, episodes, uniforms, 0.7, [EOS, 5])
+    order = torch.tensor([7, 0, 3, 11, 1, 5])
+    mixed = sample(script, model, [episodes[i] for i in order], uniforms[order], 0.7, [EOS, 5])
+    alone = [sample(script, model, [episodes[i]], uniforms[i : i + 1], 0.7, [EOS, 5]) for i in range(12)]
+    assert len(set(together["lengths"].tolist())) > 2
+    for name, rows in together.items():
+        torch.testing.assert_close(mixed[name], rows[order], atol=1e-5, rtol=0)
+        torch.testing.assert_close(torch.cat([one[name] for one in alone]), rows, atol=1e-5, rtol=0)
+
+
+def test_sampling_works_in_chunks(script, run, monkeypatch):
+    """--per-device-rollout-batch-size changes how many are sampled at once, and no episode."""
+    calls = record_calls(monkeypatch, script.CompletionModel, "sample")
+    runs = []
+    for size in (None, 5, 1):
+        calls.clear()
+        output_dir = run(script, per_device_rollout_batch_size=size, total_episodes=12)[2]
+        runs.append([(row["prompt"], row["token_ids"]) for row in read_jsonl(output_dir / "rollouts.jsonl")])
+        assert [len(call.args[1]) for call in calls] == {None: [12], 5: [4] * 3, 1: [1] * 12}[size]
+    assert runs[0] == runs[1] == runs[2]
+
+
+# ============================================ where an episode ends =========================================
+END_TOKENS = {"llama": {EOS}, "many_eos": {EOS, 5, 9, 14}, "emits_pad": {EOS, 7}, "pad_is_eos": {EOS}}
+
+
+@pytest.mark.parametrize("policy", END_TOKENS)
+def test_an_episode_ends_with_its_first_eos(script, run, world, policy):
+    """The first EOS, any of them, is the last token; nothing else ends an episode but the longest length: also where
+    pad is the EOS, and where the policy emits pad."""
+    flags = dict(model_path=getattr(world, policy), total_episodes=48, batch_size=48)
+    _, metrics, output_dir = run(script, **flags)
+    rows, eos_ids = read_jsonl(output_dir / "rollouts.jsonl"), END_TOKENS[policy]
+    ended = [row["token_ids"][-1] in eos_ids for row in rows]
+    for row in rows:
+        assert not set(row["token_ids"][:-1]) & eos_ids
+        assert len(row["token_ids"]) == 6 or row["token_ids"][-1] in eos_ids
+        assert len(row["logprobs"]) == len(row["token_ids"])
+    assert any(ended) and not all(ended), "the test needs both"
+    assert metrics[0]["val/num_eos_tokens"] == sum(ended)
+    assert metrics[0]["response_length_mean"] == pytest.approx(np.mean([len(row["token_ids"]) for row in rows]))
+    assert len({row["token_ids"][-1] for row, end in zip(rows, ended) if end}) > (policy == "many_eos")
+    if policy == "emits_pad":
+        assert any(PAD in row["token_ids"][:-1] for row in rows), "the policy must emit pad"
+
+
+@one_text
+def test_every_eos_is_found(script):
+    """Those of the model's config, its generation config, the tokenizer, and --stop-token-id; each may be absent."""
+
+    def found(config_ids, generation_ids, tokenizer_id, stop):
+        policy = SimpleNamespace(config=SimpleNamespace(eos_token_id=config_ids))
+        policy.generation_config = SimpleNamespace(eos_token_id=generation_ids)
+        return script.find_eos_ids(policy, SimpleNamespace(eos_token_id=tokenizer_id), stop)
+
+    assert found(1, [1, 5], 7, 3) == [1, 3, 5, 7]
+    assert found(None, None, None, None) == []
+    assert found(None, 0, None, None) == [0] and found([2], None, 2, 2) == [2]
+
+
+@one_text
+def test_no_eos_at_all_is_no_end(script):
+    """Without an EOS every episode has the longest length and none ended."""
+    result = sample(script, make_model("llama"), PROMPTS, random_uniforms(4, 5), 1.0, [])
+    assert result["lengths"].tolist() == [5] * 4 and not result["ended"].any()
+
+
+@one_text
+def test_nothing_after_the_end_counts(script):
+    """Tokens after an episode's end change no log-probability and no gradient; the EOS itself has both."""
+    completions = [[5, 6, EOS], [EOS], [PAD, 7, PAD, 9, EOS], [4, 5, 6, 7, 8, 9]]
+    lengths = torch.tensor([len(c) for c in completions])
+    mask, gradients = torch.arange(6) < lengths[:, None], []
+    prompts = [encode(prompt) for prompt in PROMPTS]
+    for shares_prompts in (True, False):
+        for junk in (PAD, EOS, 11):
+            tokens = torch.tensor([c + [junk] * (6 - len(c)) for c in completions])
+            model = make_model("llama")
+            logprobs = script.CompletionModel(model, [EOS], shares_prompts).logprobs(prompts, tokens, mask, 1.0)
+            assert torch.equal(logprobs != 0, mask)
+            for row, prompt, completion in zip(logprobs, prompts, completions):
+                plain = plain_logprobs(model, prompt, completion)
+                torch.testing.assert_close(row[: len(completion)], plain, atol=1e-5, rtol=0)
+            (logprobs.sum(1) * torch.tensor([1.0, -2, 3, 5])).sum().backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert all(torch.equal(gradients[0], other) for other in gradients[1:3])
+    assert all(torch.equal(gradients[3], other) for other in gradients[4:])
+    assert distance(gradients[:1], gradients[3:4]) < 1e-5
+
+
+def test_junk_after_the_end_changes_no_run(script, run, monkeypatch):
+    """A sampler that leaves junk after the end of an episode gives the same run, bit by bit."""
+    flags = dict(num_ppo_epochs=2, num_mini_batches=2, kl_coef=0.1)
+    clean = run(script, **flags)[2]
+    plain_sample, junk_tokens = script.CompletionModel.sample, []
+
+    def littering_sample(*args, **kwargs):
+        result = plain_sample(*args, **kwargs)
+        junk = torch.arange(result["tokens"].shape[1])[None] >= result["lengths"][:, None]
+        result["tokens"][junk] = torch.randint(len(VOCAB), (int(junk.sum()),))
+        junk_tokens.append(int(junk.sum()))
+        return result
+
+    monkeypatch.setattr(script.CompletionModel, "sample", littering_sample)
+    littered = run(script, **flags)[2]
+    assert sum(junk_tokens) > 5
+    assert (clean / "rollouts.jsonl").read_text() == (littered / "rollouts.jsonl").read_text()
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(clean / "model"), weights_of(littered / "model")))
+
+
+# ============================================== random numbers ==============================================
+@one_text
+def test_random_numbers_are_functions_of_their_key(script):
+    """Three seeds and three purposes give nine different streams; the same keys give the same, whatever ran before."""
+    purposes = (script.PROMPT_ORDER, script.SAMPLING, script.MINI_BATCHES)
+    assert len({*purposes, script.EVALUATION, script.NEW_WEIGHTS}) == 5
+    drawn = {}
+    for seed in (1, 2, 3):
+        for purpose in purposes:
+            drawn[seed, purpose] = tuple(script.keyed_rng(seed, purpose, 1).random(4))
+    assert len({x for numbers in drawn.values() for x in numbers}) == 36
+    np.random.seed(5), torch.manual_seed(5), random.seed(5)
+    for (seed, purpose), numbers in drawn.items():
+        assert tuple(script.keyed_rng(seed, purpose, 1).random(4)) == numbers
+        assert not set(script.keyed_rng(seed, purpose, 2).random(4)) & set(numbers)
+
+
+def test_every_iteration_draws_its_own_numbers(script, run, world, monkeypatch):
+    """No uniform number of a run is used twice: neither in a group, nor in another iteration or evaluation."""
+    calls = record_calls(monkeypatch, script.CompletionModel, "sample")
+    run(script, num_train_epochs=3, eval_dataset=world.dataset(5, seed=9), eval_temperature=1.0)
+    numbers = [x for call in calls for x in call.args[2].flatten().tolist()]
+    assert len(calls) > 3 and len(set(numbers)) == len(numbers)
+
+
+def test_a_seed_is_a_run(script, run):
+    """The same seed gives the same episodes and weights, bit by bit; another seed, or iteration, gives others."""
+
+    def episodes(seed):
+        torch.manual_seed(random.randrange(1000)), np.random.seed(random.randrange(1000))
+        output_dir = run(script, seed=seed, num_train_epochs=2)[2]
+        return read_jsonl(output_dir / "rollouts.jsonl"), weights_of(output_dir / "model")
+
+    first, weights = episodes(1)
+    again, weights_again = episodes(1)
+    other, _ = episodes(2)
+    assert first == again
+    assert all(torch.equal(a, b) for a, b in zip(weights, weights_again))
+    assert [row["token_ids"] for row in first] != [row["token_ids"] for row in other]
+    per_prompt = [[r["token_ids"] for r in first if r["prompt"] == p] for p in {r["prompt"] for r in first}]
+    assert all(len({str(tokens) for tokens in completions}) > 1 for completions in per_prompt)
+
+
+# ================================================ evaluation ================================================
+def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
+    """eval/scores stands at the start, every eval_every iterations and at the end: the mean over `generate`'s."""
+    flags = dict(eval_dataset=world.dataset(5, seed=9), eval_every=2, batch_size=3, reward=world.reward("letters"))
+    _, metrics, output_dir = run(script, **flags)
+    last = metrics[-1]["iteration"]
+    expected = [i for i in range(last + 1) if i % 2 == 0 or i == last]
+    assert [row["iteration"] for row in metrics if "eval/scores" in row] == expected
+    assert set(metrics[0]) == {"iteration", "step", "episode", "epoch", "eval/scores"}
+    letters = script.load_reward("--reward", world.reward("letters"))
+    for row, path in ((metrics[0], world.llama), (metrics[-1], output_dir / "model")):
+        model, completions = AutoModelForCausalLM.from_pretrained(path).eval(), []
+        for prompt in make_prompts(5, seed=9):
+            ids = torch.tensor([encode(prompt)])
+            settings = dict(do_sample=False, max_new_tokens=6, eos_token_id=EOS, pad_token_id=PAD)
+            tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :]
+            completions.append("".join(VOCAB[t] for t in tokens if t not in (PAD, EOS)))
+        scores = letters(prompts=make_prompts(5, seed=9), completions=completions)
+        assert row["eval/scores"] == pytest.approx(np.mean(scores), rel=1e-5)
+
+
+def test_evaluation_does_not_move_training(script, run, world):
+    """A run that evaluates has the episodes of the run that does not."""
+    flags = dict(eval_dataset=world.dataset(5, seed=9), eval_every=1, eval_temperature=1.0)
+    runs = [run(script, batch_size=6, **more)[2] / "rollouts.jsonl" for more in ({}, flags)]
+    assert runs[0].read_text() == runs[1].read_text()
