@@ -714,7 +714,8 @@ def main(args: Args):
     accelerator.init_trackers("tally", config, init_kwargs={"wandb": {"name": output_dir.name}})
     if is_main:
         output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / "args.yaml").write_text(yaml.safe_dump(vars(args), sort_keys=False))
+        (output_dir / "args.tmp").write_text(yaml.safe_dump(vars(args), sort_keys=False))
+        (output_dir / "args.tmp").replace(output_dir / "args.yaml")
         (output_dir / "plan.yaml").write_text(plan_table(args, len(prompts), accelerator.num_processes))
         print((output_dir / "plan.yaml").read_text(), end="", flush=True)
     autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
@@ -884,8 +885,7 @@ def main(args: Args):
         history = [json.loads(line) for line in open(output_dir / "metrics.jsonl", encoding="utf-8")]
         sampled, held_out = ([row[x] for row in history if x in row] for x in ("objective/scores", "eval/scores"))
         line = f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs"
-        line += f", {time.time() - started:.0f} s; sampled score {sampled[0]:.3f} -> {np.mean(sampled[-10:]):.3f}"
-        line += " (mean of the last 10 iterations)"
+        line += f" in {time.time() - started:.0f} s; sampled score {sampled[0]:.3f} -> {np.mean(sampled[-10:]):.3f}"
         if held_out:
             line += f"; held-out at temperature {args.eval_temperature:g} {held_out[0]:.3f} -> {held_out[-1]:.3f}"
         print(f"{line}; model in {output_dir / 'model'}", flush=True)

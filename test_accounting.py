@@ -20,7 +20,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from conftest import MODULES, base_flags, encode, group_flag, launch, make_args, make_prompts, read_jsonl, record_calls
+from conftest import MODULES, base_flags, compare_runs, encode, group_flag, launch, make_args, make_prompts, read_jsonl
 
 run, world, updates = conftest.run, conftest.world, conftest.updates  # fixtures
 
@@ -332,7 +332,10 @@ def curve(name, learning_rate, warmup_steps, steps, get_scheduler=transformers.g
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedule_is_transformers_own_over_exactly_the_steps(script, run, monkeypatch, updates, schedule):
     """Every update uses its rate of the curve, the log has the iteration's last one, the end is the final value."""
-    made, warmup_steps = record_calls(monkeypatch, transformers, "get_scheduler"), 0 if schedule == "constant" else 3
+    made, warmup_steps = (
+        conftest.record_calls(monkeypatch, transformers, "get_scheduler"),
+        0 if schedule == "constant" else 3,
+    )
     sizes = dict(batch_size=6, k=3, num_mini_batches=2, num_ppo_epochs=2, num_train_epochs=1.0)
     flags = dict(lr_scheduler_type=schedule, warmup_steps=warmup_steps, response_length=1, kl_coef=0.0)
     args, metrics, _ = run(script, **flags, **sizes)
@@ -350,10 +353,17 @@ def test_schedule_is_transformers_own_over_exactly_the_steps(script, run, monkey
 UNEVEN = dict(batch_size=6, num_mini_batches=2, num_ppo_epochs=2, num_train_epochs=3.0, warmup_steps=2)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_processes_change_no_count(script, world, tmp_path, processes):
-    """Several processes make the steps, use the rates and ask for the scores of one, with sizes that none divides: 5
-    prompts, mini-batches of 3, iterations that end an epoch in their middle; and there really are several."""
+LAUNCHES = [(name, processes) for name in MODULES for processes in (2, 3)]
+FAST = LAUNCHES[-2]  # two processes of one script
+
+
+@pytest.mark.parametrize(
+    "script, processes", [pytest.param(*x, marks=[] if x == FAST else pytest.mark.slow) for x in LAUNCHES]
+)
+def test_processes_change_no_count(script, run, world, tmp_path, processes):
+    """Several processes make the steps, use the rates and ask for the scores of one, and are the run of one, with sizes
+    that none divides: 5 prompts, mini-batches of 3, an epoch's end within an iteration; and there really are several."""
+    script = MODULES[script]
     sizes = UNEVEN | dict(dataset=world.dataset(5), eval_dataset=world.dataset(3, seed=4), lr_scheduler_type="cosine")
     flags = base_flags(world) | sizes | dict(reward=f"{tmp_path / 'probe.py'}:probe", per_device_train_batch_size=1)
     output_dir = tmp_path / "out"
@@ -376,6 +386,7 @@ def test_processes_change_no_count(script, world, tmp_path, processes):
     assert [row["lr"] for row in metrics] == pytest.approx([rates[row["step"] - 1] for row in metrics], rel=1e-9)
     for rank in range(processes):
         assert float((tmp_path / f"last_lr_{rank}").read_text()) == pytest.approx(final, abs=1e-12)
+    compare_runs(run(script, **sizes)[2], output_dir)
 
 
 # ================================================= --plan ================================================

@@ -4,7 +4,7 @@
     python benchmark/kill_and_resume.py --scripts ppo --seed 2        # other moments
     python benchmark/kill_and_resume.py --runs "1, 2 by turns"        # 9 kills each
 
-Every script trains a small run of 24 iterations, three times over: on one process, on two, and on one and two by turns.
+Every script trains a small run of 12 iterations, three times over: on one process, on two, and on one and two by turns.
 Each of the three is killed nine times. A kill is SIGKILL of all its processes, at a drawn call of
 
     rollout      the sampler, between two tokens
@@ -46,7 +46,7 @@ from rich.table import Table
 from sharded import BENCHMARK, SCRIPTS, load_script, relative_distance
 
 PHASES = ("rollout", "training", "written", "removing", "metrics", "loading", "anywhere", "anywhere")  # then `model`
-FLAGS = """--total-episodes 380 --batch-size 16 --num-mini-batches 2 --num-ppo-epochs 2 --per-device-train-batch-size 3
+FLAGS = """--total-episodes 188 --batch-size 16 --num-mini-batches 2 --num-ppo-epochs 1 --per-device-train-batch-size 3
     --learning-rate 1e-4 --save-every 1 --save-rollouts --num-sample-generations 4 --resume""".split()
 
 
@@ -154,7 +154,7 @@ def draw_kills(draw: random.Random, processes: list[int]) -> list[tuple]:
     phases = [*draw.sample(PHASES, len(PHASES)), "model"]
     kills = []
     for phase, count in zip(phases, processes):
-        call = draw.randint(1, {"rollout": 15, "training": 20, "written": 2, "metrics": 2}.get(phase, 1))
+        call = draw.randint(1, {"rollout": 15, "training": 12, "written": 2, "metrics": 2}.get(phase, 1))
         killer = draw.randrange(count) if phase in ("rollout", "training", "loading") else 0
         kills.append((count, (phase, call, killer), draw.uniform(0.2, 1.2) if phase == "anywhere" else None))
     return kills

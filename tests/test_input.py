@@ -10,11 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import tyro
 from conftest import (
     HERE,
-    MODULES,
     base_flags,
     group_flag,
     import_file,
@@ -80,7 +78,7 @@ def test_bad_flags_are_refused_by_name(script):
         with pytest.raises(ValueError) as raised:
             script.Args(**{flag: value} | ALSO.get((flag, value), {}))
         message, name = str(raised.value), f"--{flag.replace('_', '-')}"
-        assert name in message or message.startswith("none: no --reward-model-path"), (name, message)
+        assert name in message, (name, message)
     make_args(script, seed=2**32 - 1, max_grad_norm=math.inf, cliprange=0.0, eval_temperature=0.0, k=2)
     if group_flag(script) is not None:
         with pytest.raises(ValueError, match="--batch-size .* times 6"):
@@ -90,7 +88,7 @@ def test_bad_flags_are_refused_by_name(script):
 def test_the_command_line_shows_them_with_status_2(script, capsys):
     """In tyro's box, as what tyro itself refuses."""
     lines = ["--lr-scheduler-type warmup_stable_decay", "--no-such-flag", "--batch-size many", "--dtype float16"]
-    lines += ["--plan", "--plan 2 3", "--plan two", "--batch-size 0", "--warmup-steps -1"]
+    lines += ["--plan", "--plan two", "--batch-size 0", "--warmup-steps -1"]
     for line in lines + (["--loss-type mean"] if script.__name__ == "grpo" else []):
         capsys.readouterr()
         with pytest.raises(SystemExit) as stopped:
@@ -102,7 +100,7 @@ def test_the_command_line_shows_them_with_status_2(script, capsys):
 def test_a_tracker_must_be_installed(script, monkeypatch):
     """--log-with names what accelerate finds, not what it could."""
     monkeypatch.setattr(script, "get_available_trackers", lambda: [])
-    with pytest.raises(ValueError, match="--log-with: no such tracker is installed"):
+    with pytest.raises(ValueError, match="--log-with: .* installed"):
         make_args(script, log_with="wandb")
 
 
@@ -157,14 +155,13 @@ def test_long_prompts_are_dropped_and_counted_aloud(script, run, refuses, capsys
     refuses(script, "no prompts of at most --max-prompt-length 1", max_prompt_length=1)
 
 
-def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, world):
+def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, tmp_path):
     """The longest prompt, also of the evaluation, with its response; what just fits is run."""
     room = 64 - max(map(len, make_prompts(7)))
     refuses(script, "--response-length", "65 tokens", response_length=room + 1, error=ValueError)
     run(script, response_length=room, total_episodes=3, batch_size=3)
-    longer = world.dataset(40, seed=5)
-    assert max(map(len, make_prompts(40, seed=5))) == 16 > 64 - room
-    refuses(script, "--response-length", response_length=room, eval_dataset=longer, error=ValueError)
+    longer = write_jsonl(tmp_path / "longer.jsonl", make_rows(["1" * (64 - room), "1" * (65 - room)]))
+    refuses(script, "--response-length", "65 tokens", response_length=room, eval_dataset=longer, error=ValueError)
 
 
 def test_a_hub_dataset_is_read_by_its_split(script, run, monkeypatch):
@@ -207,10 +204,19 @@ def test_weights_that_do_not_fit_their_config_are_refused_by_name(script, refuse
     refuses(script, "--model-path", misfit.wide, shape, **default | dict(model_path=misfit.wide), error=ValueError)
     refuses(script, "--model-path", misfit.deep, layer, **default | dict(model_path=misfit.deep), error=ValueError)
     refuses(script, "--ref-model-path", shape, **fits | dict(ref_model_path=misfit.wide), error=ValueError)
-    refuses(script, "--reward-model-path", shape, **fits | dict(reward_model_path=misfit.wide), error=ValueError)
     if script.__name__ == "ppo":
-        shape = shape.removeprefix("model.")
-        refuses(script, "--value-model-path", shape, **fits | dict(value_model_path=misfit.wide), error=ValueError)
+        name = shape.removeprefix("model.")
+        refuses(script, "--value-model-path", name, **fits | dict(value_model_path=misfit.wide), error=ValueError)
+        fits["value_model_path"] = script.Args.model_path
+    refuses(script, "--reward-model-path", shape, **fits | dict(reward_model_path=misfit.wide), error=ValueError)
+
+
+@only("ppo")
+@pytest.mark.xfail(strict=True, reason="the message says --value-model-path, whatever flag the path is from")
+def test_a_value_model_is_refused_by_the_flag_that_names_it(script, refuses, misfit):
+    """Without --value-model-path it is the reward model."""
+    flags = dict(model_path=script.Args.model_path, dataset=script.Args.dataset, total_episodes=4, batch_size=16)
+    refuses(script, "--reward-model-path", **flags, reward_model_path=misfit.wide, error=ValueError)
 
 
 def test_models_that_are_not_there(script, refuses, world, tmp_path):
@@ -218,7 +224,8 @@ def test_models_that_are_not_there(script, refuses, world, tmp_path):
     (tmp_path / "empty").mkdir()
     cut = save_model(tmp_path / "cut", make_model("llama"))
     os.truncate(f"{cut}/model.safetensors", 2000)
-    for path, words in {"no/such/model": "no/such/model", str(tmp_path / "empty"): "empty", cut: ""}.items():
+    # of an empty folder and of a file that was cut the libraries have their own words
+    for path, words in {"no/such/model": "no/such/model", str(tmp_path / "empty"): "", cut: ""}.items():
         for flag in ("model_path", "ref_model_path", "reward_model_path"):
             refuses(script, words, **{flag: path})
     if script.__name__ == "ppo":
@@ -266,10 +273,3 @@ def test_a_plan_needs_no_model(script, world, monkeypatch, capsys):
     flags = base_flags(world) | dict(model_path="no/such/model", plan=3, output_dir="no/such/folder")
     script.main(make_args(script, **flags))
     assert "prompts: 7 " in capsys.readouterr().out and not os.path.exists("no/such/folder")
-
-
-def test_a_launch_that_is_not_what_was_asked_is_refused(script, refuses, monkeypatch):
-    """Processes that do not see each other would each train a run of their own."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    refuses(script, "of the processes launched, this one sees only 1", error=RuntimeError)
-    assert torch.get_num_threads() == 1 and set(MODULES) >= {script.__name__}

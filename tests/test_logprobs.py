@@ -86,8 +86,8 @@ def test_every_pass_gives_the_same_logprobs(script, run, tmp_path, monkeypatch, 
             assert row["ref_logprobs"] == pytest.approx(expected, abs=1e-5), "reference"
     passes = [call for call in ratios if call.training][:5]  # 21 episodes by 5, before the first update
     assert len(passes) == 5
-    assert all(call.args[0].abs().max() < 2e-5 for call in passes), "training"
-    assert metrics[0]["val/sampling_logprob_difference"] < 1e-5
+    assert all(call.args[0].abs().max() < 1e-4 for call in passes), "training"  # RLOO's is the sum of 6
+    assert metrics[0]["val/sampling_logprob_difference"] < 2e-5
 
 
 def test_completions_of_one_token(script, run):
@@ -197,16 +197,6 @@ def test_bfloat16_is_refused_where_it_would_clip_whole_ratios(script):
         elif script.__name__ == name:
             make_args(script, dtype="bfloat16", **flags)
         make_args(script, dtype="float32", **flags if script.__name__ == name else {})
-
-
-def test_the_launchers_precision_is_the_default(script, monkeypatch):
-    for launcher, dtype in {"no": "float32", "bf16": "bfloat16"}.items():
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
-        assert make_args(script, num_ppo_epochs=1).dtype == dtype
-        assert make_args(script, num_ppo_epochs=1, dtype="float32").dtype == "float32"
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(ValueError, match="--dtype .*fp16"):
-        make_args(script)
 
 
 def test_gradient_checkpointing_recomputes(script, run, monkeypatch):
