@@ -128,9 +128,9 @@ class Args:
     # optimizer
     learning_rate: float = 1e-4  # AdamW's learning rate, at its highest
     weight_decay: float = 0.0  # AdamW's decoupled weight decay, of all parameters
-    lr_scheduler_type: Literal[
+    lr_scheduler_type: Literal[  # learning-rate schedule over all optimizer steps, by its name in transformers
         "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
-    ] = "linear"  # learning-rate schedule over all optimizer steps, by its name in transformers
+    ] = "linear"
     warmup_steps: int = 0  # optimizer steps of linear warm-up
     max_grad_norm: float = 1.0  # clip the gradient's global norm to this; inf: no clipping
     # logging
@@ -159,7 +159,7 @@ class Args:
         for is_wrong, message in (
             (max(self.gamma, self.lam) > 1, "--gamma and --lam must be at most 1"),
             (self.adaptive_kl and self.kl_coef == 0, "--adaptive-kl needs a --kl-coef above 0 to start from"),
-            (self.batch_size % multiple, f"--batch-size must hold whole groups and mini-batches: times {multiple}"),
+            (self.batch_size % multiple, f"--batch-size must be a multiple of {multiple}: whole groups, mini-batches"),
             (self.dtype is None, f"--dtype float32 or bfloat16, not {launcher}, the launcher's mixed precision"),
             (has_no_reward, "--reward none and --eval-reward none need a --reward-model-path"),
             (self.eval_every and not self.eval_dataset, "--eval-every needs an --eval-dataset"),
@@ -309,13 +309,15 @@ def load_reward(flag: str, spec: str):
     if spec in ("none", "exact_match"):
         return exact_match if spec == "exact_match" else None
     path, _, function = spec.rpartition(":")
+    if not path:
+        raise ValueError(f"{flag} {spec}: not exact_match, FILE.py:FUNCTION, package.module:FUNCTION or none")
     if not path.endswith(".py"):
         return getattr(importlib.import_module(path), function)
     file = Path(path).resolve(strict=True)
     sys.path.append(str(file.parent))  # its neighbours are importable; at the end, so that none hides a library
     module = importlib.import_module(file.stem)
-    if Path(module.__file__).resolve() != file:
-        raise ValueError(f"{flag} {spec}: Python knows another module {file.stem}, {module.__file__}; rename yours")
+    if Path(getattr(module, "__file__", "")).resolve() != file:
+        raise ValueError(f"{flag} {spec}: Python knows another module {file.stem}, {module}; rename yours")
     return getattr(module, function)
 
 
@@ -337,9 +339,9 @@ def score_episodes(accelerator: Accelerator, batch: SimpleNamespace, reward, sco
     if share and score_by_model is not None:
         parts["reward_model"] = score_by_model(batch, share)
     local_parts = [dict(zip(parts, values)) for values in zip(*parts.values(), strict=True)]
+    if len(local_parts) != len(share):
+        raise ValueError(f"{where}: the reward returned {len(local_parts)} scores for {len(share)} completions")
     all_parts = gather_object([{name: float(x or 0.0) for name, x in named.items()} for named in local_parts])
-    if len(all_parts) != len(batch.prompts):
-        raise ValueError(f"{where}: the reward returned {len(all_parts)} scores for {len(batch.prompts)} completions")
     scores = torch.tensor([sum(named.values()) for named in all_parts], device=accelerator.device)
     for i in (~scores.isfinite()).nonzero().flatten().tolist():
         raise ValueError(f"{where}: the score of a completion of {batch.prompts[i].text!r} is {scores[i]}")
@@ -357,15 +359,14 @@ def load_model(flag: str, path: str, auto_class, dtype: torch.dtype, **config_ch
     settings = dict(config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True)
     model, info = auto_class.from_pretrained(path, **settings)
     for name in sorted(info["missing_keys"] - {"score.weight"}) + sorted(name for name, *_ in info["mismatched_keys"]):
-        raise ValueError(f"{flag} {path}: no weights of the shape that its config says for {name}")
+        raise ValueError(f"{flag} {path}: its weights lack {name}, or have it in another shape")
     # dropout goes by the config, not by eval(): gradient checkpointing needs train mode
     return model.train(), "score.weight" not in info["missing_keys"]
 
 
 def add_lora(model, args: Args, index: int):
     """Wrap a model with LoRA adapters whose first weights are a function of the seed and the model's index."""
-    import peft
-
+    peft = importlib.import_module("peft")
     torch.manual_seed(int(keyed_rng(args.seed, NEW_WEIGHTS, index).integers(2**32)))
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules="all-linear")
     return peft.get_peft_model(model, config)
@@ -459,20 +460,17 @@ class CompletionModel(torch.nn.Module):
     def logprobs(self, prompts: list[list[int]], tokens: torch.Tensor, mask: torch.Tensor, temperature: float):
         """Log-probability of every completion token, [episodes, response], 0 where `mask` is False.
         prompts: token lists, one per episode; tokens, mask: [episodes, response]; temperature: divides the logits"""
-        longest = int(mask.sum(1).max())
-        padding, tokens, mask = tokens.shape[1] - longest, tokens[:, :longest], mask[:, :longest]  # padded again below
         if not self.shares_prompts:
             prompt_ids, prompt_mask = pad_left(prompts, tokens.device)
             rows, row_mask = torch.cat([prompt_ids, tokens[:, :-1]], 1), torch.cat([prompt_mask, mask[:, :-1]], 1)
-            logits = self.run(rows, row_mask, logits_to_keep=longest)  # [episodes, longest, vocabulary]
+            logits = self.run(rows, row_mask, logits_to_keep=tokens.shape[1])  # [episodes, response, vocabulary]
         else:
             logits, cache, prompt_mask = self.run_prompts(prompts)
-            if longest > 1:
+            if tokens.shape[1] > 1:
                 more = self.run(tokens[:, :-1], torch.cat([prompt_mask, mask[:, :-1]], 1), cache)
                 logits = torch.cat([logits, more], 1)
         logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
-        logprobs = logprobs.gather(-1, tokens[:, :, None]).squeeze(-1).masked_fill(~mask, 0.0)
-        return torch.nn.functional.pad(logprobs, (0, padding))
+        return logprobs.gather(-1, tokens[:, :, None]).squeeze(-1).masked_fill(~mask, 0.0)
 
 
 @contextlib.contextmanager
@@ -480,9 +478,7 @@ def whole_weights(accelerator: Accelerator, model):
     """Gather sharded weights once for all the passes inside, instead of layer by layer for every token."""
     zero3 = getattr(getattr(model, "optimizer", None), "parameter_offload", None)  # DeepSpeed's
     if zero3 is not None:
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        with importlib.import_module("deepspeed").zero.GatheredParameters(list(model.parameters())):
             zero3._remove_module_hooks()  # they would release every layer
             zero3.forward_hooks.clear(), zero3.backward_hooks.clear()
             yield
@@ -514,10 +510,10 @@ def load_reward_model(args: Args, tokenizer, device):
     path, dtype = args.reward_model_path, getattr(torch, args.dtype)
     model, has_head = load_model("--reward-model-path", path, AutoModelForSequenceClassification, dtype, num_labels=1)
     if not has_head:
-        head = keyed_rng(args.seed, NEW_WEIGHTS, 0).normal(0, model.config.hidden_size**-0.5, model.score.weight.shape)
-        model.score.weight.data = torch.from_numpy(head).to(dtype)
+        new = keyed_rng(args.seed, NEW_WEIGHTS, 0).normal(0, model.config.hidden_size**-0.5, model.score.weight.shape)
+        model.score.weight.data = torch.from_numpy(new).to(dtype)
         print(f"warning: --reward-model-path {path} has no trained head; its scores are random", file=sys.stderr)
-    its_tokenizer, model = AutoTokenizer.from_pretrained(path), model.to(device)
+    its_tokenizer, model, head = AutoTokenizer.from_pretrained(path), model.to(device), model.score
     eos, same_vocabulary = [its_tokenizer.eos_token_id], its_tokenizer.get_vocab() == tokenizer.get_vocab()
 
     @torch.no_grad()
@@ -536,7 +532,7 @@ def load_reward_model(args: Args, tokenizer, device):
             tokens, mask = pad_left(rows[first : first + size], device)
             inputs = dict(attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), use_cache=False)
             hidden = model.base_model(tokens, **inputs).last_hidden_state[:, -1]  # padding is on the left
-            scores += model.score(hidden).float().squeeze(-1).tolist()
+            scores += head(hidden).float().squeeze(-1).tolist()
         return scores
 
     return score
@@ -674,7 +670,7 @@ def append_jsonl(accelerator: Accelerator, path: Path, rows: list[dict]):
 def check_same_run(args: Args, output_dir: Path):
     """Refuse, by name, a flag that would make the resumed run another run; one that is new since counts as default."""
     before = yaml.safe_load((output_dir / "args.yaml").read_text())
-    for name, value in (vars(Args()) | before).items():
+    for name, value in ({name: getattr(Args, name) for name in vars(args)} | before).items():
         if name not in vars(args):
             raise ValueError(f"--output-dir {output_dir}: holds the run of another script, which has --{name}")
         if name not in FREE_FLAGS and value != getattr(args, name):
@@ -694,7 +690,6 @@ def save_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path):
         for old in set(folder.parent.glob("iteration_*")) - {file.parent for file in newest}:
             (old / "state.json").unlink(missing_ok=True)
             shutil.rmtree(old)
-    accelerator.wait_for_everyone()
 
 
 def load_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path) -> dict:
@@ -703,9 +698,9 @@ def load_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path) -> 
         accelerator.load_state(str(file.parent))
         state = json.loads(file.read_text())
     for file in map(output_dir.joinpath, JSONL_FILES):
-        if accelerator.is_main_process and file.exists():
+        if accelerator.is_main_process and file.exists() and (output_dir / "args.yaml").exists():
             os.truncate(file, state["jsonl_sizes"].get(file.name, 0))
-    accelerator.print(f"resuming after iteration {state['iteration']}", flush=True)
+    accelerator.print(f"--resume: {state['iteration']} iterations are done", flush=True)
     return state
 
 
@@ -778,7 +773,10 @@ def main(args: Args):
     output_dir = args.output_dir or f"runs/{Path(__file__).stem}__{args.seed}__{int(started)}"
     output_dir = Path(gather_object([output_dir])[0])  # the clocks of two processes may differ
     accelerator.print(f"{accelerator.num_processes} x {device.type}, {args.dtype}; writing to {output_dir}", flush=True)
-    if (output_dir / "args.yaml").exists():
+    holds_run = gather_object([(output_dir / "args.yaml").exists()])
+    if len(set(holds_run)) > 1:
+        raise ValueError(f"--output-dir {output_dir}: only some machines see the run in it; use a disk that all share")
+    if holds_run[0]:
         if not args.resume:
             raise ValueError(f"--output-dir {output_dir}: already holds a run; --resume continues it")
         check_same_run(args, output_dir)
@@ -805,6 +803,8 @@ def main(args: Args):
     elif args.kl_coef > 0:
         path = args.ref_model_path or args.model_path
         ref_model, _ = load_model("--ref-model-path", path, AutoModelForCausalLM, dtype)
+        if ref_model.config.vocab_size != policy.config.vocab_size:
+            raise ValueError(f"--ref-model-path {path}: its vocabulary is not the policy's")
         reference = CompletionModel(ref_model.to(device), eos_ids, shares_prompts=False)
     score_by_model = load_reward_model(args, tokenizer, device) if args.reward_model_path is not None else None
     parameters = [parameter for parameter in trained_model.parameters() if parameter.requires_grad]
@@ -852,9 +852,11 @@ def main(args: Args):
 
     def completion_pass(method, model, batch: SimpleNamespace, indices: torch.Tensor):
         """One pass of a model over the episodes `indices` of a batch: what a method like `logprobs` returns."""
-        inputs = ([batch.prompts[i].token_ids for i in indices], batch.tokens[indices], batch.mask[indices])
+        longest = int(batch.lengths[indices].max())  # no pass goes over padding that all its rows have
+        tokens, mask = batch.tokens[indices, :longest], batch.mask[indices, :longest]
         with autocast():
-            return model(method, *inputs, args.temperature)
+            outputs = model(method, [batch.prompts[i].token_ids for i in indices], tokens, mask, args.temperature)
+        return torch.nn.functional.pad(outputs, (0, args.response_length - longest))
 
     def evaluate(iteration: int) -> float:
         """Mean score of the evaluation prompts, no penalty, no KL; --eval-reward replaces the reward model, too."""
@@ -914,7 +916,7 @@ def main(args: Args):
 
         # ---- 7d  optimize
         train_started = time.perf_counter()
-        updates, skipped, has_ended = [], 0, False  # the metrics of each that was made, how many were dropped
+        updates, skipped, has_ended = [], 0, False  # the metrics of each that was measured, how many were dropped
         single_update = args.num_ppo_epochs * min(args.num_mini_batches, num_episodes) == 1  # p_old is p_new
         ppo_epochs = [draw_mini_batches(args, iteration, epoch, num_episodes) for epoch in range(args.num_ppo_epochs)]
 
@@ -998,8 +1000,8 @@ def main(args: Args):
         progress.set_postfix(score=f"{metrics['objective/scores']:.3g}", eps=f"{metrics['eps']:.3g}")
 
         # ---- 7f  evaluate, save
-        is_last = iteration == plan.iterations
-        if eval_prompts and (is_last or (args.eval_every is not None and iteration % args.eval_every == 0)):
+        at_end = iteration == plan.iterations
+        if eval_prompts and (at_end or (args.eval_every is not None and iteration % args.eval_every == 0)):
             metrics["eval/scores"] = evaluate(iteration)
         accelerator.log(metrics, step=step)
         append_jsonl(accelerator, output_dir / "metrics.jsonl", [metrics])
@@ -1007,9 +1009,7 @@ def main(args: Args):
         columns |= dict(completion=batch.completions, score=scores.tolist())
         if args.save_rollouts:
             columns |= dict(token_ids=batch.token_ids, logprobs=trim_rows(batch.logprobs, batch.lengths))
-            columns["ref_logprobs"] = (
-                trim_rows(ref_logprobs, batch.lengths) if reference is not None else [None] * num_episodes
-            )
+            columns["ref_logprobs"] = trim_rows(ref_logprobs, batch.lengths) if reference else [None] * num_episodes
             columns["advantage"] = trim_rows(advantages, batch.lengths)
             columns |= dict(values=trim_rows(values, batch.lengths), returns=trim_rows(returns, batch.lengths))
         rows = [dict(zip(columns, entries)) for entries in zip(*columns.values())]
@@ -1021,7 +1021,7 @@ def main(args: Args):
             append_jsonl(accelerator, output_dir / "samples.jsonl", samples)
             show_samples(accelerator, samples, step)
         state |= {"iteration": iteration, "step": step}
-        if args.save_every is not None and (is_last or iteration % args.save_every == 0):
+        if args.save_every is not None and (at_end or iteration % args.save_every == 0):
             save_checkpoint(accelerator, state, output_dir)
 
     progress.close()

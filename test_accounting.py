@@ -362,7 +362,7 @@ FAST = LAUNCHES[-2]  # two processes of one script
 )
 def test_processes_change_no_count(script, run, world, tmp_path, processes):
     """Several processes make the steps, use the rates and ask for the scores of one, and are the run of one, with sizes
-    that none divides: 5 prompts, mini-batches of 3, an epoch's end within an iteration; and there really are several."""
+    that none divides: 5 prompts, mini-batches of 3, an epoch's end within an iteration. There really are several."""
     script = MODULES[script]
     sizes = UNEVEN | dict(dataset=world.dataset(5), eval_dataset=world.dataset(3, seed=4), lr_scheduler_type="cosine")
     flags = base_flags(world) | sizes | dict(reward=f"{tmp_path / 'probe.py'}:probe", per_device_train_batch_size=1)

@@ -280,19 +280,27 @@ def reset_accelerate():
     PartialState._reset_state()
 
 
+PATH = {*sys.path, str(HERE), str(HERE / "tests")}
+
+
+def forget_imports():
+    """Forget the folders that runs added to `sys.path`, and what was imported from them."""
+    added = set(sys.path) - PATH
+    for name, module in list(sys.modules.items()):
+        if str(Path(getattr(module, "__file__", None) or "/").parent) in added:
+            del sys.modules[name]
+    sys.path[:] = [path for path in sys.path if path not in added]
+    importlib.invalidate_caches()
+
+
 @contextlib.contextmanager
 def fresh_imports():
-    """Forget, at the end, the folders that were added to `sys.path` and what was imported from them."""
-    before = list(sys.path)
-    importlib.invalidate_caches()
+    """Within it nothing is known that another run imported; afterwards nothing that this one did."""
+    forget_imports()
     try:
         yield
     finally:
-        added = set(sys.path) - set(before)
-        for name, module in list(sys.modules.items()):
-            if str(Path(getattr(module, "__file__", None) or "/").parent) in added:
-                del sys.modules[name]
-        sys.path[:] = before
+        forget_imports()
 
 
 def base_flags(world):

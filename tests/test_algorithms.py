@@ -67,11 +67,11 @@ def test_no_kl_loads_no_reference(script, run, monkeypatch):
 
 def test_more_kl_coefficient_gives_less_kl(script, run, world):
     """The KL term does what it is for: after a short run the policy is nearer to the reference."""
-    flags = dict(model_path=world.mild, learning_rate=3e-3, lr_scheduler_type="constant", num_train_epochs=15)
+    flags = dict(model_path=world.mild, learning_rate=3e-3, lr_scheduler_type="constant", total_episodes=360)
     kl = {}
     for kl_coef in (1e-4, 3.0):
         metrics = run(script, **flags, kl_coef=kl_coef, batch_size=24, save_rollouts=False)[1]
-        kl[kl_coef] = np.mean([row["objective/kl"] for row in metrics[-4:]])
+        kl[kl_coef] = np.mean([row["objective/kl"] for row in metrics[-5:]])
     assert kl[3.0] < 0.5 * kl[1e-4], kl
 
 
@@ -369,7 +369,7 @@ def test_ppo_kl_estimators(script, run, world):
     differences = (p - q).tolist()
     for estimator, formula in formulas.items():
         got = script.token_kl(p, q, estimator).tolist()
-        assert got == pytest.approx([formula(d) for d in differences], abs=1e-6)
+        assert got == pytest.approx([formula(d) for d in differences], rel=1e-5, abs=1e-6)
         flags = dict(kl_estimator=estimator, kl_coef=0.3, ref_model_path=world.reference, total_episodes=12)
         _, metrics, output_dir = run(script, **flags, temperature=0.7)
         sums = [

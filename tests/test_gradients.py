@@ -53,6 +53,7 @@ def test_unequal_lengths_have_one_denominator(script, run, world, monkeypatch, u
     for size in (64, 1, 5):
         updates.clear(), passes.clear()
         flags = dict(model_path=world.mild, total_episodes=12, per_device_train_batch_size=size)
+        flags |= dict(kl_coef=0.1, ref_model_path=world.reference)  # so that every episode has a gradient
         output_dir = run(script, **flags)[2]
         lengths = [len(row["token_ids"]) for row in read_jsonl(output_dir / "rollouts.jsonl")]
         assert len(set(lengths)) > 3, "the test needs unequal lengths"
@@ -165,10 +166,13 @@ def test_whitened_advantages_keep_exact_zeros(script, run, world, monkeypatch):
     rows = read_jsonl(output_dir / "rollouts.jsonl")
     silent = [row["advantage"] for row in rows if len(row["prompt"]) % 3 != 0]
     assert len(silent) > 10 and set(silent) == {0.0}
-    assert trained_episodes(calls) == sum(row["advantage"] != 0 for row in rows) > 0
+    passes = 0
     for line in metrics:
         advantages = np.array([row["advantage"] for row in rows if row["iteration"] == line["iteration"]])
-        assert advantages.mean() == pytest.approx(0, abs=1e-6) and advantages.std() == pytest.approx(1, abs=1e-4)
+        passes += max(1, np.count_nonzero(advantages))
+        if advantages.any():
+            assert advantages.mean() == pytest.approx(0, abs=1e-6) and advantages.std() == pytest.approx(1, abs=1e-4)
+    assert len(metrics) < passes == trained_episodes(calls)
 
 
 # ============================================== what stops a run ============================================

@@ -4,7 +4,21 @@ import os
 
 import pytest
 import torch
-from conftest import base_flags, compare_runs, flat, launch, launch_fsdp2, make_args, only, read_jsonl, weights_of
+from conftest import (
+    EOS,
+    base_flags,
+    compare_runs,
+    flat,
+    launch,
+    launch_fsdp2,
+    make_args,
+    make_model,
+    only,
+    plain_logprobs,
+    read_jsonl,
+    record_calls,
+    weights_of,
+)
 
 # Three divides neither the batch nor its mini-batches, groups straddle processes, the last batch has fewer episodes
 # than there are processes. At three times the learning rate rounding grows a hundredfold in three iterations.
@@ -127,6 +141,25 @@ def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
         assert finished.returncode == 0, finished.stderr
         assert "resuming after iteration 2" in finished.stdout
         compare_runs(output_dir, tmp_path / "out")
+
+
+@pytest.mark.xfail(
+    strict=True, reason="completions of one token take one pass: processes then gather different weights"
+)
+@only("rloo", "grpo")
+def test_short_completions_take_as_many_passes(script, monkeypatch):
+    """Sharded weights are gathered in every pass of the layers: each process must make as many, whatever its lengths."""
+    model = script.CompletionModel(make_model("llama"), [EOS], True)
+    passes = record_calls(monkeypatch, model.language_model, "forward")
+    counts = []
+    for length in (1, 2, 6):
+        tokens, mask = torch.full((2, 6), 7), torch.arange(6).expand(2, 6) < length
+        logprobs = model.logprobs([[5, 6, 7]] * 2, tokens, mask, 1.0)
+        expected = plain_logprobs(model.language_model, [5, 6, 7], [7] * length)
+        torch.testing.assert_close(logprobs[0, :length], expected, rtol=1e-4, atol=1e-5)
+        assert not logprobs[:, length:].any()
+        counts.append(len(passes) - 1 - sum(counts) - len(counts))  # without that of `plain_logprobs`
+    assert counts == [2, 2, 2]
 
 
 @only("rloo", "ppo")
