@@ -775,7 +775,7 @@ def main(args: Args):
 
     def completion_pass(method, model, batch: SimpleNamespace, indices: torch.Tensor):
         """One pass of a model over the episodes `indices` of a batch: what a method like `logprobs` returns."""
-        longest = int(batch.lengths[indices].max())  # no pass goes over padding that all its rows have
+        longest = max(int(batch.lengths[indices].max()), min(2, args.response_length))  # 1: a pass less than others
         tokens, mask = batch.tokens[indices, :longest], batch.mask[indices, :longest]
         with autocast():
             outputs = model(method, [batch.prompts[i].token_ids for i in indices], tokens, mask, args.temperature)

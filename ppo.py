@@ -568,7 +568,7 @@ def load_policy_and_value(policy, eos_ids: list[int], tokenizer, args: Args) -> 
     flag, path, head = "--value-model-path", args.value_model_path or args.model_path, None
     if args.value_model_path is None and args.reward_model_path is not None:
         if AutoTokenizer.from_pretrained(args.reward_model_path).get_vocab() == tokenizer.get_vocab():
-            path = args.reward_model_path
+            flag, path = "--reward-model-path", args.reward_model_path
     architectures = transformers.AutoConfig.from_pretrained(path).architectures or [""]
     if architectures[0].endswith("ForSequenceClassification"):
         scorer, has_head = load_model(flag, path, AutoModelForSequenceClassification, torch.float32, num_labels=1)
@@ -852,7 +852,7 @@ def main(args: Args):
 
     def completion_pass(method, model, batch: SimpleNamespace, indices: torch.Tensor):
         """One pass of a model over the episodes `indices` of a batch: what a method like `logprobs` returns."""
-        longest = int(batch.lengths[indices].max())  # no pass goes over padding that all its rows have
+        longest = max(int(batch.lengths[indices].max()), min(2, args.response_length))  # 1: a pass less than others
         tokens, mask = batch.tokens[indices, :longest], batch.mask[indices, :longest]
         with autocast():
             outputs = model(method, [batch.prompts[i].token_ids for i in indices], tokens, mask, args.temperature)

@@ -5,16 +5,13 @@ import os
 import pytest
 import torch
 from conftest import (
-    EOS,
     base_flags,
     compare_runs,
     flat,
     launch,
     launch_fsdp2,
     make_args,
-    make_model,
     only,
-    plain_logprobs,
     read_jsonl,
     record_calls,
     weights_of,
@@ -143,23 +140,24 @@ def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
         compare_runs(output_dir, tmp_path / "out")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="completions of one token take one pass: processes then gather different weights"
-)
 @only("rloo", "grpo")
-def test_short_completions_take_as_many_passes(script, monkeypatch):
-    """Sharded weights are gathered in every pass of the layers: each process must make as many, whatever its lengths."""
-    model = script.CompletionModel(make_model("llama"), [EOS], True)
-    passes = record_calls(monkeypatch, model.language_model, "forward")
-    counts = []
-    for length in (1, 2, 6):
-        tokens, mask = torch.full((2, 6), 7), torch.arange(6).expand(2, 6) < length
-        logprobs = model.logprobs([[5, 6, 7]] * 2, tokens, mask, 1.0)
-        expected = plain_logprobs(model.language_model, [5, 6, 7], [7] * length)
-        torch.testing.assert_close(logprobs[0, :length], expected, rtol=1e-4, atol=1e-5)
-        assert not logprobs[:, length:].any()
-        counts.append(len(passes) - 1 - sum(counts) - len(counts))  # without that of `plain_logprobs`
-    assert counts == [2, 2, 2]
+def test_short_completions_take_as_many_passes(script, run, world, monkeypatch):
+    """Sharded weights are gathered in every pass: each process must make as many, whatever its completions' lengths."""
+    passes, counts, longest = record_calls(monkeypatch, script.CompletionModel, "run"), [], []
+    forward = script.CompletionModel.forward
+
+    def counted(self, method, *inputs):
+        before = len(passes)
+        outputs = forward(self, method, *inputs)
+        if method.__name__ == "logprobs":
+            counts.append(len(passes) - before)
+            longest.append(int(inputs[2].sum(1).max()))
+        return outputs
+
+    monkeypatch.setattr(script.CompletionModel, "forward", counted)
+    run(script, model_path=world.many_eos, per_device_train_batch_size=1)
+    assert min(longest) == 1 < max(longest)
+    assert set(counts) == {2}
 
 
 @only("rloo", "ppo")

@@ -201,7 +201,6 @@ def test_a_run_without_checkpoints_starts_again(script, run, world, monkeypatch,
     assert result_of(output_dir) == expected and not (output_dir / "checkpoints").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="args.yaml is written in place: half of it is no YAML, or other flags")
 def test_a_killed_start_does_not_stand_in_the_way(script, run, world, monkeypatch, tmp_path, expected):
     """Killed while args.yaml is written: the same command starts the run."""
     flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
@@ -319,7 +318,6 @@ def test_flags_that_an_older_script_did_not_know(script, run, world, monkeypatch
     assert result_of(stopped) == expected
 
 
-@pytest.mark.xfail(strict=True, reason="`Args()`, for the defaults, is refused where benchmark/default is not")
 @only("rloo", "grpo")
 def test_a_script_without_the_default_folder_resumes(script, run, monkeypatch, tmp_path):
     """A copy elsewhere, with a model and a dataset of its own, where benchmark/default is not."""
