@@ -68,6 +68,8 @@ def test_gradients_do_not_depend_on_the_micro_batch(script, run, updates):
 @pytest.mark.parametrize("processes, memory", [(2, (3, 1)), (3, (1, 8))])
 def test_any_hardware_gives_the_same_run(script, run, world, tmp_path, processes, memory):
     """Two and three processes, with all that has sums over the batch switched on, and prompts of 1 to 16 tokens."""
+    if processes == 3 and script.__name__ != "rloo":
+        pytest.skip("what splits a batch is the same text in all scripts")
     sizes = STRADDLING | EVERYTHING[script.__name__]
     sizes |= dict(model_path=world.many_eos, ref_model_path=world.reference)
     output_dir = run(script, **sizes)[2]
@@ -90,6 +92,7 @@ def test_processes_whose_share_has_no_gradient(script, run, world, tmp_path):
     compare_runs(output_dir, other)
 
 
+@only("rloo")
 @pytest.mark.slow
 def test_more_processes_than_episodes(script, run, world, tmp_path):
     """Three processes, iterations of two or three episodes and a last one of fewer: the run of one process, and no
@@ -121,6 +124,7 @@ def test_two_processes_drop_the_same_updates(script, run, world, tmp_path, kind)
     compare_runs(output_dir, tmp_path / "out")
 
 
+@only("rloo", "ppo")
 @pytest.mark.slow
 def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
     """Weights sharded over two processes: the same run, a model/ that loads, and a resumed run that is the same."""
@@ -161,6 +165,7 @@ def test_short_completions_take_as_many_passes(script, run, world, monkeypatch):
 
 
 @only("rloo", "ppo")
+@only("rloo")
 @pytest.mark.slow
 def test_lora_on_two_processes(script, run, world, tmp_path):
     """Adapters, whose first weights are random, are the same on every process, and as on one."""
@@ -178,7 +183,7 @@ def test_lora_on_two_processes(script, run, world, tmp_path):
 
 
 # =============================================== failures ================================================
-@only("rloo", "ppo")
+@only("rloo")
 @pytest.mark.slow
 def test_a_failing_process_ends_the_launch(script, world, tmp_path):
     """A reward function that raises on one of two processes: its own traceback, no hanging process, no model."""

@@ -150,6 +150,7 @@ def test_a_run_killed_in_every_phase(script, run, world, monkeypatch, tmp_path, 
     assert result_of(tmp_path / "out") == expected
 
 
+@only("ppo")
 @pytest.mark.slow
 def test_kill_and_resume(script, tmp_path):
     """Real SIGKILLs, in every phase, on one and two processes by turns: the run that was never killed."""
