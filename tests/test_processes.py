@@ -164,7 +164,6 @@ def test_short_completions_take_as_many_passes(script, run, world, monkeypatch):
     assert set(counts) == {2}
 
 
-@only("rloo", "ppo")
 @only("rloo")
 @pytest.mark.slow
 def test_lora_on_two_processes(script, run, world, tmp_path):
