@@ -140,7 +140,7 @@ def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
         (newest / "state.json").unlink()
         finished = launch_fsdp2(script, tmp_path, flags | dict(resume=True))
         assert finished.returncode == 0, finished.stderr
-        assert "resuming after iteration 2" in finished.stdout
+        assert "--resume: 2 iterations are done" in finished.stdout
         compare_runs(output_dir, tmp_path / "out")
 
 

@@ -225,7 +225,7 @@ def test_a_reward_with_neighbours_and_processes(script, world, tmp_path):
     assert [row["score"] for row in rows] == [len(row["completion"]) for row in rows]
     failed = launch(script, 1, tmp_path, flags | dict(reward=f"{folder / 'pooled.py'}:fails"))
     line = POOLED.splitlines().index('    raise LookupError("said by the reward")') + 1
-    assert failed.returncode == 1 and "LookupError: said by the reward" in failed.stderr.splitlines()[-1]
+    assert failed.returncode == 1 and "\nLookupError: said by the reward" in failed.stderr
     assert f'{folder / "pooled.py"}", line {line}, in fails' in failed.stderr
 
 
