@@ -103,11 +103,11 @@ class Args:
     missing_eos_penalty: float = 0.0  # taken off the score of an episode that never ended (arXiv 2403.17031, detail 4)
     k = property(lambda self: self.rloo_k)  # episodes of a group
     # optimizer
-    learning_rate: float = 1e-4  # AdamW's learning rate, at its highest
-    weight_decay: float = 0.0  # AdamW's decoupled weight decay, of all parameters
     lr_scheduler_type: Literal[  # learning-rate schedule over all optimizer steps, by its name in transformers
         "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
     ] = "linear"
+    learning_rate: float = 1e-4  # AdamW's learning rate, at its highest
+    weight_decay: float = 0.0  # AdamW's decoupled weight decay, of all parameters
     warmup_steps: int = 0  # optimizer steps of linear warm-up
     max_grad_norm: float = 1.0  # clip the gradient's global norm to this; inf: no clipping
     # logging
