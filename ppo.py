@@ -417,13 +417,13 @@ class CompletionModel(torch.nn.Module):
     def run_prompts(self, prompts: list[list[int]]):
         """Run the prompts (token lists, one per episode), equal neighbours once -> the logits of the first completion
         token [episodes, 1, vocabulary], the KV cache, and its mask [episodes, longest prompt]."""
-        groups = [list(members) for _, members in itertools.groupby(prompts)]
-        group = [i for i, members in enumerate(groups) for _ in members]  # which one each episode has
-        tokens, mask = pad_left([members[0] for members in groups], self.language_model.device)
+        groups = [(prompt, len(list(equal))) for prompt, equal in itertools.groupby(prompts)]
+        tokens, mask = pad_left([prompt for prompt, _ in groups], self.language_model.device)
+        repeats = torch.tensor([count for _, count in groups], device=mask.device)  # [groups]
         cache = DynamicCache(config=self.language_model.config)
         logits = self.run(tokens, mask, cache, logits_to_keep=1)
-        cache.batch_select_indices(torch.tensor(group, device=mask.device))
-        return logits[group], cache, mask[group]
+        cache.batch_repeat_interleave(repeats)
+        return logits.repeat_interleave(repeats, 0), cache, mask.repeat_interleave(repeats, 0)
 
     @torch.no_grad()
     def sample(self, prompts: list[list[int]], uniforms: torch.Tensor, temperature: float) -> dict[str, torch.Tensor]:
@@ -808,7 +808,7 @@ def main(args: Args):
         reference = CompletionModel(ref_model.to(device), eos_ids, shares_prompts=False)
     score_by_model = load_reward_model(args, tokenizer, device) if args.reward_model_path is not None else None
     parameters = [parameter for parameter in trained_model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
     # a run's first update may be dropped, and then only the schedule steps
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
     # not handed to `prepare`, which would step it once per process
