@@ -11,6 +11,7 @@ from conftest import (
     distance,
     flat,
     make_model,
+    one_text,
     only,
     read_jsonl,
     record_calls,
@@ -177,6 +178,7 @@ def test_whitened_advantages_keep_exact_zeros(script, run, world, monkeypatch):
 
 # ============================================== what stops a run ============================================
 @pytest.mark.parametrize("fault", ["nan", "inf"])
+@one_text
 def test_a_score_that_is_not_finite_stops_the_run(script, run, world, updates, tmp_path, fault):
     """Iteration and prompt are named; no update of that iteration is made, no model written."""
     flags = dict(output_dir=str(tmp_path / "out"), batch_size=6, num_train_epochs=2)
@@ -188,6 +190,7 @@ def test_a_score_that_is_not_finite_stops_the_run(script, run, world, updates, t
 
 
 @pytest.mark.parametrize("norm", [math.inf, math.nan])
+@only("rloo", "ppo")
 def test_a_gradient_norm_that_is_not_finite_stops_the_run(script, run, monkeypatch, updates, tmp_path, norm):
     """Before the weights move, with iteration and step."""
     norms = iter([1.0, 1.0, norm])
@@ -197,6 +200,7 @@ def test_a_gradient_norm_that_is_not_finite_stops_the_run(script, run, monkeypat
     assert len(updates) == 2 and not (tmp_path / "out" / "model").exists()
 
 
+@only("rloo", "ppo")
 def test_a_loss_that_is_not_finite_stops_the_run(script, run, monkeypatch, updates):
     """It shows in the gradient's norm, of all parameters."""
     function, calls = script.clipped_policy_loss, itertools.count()
@@ -211,6 +215,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(script, run, monkeypatch, updat
     assert len(updates) == 1
 
 
+@one_text
 def test_the_gradient_is_clipped_to_its_norm(script, run, updates):
     """--max-grad-norm scales the whole gradient; grad_norm is the norm before; inf clips nothing."""
     metrics = run(script, total_episodes=12)[1]

@@ -21,6 +21,7 @@ from conftest import (
     make_prompts,
     make_rows,
     make_tokenizer,
+    one_text,
     only,
     read_jsonl,
     save_model,
@@ -85,6 +86,7 @@ def test_bad_flags_are_refused_by_name(script):
             make_args(script, k=3, num_mini_batches=2, batch_size=8)
 
 
+@one_text
 def test_the_command_line_shows_them_with_status_2(script, capsys):
     """In tyro's box, as what tyro itself refuses."""
     lines = ["--lr-scheduler-type warmup_stable_decay", "--no-such-flag", "--batch-size many", "--dtype float16"]
@@ -97,6 +99,7 @@ def test_the_command_line_shows_them_with_status_2(script, capsys):
         assert line.split()[0] in capsys.readouterr().err, line
 
 
+@one_text
 def test_a_tracker_must_be_installed(script, monkeypatch):
     """--log-with names what accelerate finds, not what it could."""
     monkeypatch.setattr(script, "get_available_trackers", lambda: [])
@@ -121,6 +124,7 @@ BAD_LINES = {  # a dataset's text, and the words that must be in the message
 }
 
 
+@one_text
 def test_bad_data_is_refused_by_file_and_line(script, refuses, tmp_path):
     for text, words in BAD_LINES.values():
         (tmp_path / "data.jsonl").write_text(text)
@@ -142,6 +146,7 @@ def test_a_line_may_hold_what_other_programs_take_for_its_end(script, tmp_path):
         assert [prompt.row["answer"] for prompt in prompts] == ["2", None]
 
 
+@one_text
 def test_long_prompts_are_dropped_and_counted_aloud(script, run, refuses, capsys):
     """Prompts over --max-prompt-length leave the dataset, and every count is of those that stay."""
     prompts = make_prompts(7)
@@ -155,6 +160,7 @@ def test_long_prompts_are_dropped_and_counted_aloud(script, run, refuses, capsys
     refuses(script, "no prompts of at most --max-prompt-length 1", max_prompt_length=1)
 
 
+@one_text
 def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, tmp_path):
     """The longest prompt, also of the evaluation, with its response; what just fits is run."""
     room = 64 - max(map(len, make_prompts(7)))
@@ -164,6 +170,7 @@ def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, tmp_
     refuses(script, "--response-length", "65 tokens", response_length=room, eval_dataset=longer, error=ValueError)
 
 
+@one_text
 def test_a_hub_dataset_is_read_by_its_split(script, run, monkeypatch):
     """What is not a .jsonl file is read by `datasets`, as NAME:SPLIT; --dataset without one is its train split."""
     splits, asked = {"train": make_prompts(3), "validation": make_prompts(4, seed=8)}, []
@@ -196,6 +203,7 @@ def misfit(tmp_path_factory):
     return SimpleNamespace(wide=str(wide), deep=str(deep))
 
 
+@one_text
 def test_weights_that_do_not_fit_their_config_are_refused_by_name(script, refuses, misfit):
     """They would be random: another shape, a missing layer; of the policy, the reference, the reward model, values."""
     default = dict(dataset=script.Args.dataset, total_episodes=4, k=4, batch_size=16)
@@ -218,6 +226,7 @@ def test_a_value_model_is_refused_by_the_flag_that_names_it(script, refuses, mis
     refuses(script, "--reward-model-path", **flags, reward_model_path=misfit.wide, error=ValueError)
 
 
+@one_text
 def test_models_that_are_not_there(script, refuses, world, tmp_path):
     """A folder that does not exist, an empty one, weights cut short."""
     (tmp_path / "empty").mkdir()
@@ -233,6 +242,7 @@ def test_models_that_are_not_there(script, refuses, world, tmp_path):
         refuses(script, "--value-model-path", "vocabulary", value_model_path=other, error=ValueError)
 
 
+@one_text
 def test_a_template_that_refuses_is_heard(script, refuses, tmp_path):
     """What a chat template raises reaches the user."""
     picky = make_tokenizer()
@@ -243,6 +253,7 @@ def test_a_template_that_refuses_is_heard(script, refuses, tmp_path):
 
 
 # ================================================== folders =================================================
+@one_text
 def test_a_folder_that_holds_a_run_is_refused(script, run):
     """And left as it was."""
     folder = run(script, total_episodes=3)[2]
@@ -252,6 +263,7 @@ def test_a_folder_that_holds_a_run_is_refused(script, run):
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+@one_text
 def test_a_copied_script_says_what_to_copy(script, tmp_path):
     """The embedded policy and data are beside the script: without them the defaults are refused; own paths are not."""
     shutil.copy(script.__file__, tmp_path / f"copied_{script.__name__}.py")
@@ -266,6 +278,7 @@ def test_a_copied_script_says_what_to_copy(script, tmp_path):
     copied.Args()
 
 
+@one_text
 def test_a_plan_needs_no_model(script, world, monkeypatch, capsys):
     """--plan reads the dataset, nothing else, and writes nothing."""
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)

@@ -14,6 +14,7 @@ from conftest import (
     encode,
     make_args,
     make_model,
+    one_text,
     only,
     plain_logprobs,
     read_jsonl,
@@ -33,7 +34,7 @@ GROUPS = {  # prompts of two groups of three, and the completions of the first; 
 
 
 # ================================================ shared prompts ============================================
-@only("rloo")  # what test_scripts.py holds to be the same text in all three
+@one_text
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_shared_prompt_gives_what_rows_of_their_own_give(script, architecture, group):
@@ -131,6 +132,7 @@ def sample_off_by(script, monkeypatch, amount):
 
 
 @pytest.mark.parametrize("flags", [{}, dict(num_ppo_epochs=2, num_mini_batches=2)], ids=["single", "several"])
+@only("rloo", "ppo")
 def test_a_sampler_that_is_not_the_training_pass_stops_the_run(script, run, monkeypatch, updates, tmp_path, flags):
     """In float32, before the first update, with the difference; a small one is logged and goes on."""
     sample_off_by(script, monkeypatch, 0.01)
@@ -143,6 +145,7 @@ def test_a_sampler_that_is_not_the_training_pass_stops_the_run(script, run, monk
     assert all(row["val/sampling_logprob_difference"] == pytest.approx(5e-4, rel=0.05) for row in metrics)
 
 
+@one_text
 def test_a_difference_that_is_not_a_number_stops_the_run(script, run, monkeypatch, updates):
     """NaN is not below the limit."""
     sample_off_by(script, monkeypatch, math.nan)
@@ -151,6 +154,7 @@ def test_a_difference_that_is_not_a_number_stops_the_run(script, run, monkeypatc
     assert not updates
 
 
+@one_text
 def test_bfloat16_is_not_stopped(script, run, monkeypatch):
     """In bfloat16 the two differ by rounding: logged, never refused."""
     sample_off_by(script, monkeypatch, 0.01)
@@ -222,6 +226,7 @@ def test_gradient_checkpointing_recomputes(script, run, monkeypatch):
 
 
 # ================================================== adapters ================================================
+@only("rloo", "ppo")
 def test_lora_is_the_policy_with_its_adapter(script, run, world, monkeypatch):
     """The reference is the policy without its adapter, no second model is loaded; model/ holds the adapter."""
     peft = pytest.importorskip("peft")

@@ -11,6 +11,7 @@ from conftest import (
     launch,
     launch_fsdp2,
     make_args,
+    one_text,
     only,
     read_jsonl,
     record_calls,
@@ -217,6 +218,7 @@ def test_processes_that_think_they_are_alone_are_refused(script, world, tmp_path
         assert not (tmp_path / "out").exists()
 
 
+@one_text
 def test_a_launch_that_starts_one_process_is_refused(script, run, monkeypatch, tmp_path):
     """`accelerate launch --cpu --num_processes 2` starts one process, with these variables and no WORLD_SIZE; a
     MASTER_ADDR that lies around in a shell is no launch."""
@@ -239,6 +241,7 @@ def test_a_plain_start_with_a_master_address(script, world, tmp_path):
     assert finished.stdout.startswith("1 x cpu, float32; writing to")
 
 
+@only("rloo", "ppo")
 def test_the_launchers_gradient_accumulation_changes_nothing(script, run, monkeypatch, updates):
     """ACCELERATE_GRADIENT_ACCUMULATION_STEPS, of a launcher's config, divides no gradient and skips no step."""
     _, metrics, _ = run(script, per_device_train_batch_size=5)
@@ -251,6 +254,7 @@ def test_the_launchers_gradient_accumulation_changes_nothing(script, run, monkey
         assert torch.equal(flat(update.gradients), flat(other.gradients))
 
 
+@one_text
 def test_the_launchers_mixed_precision_is_the_default_of_dtype(script, run, monkeypatch, capsys, world):
     """bf16 makes --dtype bfloat16, said in the first line and in args.yaml; a --dtype is stronger; fp16 is refused."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")

@@ -19,6 +19,7 @@ from conftest import (
     contents,
     import_file,
     launch,
+    one_text,
     only,
     read_jsonl,
     result_of,
@@ -124,7 +125,7 @@ def stopped_after(script, run, monkeypatch, folder, iteration, **flags):
 
 
 # ============================================ kills at any moment ========================================
-@only("rloo")  # the text that saves and loads is the same in all three
+@one_text
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_run_killed_once(script, run, world, monkeypatch, tmp_path, expected, phase):
     """Killed in any phase and started again: the same lines, completions and weights, bit by bit."""
@@ -193,6 +194,7 @@ def test_one_process_dying_ends_the_launch(script, run, world, tmp_path):
     compare_runs(output_dir, run(script, **flags)[2])
 
 
+@one_text
 def test_a_run_without_checkpoints_starts_again(script, run, world, monkeypatch, tmp_path, expected):
     """--resume where no checkpoint is: the lines that are there are cut off, and the run begins anew."""
     flags = flags_of(script, world) | dict(save_every=None)
@@ -202,6 +204,7 @@ def test_a_run_without_checkpoints_starts_again(script, run, world, monkeypatch,
     assert result_of(output_dir) == expected and not (output_dir / "checkpoints").exists()
 
 
+@one_text
 def test_a_killed_start_does_not_stand_in_the_way(script, run, world, monkeypatch, tmp_path, expected):
     """Killed while args.yaml is written: the same command starts the run."""
     flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
@@ -240,6 +243,7 @@ def test_only_the_runs_own_lines_are_cut(script, run, world, monkeypatch, tmp_pa
     assert contents(output_dir).items() >= mine.items()
 
 
+@one_text
 def test_the_newest_two_whole_checkpoints_are_kept(script, run, monkeypatch, tmp_path):
     """Older ones go, and so does what a kill left that is not whole, once another is whole."""
     flags = SAVING | dict(num_ppo_epochs=1)
@@ -259,6 +263,7 @@ def test_the_newest_two_whole_checkpoints_are_kept(script, run, monkeypatch, tmp
     assert state["jsonl_sizes"] == sizes and len(sizes) == 3
 
 
+@one_text
 def test_a_finished_run_makes_no_step(script, run, capsys, updates):
     """Started again it says so, and changes nothing."""
     output_dir = run(script, **SAVING)[2]
@@ -270,6 +275,7 @@ def test_a_finished_run_makes_no_step(script, run, capsys, updates):
 
 
 # ========================================= which runs are continued ======================================
+@one_text
 def test_another_run_is_refused(script, run, world, monkeypatch, tmp_path):
     """Without --resume any folder that holds a run is; with it, flags that would make it another run, by name."""
     stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **SAVING)
@@ -302,6 +308,7 @@ def test_flags_that_do_not_make_another_run_may_change(script, run, world, monke
     assert [row["step"] for row in read_jsonl(stopped / "metrics.jsonl")] == [row["step"] for row in lines]
 
 
+@one_text
 def test_flags_that_an_older_script_did_not_know(script, run, world, monkeypatch, tmp_path, expected):
     """A flag that args.yaml lacks counts as its default; one that the script lacks is another script's."""
     flags = flags_of(script, world)

@@ -20,6 +20,7 @@ from conftest import (
     make_args,
     make_prompts,
     make_tokenizer,
+    one_text,
     only,
     read_jsonl,
     save_classifier,
@@ -58,6 +59,7 @@ def chat_policy(world, folder):
 
 
 # ============================================= how one is called ============================================
+@one_text
 def test_a_reward_is_called_as_trl_calls_it(script, run, tmp_path, world):
     """Once an iteration, by keywords: prompts, completions, completion_ids with the EOS, and a list for each other
     column, None where a row lacks it; message lists where the row's prompt is one."""
@@ -96,6 +98,7 @@ def test_exact_match(script, run, tmp_path, world):
     assert {row["completion"].strip() for row in episodes if row["score"]} <= {"", "5", "a"}
 
 
+@one_text
 def test_scores_come_back_to_their_episodes(script, run, world):
     """rollouts.jsonl's score is the reward function's for that row's prompt and completion, chunk by chunk."""
     flags = dict(num_train_epochs=2, per_device_rollout_batch_size=5, per_device_train_batch_size=2)
@@ -119,6 +122,7 @@ def test_a_reward_that_names_its_prompt_comes_back_to_it(script, run, world):
     assert all(row["grad_norm"] == 0 for row in metrics)
 
 
+@one_text
 def test_rewards_may_be_lists_arrays_tensors_or_parts(script, run, world):
     """A list, an array and a tensor give the same scores; a dict's parts are logged, and their sum is the score."""
     scores = {}
@@ -147,6 +151,7 @@ def test_none_is_no_opinion(script, run, tmp_path):
         assert len({row["score"] for row in rows}) == 2
 
 
+@one_text
 def test_a_faulty_reward_stops_the_run(script, run, world, updates, tmp_path):
     """What it raises is raised as it is; a wrong number of scores is named; no update of that iteration is made."""
     faults = {"raises": (KeyError, "the verifier is gone"), "wrong_count": (ValueError, "iteration 2: .* returned")}
@@ -246,6 +251,7 @@ def test_order_of_a_score(script, run, world):
         assert line["objective/scores"] == pytest.approx(np.mean(scores))
 
 
+@one_text
 def test_evaluation_has_a_reward_of_its_own(script, run, world):
     """--eval-reward alone; without it --reward plus the reward model; `none` is the reward model alone."""
     flags = dict(eval_dataset=world.dataset(5, seed=9), total_episodes=3, learning_rate=0.0)
@@ -273,6 +279,7 @@ def plain_score(model, token_ids):
 
 
 @pytest.mark.parametrize("policy, pad_token_id", [("llama", PAD), ("pad_is_eos", EOS), ("emits_pad", PAD)])
+@one_text
 def test_reward_model_reads_the_episode_with_its_eos(script, run, world, tmp_path, policy, pad_token_id):
     """With the policy's vocabulary the score is that of the prompt's and completion's token ids, EOS included, pooled
     by length: also where pad is EOS, and where the policy emits pad. It adds to --reward."""
@@ -290,6 +297,7 @@ def test_reward_model_reads_the_episode_with_its_eos(script, run, world, tmp_pat
     assert metrics[0]["reward/reward_model"] == pytest.approx(np.mean([row["score"] for row in rows]), abs=1e-5)
 
 
+@one_text
 def test_reward_model_of_another_vocabulary_reads_the_text(script, run, tmp_path):
     """It reads the text in its own tokens, with its EOS where the episode ended."""
     other_vocab = {token: i for i, token in enumerate(["<eos>", "<pad>", *reversed(VOCAB[2:])])}
@@ -307,6 +315,7 @@ def test_reward_model_of_another_vocabulary_reads_the_text(script, run, tmp_path
 
 
 @pytest.mark.parametrize("ends_with_eos", [False, True])
+@one_text
 def test_chat_prompts_are_rendered_by_each_models_template(script, run, world, tmp_path, ends_with_eos):
     """Chat messages become text by the policy's template; for a reward model of another vocabulary by its own, which
     may write the EOS itself: then none is added."""
@@ -327,6 +336,7 @@ def test_chat_prompts_are_rendered_by_each_models_template(script, run, world, t
         assert row["score"] == pytest.approx(plain_score(model, token_ids), abs=1e-5)
 
 
+@one_text
 def test_reward_model_of_several_labels_is_refused(script, run, world, tmp_path):
     """A trained head of several labels would have to be cut: named, and nothing is written."""
     path, _ = save_classifier(tmp_path / "rm", labels=3)
@@ -336,6 +346,7 @@ def test_reward_model_of_several_labels_is_refused(script, run, world, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
+@one_text
 def test_reward_model_without_a_head_gets_a_keyed_one(script, run, world, capsys):
     """A base model is scored by a random head, with a warning: the same for the same seed, another for another."""
     flags = dict(reward="none", reward_model_path=world.reference, learning_rate=0.0, total_episodes=12, kl_coef=0)

@@ -15,7 +15,7 @@ from conftest import (
     encode,
     make_model,
     make_prompts,
-    only,
+    one_text,
     plain_logprobs,
     read_jsonl,
     record_calls,
@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM
 
 PROMPTS = ["1", "23+45=", "0000-1111=22", "7="]
 ARCHITECTURES = ["llama", "gpt2", "neox", "qwen3", "mistral", "gemma2", "gemma3"]
-one_text = only("rloo")  # what test_scripts.py holds to be the same text in all three
 
 
 def sample(script, model, prompts, uniforms, temperature, eos_ids):
@@ -165,6 +164,7 @@ def test_an_episode_does_not_depend_on_its_neighbours(script):
         torch.testing.assert_close(torch.cat([one[name] for one in alone]), rows, atol=1e-5, rtol=0)
 
 
+@one_text
 def test_sampling_works_in_chunks(script, run, monkeypatch):
     """--per-device-rollout-batch-size changes how many are sampled at once, and no episode."""
     calls = record_calls(monkeypatch, script.CompletionModel, "sample")
@@ -182,6 +182,7 @@ END_TOKENS = {"llama": {EOS}, "many_eos": {EOS, 5, 9, 14}, "emits_pad": {EOS, 7}
 
 
 @pytest.mark.parametrize("policy", END_TOKENS)
+@one_text
 def test_an_episode_ends_with_its_first_eos(script, run, world, policy):
     """The first EOS, any of them, is the last token; nothing else ends an episode but the longest length: also where
     pad is the EOS, and where the policy emits pad."""
@@ -282,6 +283,7 @@ def test_random_numbers_are_functions_of_their_key(script):
         assert not set(script.keyed_rng(seed, purpose, 2).random(4)) & set(numbers)
 
 
+@one_text
 def test_every_iteration_draws_its_own_numbers(script, run, world, monkeypatch):
     """No uniform number of a run is used twice: neither in a group, nor in another iteration or evaluation."""
     calls = record_calls(monkeypatch, script.CompletionModel, "sample")
@@ -309,6 +311,7 @@ def test_a_seed_is_a_run(script, run):
 
 
 # ================================================ evaluation ================================================
+@one_text
 def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
     """eval/scores stands at the start, every eval_every iterations and at the end: the mean over `generate`'s."""
     flags = dict(eval_dataset=world.dataset(5, seed=9), eval_every=2, batch_size=3, reward=world.reward("letters"))
@@ -329,6 +332,7 @@ def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
         assert row["eval/scores"] == pytest.approx(np.mean(scores), rel=1e-5)
 
 
+@one_text
 def test_evaluation_does_not_move_training(script, run, world):
     """A run that evaluates has the episodes of the run that does not."""
     flags = dict(eval_dataset=world.dataset(5, seed=9), eval_every=1, eval_temperature=1.0)
