@@ -22,6 +22,7 @@ from conftest import (
     group_flag,
     launch,
     make_tokenizer,
+    one_text,
     only,
     read_jsonl,
     weights_of,
@@ -339,6 +340,7 @@ def test_trackers_get_every_metric(script, run, world):
 
 
 # ================================================ as programs ===============================================
+@one_text
 @pytest.mark.slow
 def test_wandb_offline(script, world, tmp_path, monkeypatch):
     """--log-with wandb runs without network and leaves an offline run."""
@@ -349,6 +351,7 @@ def test_wandb_offline(script, world, tmp_path, monkeypatch):
     assert list(tmp_path.glob("**/wandb/offline-run-*/*.wandb"))
 
 
+@one_text
 @pytest.mark.slow
 def test_importing_a_script_starts_nothing(script, tmp_path):
     """No file, no process group, no device, and none of the libraries that only a flag asks for."""
@@ -364,6 +367,7 @@ assert not {{"datasets", "wandb", "peft", "deepspeed", "tensorboard"}} & set(sys
     assert not list(tmp_path.iterdir())
 
 
+@one_text
 @pytest.mark.slow
 def test_the_program_as_a_person_starts_it(script, world, tmp_path):
     """--help and a refusal of tyro's with status 2; a run in the folder that is named after script, seed and time."""
