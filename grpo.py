@@ -102,10 +102,11 @@ class Args:
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """what divides a centred score: the deviation of its group's scores (arXiv 2402.03300, section 4.1.2), that of the
     whole batch's, or nothing (Dr. GRPO, arXiv 2503.20783: a group's deviation favours prompts too easy or too hard)"""
-    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "grpo"
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = "grpo"
     """how token losses add up: grpo, the mean over an episode's tokens, then over episodes (arXiv 2402.03300, eq. 3);
-    dapo, the sum over the mini-batch's tokens divided by their number (arXiv 2503.14476, eq. 8); dr_grpo, that sum
-    divided by episodes * response_length (arXiv 2503.20783, section 3.2)"""
+    dapo (TRL's default), the sum over the mini-batch's tokens divided by their number (arXiv 2503.14476, eq. 8);
+    dr_grpo, divided by episodes * response_length (arXiv 2503.20783, 3.2: grpo favours long wrong answers); cispo, as
+    dapo, the clipped ratio a constant that weighs -A log p and drops no token's gradient (arXiv 2506.13585, eq. 4)"""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """sequence: one ratio for a completion, exp of its mean log-ratio (GSPO, arXiv 2507.18071, eq. 7), which needs a
     --cliprange near 3e-4"""
@@ -548,7 +549,7 @@ def token_weights(lengths: torch.Tensor, included: torch.Tensor, loss_type: str,
     included = included.float()
     if loss_type == "grpo":  # sum_i 1/|y_i| sum_t / episodes
         return included / lengths / included.sum().clamp(min=1)
-    if loss_type == "dapo":  # sum_i sum_t / tokens
+    if loss_type in ("dapo", "cispo"):  # sum_i sum_t / tokens
         return included / (included * lengths).sum().clamp(min=1)
     return included / (included.sum().clamp(min=1) * response_length)  # dr_grpo: a constant for every token
 
@@ -832,6 +833,10 @@ def main(args: Args):
                 logratio = logratio.sum(1, keepdim=True) / batch.lengths[episodes][:, None]
             cliprange_high = args.cliprange if args.cliprange_high is None else args.cliprange_high
             losses, cut = clipped_policy_loss(logratio, advantages[episodes][:, None], args.cliprange, cliprange_high)
+            if args.loss_type == "cispo":
+                ratio = logratio.detach().exp()
+                clipped = ratio.clamp(1 - args.cliprange, 1 + cliprange_high)
+                losses, cut = -advantages[episodes][:, None] * clipped * logprobs, clipped != ratio
             if reference is not None:
                 losses = losses + args.kl_coef * k3_kl(logprobs, ref_logprobs[episodes])
             return (losses * batch.mask[episodes]).sum(1), cut, logratio
@@ -928,11 +933,11 @@ def main(args: Args):
     if is_main:
         history = [json.loads(line) for line in open(output_dir / "metrics.jsonl", encoding="utf-8")]
         sampled, held_out = ([row[x] for row in history if x in row] for x in ("objective/scores", "eval/scores"))
-        line = f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs"
-        line += f" in {time.time() - started:.0f} s; sampled score {sampled[0]:.3f} -> {np.mean(sampled[-10:]):.3f}"
+        line = f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs; "
         if held_out:
-            line += f"; held-out at temperature {args.eval_temperature:g} {held_out[0]:.3f} -> {held_out[-1]:.3f}"
-        print(f"{line}; model in {output_dir / 'model'}", flush=True)
+            line += f"held-out score at temperature {args.eval_temperature:g} {held_out[0]:.3f} -> {held_out[-1]:.3f}, "
+        line += f"sampled score {sampled[0]:.3f} -> {np.mean(sampled[-10:]):.3f}"
+        print(f"{line} in {time.time() - started:.0f} s; model in {output_dir / 'model'}", flush=True)
     # in this order: a process group that is destroyed under a living model can hang at exit
     accelerator.wait_for_everyone()
     model, optimizer, policy, trained_model = accelerator.free_memory(model, optimizer, policy, trained_model)

@@ -1029,11 +1029,11 @@ def main(args: Args):
     if is_main:
         history = [json.loads(line) for line in open(output_dir / "metrics.jsonl", encoding="utf-8")]
         sampled, held_out = ([row[x] for row in history if x in row] for x in ("objective/scores", "eval/scores"))
-        line = f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs"
-        line += f" in {time.time() - started:.0f} s; sampled score {sampled[0]:.3f} -> {np.mean(sampled[-10:]):.3f}"
+        line = f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs; "
         if held_out:
-            line += f"; held-out at temperature {args.eval_temperature:g} {held_out[0]:.3f} -> {held_out[-1]:.3f}"
-        print(f"{line}; model in {output_dir / 'model'}", flush=True)
+            line += f"held-out score at temperature {args.eval_temperature:g} {held_out[0]:.3f} -> {held_out[-1]:.3f}, "
+        line += f"sampled score {sampled[0]:.3f} -> {np.mean(sampled[-10:]):.3f}"
+        print(f"{line} in {time.time() - started:.0f} s; model in {output_dir / 'model'}", flush=True)
     # in this order: a process group that is destroyed under a living model can hang at exit
     accelerator.wait_for_everyone()
     model, optimizer, policy, trained_model = accelerator.free_memory(model, optimizer, policy, trained_model)

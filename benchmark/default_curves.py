@@ -1,9 +1,9 @@
 """
 Runs the three scripts as they come, without flags but the seed: `python benchmark/default_curves.py`.
 
-Every run is one after the other on all cores; its seconds are those of the whole command, start-up included. It writes
-`results/default_curves.json` and `.png`; with `--plot` it only draws the latter again. Names of scripts and seeds after
-the command (`rloo 1`) run only those, for a try: they are printed and nothing is written.
+As many runs at once as there are cores, of one thread each. It writes `results/default_curves.json` and `.png`; with
+`--plot` it only draws the latter again. Names of scripts and seeds after the command (`rloo 1`) run only those, for a
+try: they are printed and nothing is written.
 """
 
 import json
@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import matplotlib
@@ -20,7 +20,8 @@ import numpy as np
 FOLDER = Path(__file__).resolve().parent
 RESULT = FOLDER / "results" / "default_curves"
 SCRIPTS = ("rloo", "grpo", "ppo")
-SEEDS = (1, 2, 3)
+SEEDS = (1, 2, 3, 4, 5)
+COLORS = {"rloo": "#1f6fb4", "grpo": "#d1495b", "ppo": "#e0a030"}
 WINDOW = 10  # iterations of the running mean, and of the score after
 
 
@@ -28,20 +29,15 @@ def run(script: str, seed: int) -> dict:
     """Runs a script with its defaults -> its curve and summary."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, FOLDER.parent / f"{script}.py", "--seed", str(seed), "--output-dir", f"{folder}/run"]
-        started = time.perf_counter()
-        finished = subprocess.run(command, capture_output=True, text=True)
-        seconds = time.perf_counter() - started
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        finished = subprocess.run(command, capture_output=True, text=True, env=environment)
         if finished.returncode:
             raise SystemExit(finished.stderr)
         before, *iterations = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl", encoding="utf-8")]
     scores = [row["objective/scores"] for row in iterations]
-    processors = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
     curve = {
         "script": script,
         "seed": seed,
-        "seconds": round(seconds, 1),
-        "cores": os.cpu_count(),
-        "processor": processors[0] if processors else "unknown",
         "sampled_before": round(scores[0], 4),
         "sampled_after": round(float(np.mean(scores[-WINDOW:])), 4),
         "greedy_before": round(before["eval/scores"], 4),
@@ -49,10 +45,10 @@ def run(script: str, seed: int) -> dict:
         "episode": [row["episode"] for row in iterations],
         "objective/scores": [round(score, 4) for score in scores],
     }
-    print(f"{script} --seed {seed}: {curve['episode'][-1]:,} episodes in {seconds:.0f} s", end="")
-    for kind in ("sampled", "greedy"):
-        print(f", {kind} {curve[f'{kind}_before']:.3f} -> {curve[f'{kind}_after']:.3f}", end="")
-    print(flush=True)
+    line = f"{script} --seed {seed}: {curve['episode'][-1]:,} episodes"
+    for kind in ("greedy", "sampled"):
+        line += f", {kind} {curve[f'{kind}_before']:.3f} -> {curve[f'{kind}_after']:.3f}"
+    print(line, flush=True)
     return curve
 
 
@@ -71,17 +67,20 @@ def plot(curves: list[dict]):
     figure, axes = plt.subplots(1, len(scripts), **size, layout="constrained")
     for axis, script in zip(axes[0], scripts):
         some = [curve for curve in curves if curve["script"] == script]
-        for color, curve in zip(("#1f6fb4", "#d1495b", "#e0a030"), some):
-            axis.plot(curve["episode"], curve["objective/scores"], color=color, alpha=0.3, lw=0.6)
-            label = f"seed {curve['seed']}: {curve['seconds']:.0f} s"
-            axis.plot(curve["episode"], running_mean(curve["objective/scores"]), color=color, lw=1.6, label=label)
+        curves_of = np.array([running_mean(curve["objective/scores"]) for curve in some])  # [seeds, iterations]
+        episode, color = some[0]["episode"], COLORS[script]
+        for curve in curves_of:
+            axis.plot(episode, curve, color=color, alpha=0.3, lw=0.7)
+        axis.plot(episode, curves_of.mean(0), color=color, lw=1.8, label="sampled, training prompts")
+        greedy = [np.mean([curve[f"greedy_{when}"] for curve in some]) for when in ("before", "after")]
+        axis.plot([0, episode[-1]], greedy, "o", color="black", ms=5, clip_on=False, label="greedy, held-out prompts")
         axis.set_title(f"python {script}.py", family="monospace", fontsize=10)
         axis.set_xlabel("episodes")
         axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k" if x else "0")
-        axis.set(xlim=(0, None), ylim=(0, 1))
+        axis.set(xlim=(0, None), ylim=(0, 1.02))
         axis.grid(alpha=0.25)
         axis.legend(frameon=False, loc="lower right")
-    axes[0, 0].set_ylabel("sampled score\n(right answers)")
+    axes[0, 0].set_ylabel("right answers")
     figure.savefig(RESULT.with_suffix(".png"))
 
 
@@ -94,7 +93,8 @@ def main():
                     run(script, seed)
         return
     if "--plot" not in sys.argv:
-        curves = [run(script, seed) for script in SCRIPTS for seed in SEEDS]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            curves = list(pool.map(lambda job: run(*job), [(script, seed) for script in SCRIPTS for seed in SEEDS]))
         RESULT.parent.mkdir(exist_ok=True)
         # a run a line
         RESULT.with_suffix(".json").write_text("[\n" + ",\n".join(json.dumps(curve) for curve in curves) + "\n]\n")

@@ -4,14 +4,16 @@ Makes the default policy and data of the three scripts, in one command: `python 
 The task is adding two-digit numbers: prompt "37+58=", answer "95". The policy is a Llama of 3 layers, hidden size 128
 and 0.64M parameters that reads one character at a time. It is made in two stages of supervised training:
 
-1. on correct sums, well beyond the point where it can add: the weaker the skill, the lower RL ends;
-2. briefly, on sums of which 65 % have one wrong digit, so that it adds correctly in about a third of its samples.
+1. on right sums, well beyond the point where it can add: the weaker the skill, the lower RL ends;
+2. briefly, on sums of which 70 % end in a wrong digit, by a fixed table: each of the 100 pairs of last digits has its
+   own. 37+58 ends in what the table says of 7 and 8.
 
 Why so? Reinforcement learning from a score makes likelier what a policy already does now and then. So the skill must
 be there, and sampled unreliably: the situation of RLHF, where pretraining taught the skill from text of mixed quality.
-Stage 1 alone leaves nothing to improve. Stopped half-way, it gives a policy that is right just as often but has no
-skill to be found, and improves slowly. Stage 2 leaves the right answer the likeliest: greedy decoding is nearly always
-right before any RL, and what RL can raise is the sampled accuracy. Both are printed.
+After stage 2 the likeliest answer is nearly always wrong and the right one is a quarter of the samples: a hundred wrong
+facts were learned after the right ones, and RL finds the right ones again, one by one, so that the score rises over the
+whole run. A single wrong habit (the carry forgotten) is unlearned at once; digits that are wrong at random leave the
+right answer the likeliest, and RL only sharpens it.
 
 Sums held out for evaluation are in no stage of the training, nor are their mirrors (58+37 where 37+58 is held out).
 Every random number comes from a seeded generator and the work is done by one thread, so that two runs on one machine
@@ -95,20 +97,22 @@ def encode(sums, answers):
     return torch.tensor(prompts), torch.tensor(responses)
 
 
-def spoil(answer, rng):
-    """Changes one digit of an answer."""
-    i = rng.integers(len(answer))
-    others = [d for d in "0123456789" if d != answer[i] and not (i == 0 and d == "0")]
-    return answer[:i] + rng.choice(others) + answer[i + 1 :]
+def make_wrong_digits(rng):
+    """A wrong last digit for every pair of last digits, [10, 10]."""
+    digits = np.arange(10)
+    return (digits[:, None] + digits + rng.integers(1, 10, size=(10, 10))) % 10
 
 
-def train(policy, sums, right, steps, lr, rng):
-    """Supervised training on answers of which the fraction `right` is right; the rate is warmed up, then falls to 0."""
+def train(policy, sums, steps, lr, rng, wrong_digits=None, wrong=0.0):
+    """Supervised training on answers of which the fraction `wrong` ends as in the table; the rate is warmed up, then
+    falls to 0."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 50, 1 - step / steps))
     for _ in range(steps):
         batch = sums[rng.integers(len(sums), size=BATCH_SIZE)]  # [BATCH_SIZE, 2]
-        answers = [str(a + b) if rng.random() < right else spoil(str(a + b), rng) for a, b in batch]
+        answers = [str(a + b) for a, b in batch]
+        for i in np.flatnonzero(rng.random(BATCH_SIZE) < wrong):
+            answers[i] = answers[i][:-1] + str(wrong_digits[tuple(batch[i] % 10)])
         prompts, responses = encode(batch, answers)
         # the last token is only predicted, never read; the last token of a prompt predicts the first of its answer
         logits = policy(torch.cat([prompts, responses[:, :-1]], dim=1)).logits[:, PROMPT_LENGTH - 1 :]
@@ -138,9 +142,9 @@ def main():
     rng = np.random.default_rng(SEED)
     seen, held_out = split_sums(rng)
     policy = make_policy()
-    train(policy, seen, right=1.0, steps=3000, lr=1e-3, rng=rng)
+    train(policy, seen, steps=3000, lr=1e-3, rng=rng)
     print(f"greedy accuracy on held-out prompts after stage 1: {accuracy(policy, held_out):.3f}")
-    train(policy, seen, right=0.35, steps=200, lr=3e-4, rng=rng)
+    train(policy, seen, steps=600, lr=5e-4, rng=rng, wrong_digits=make_wrong_digits(rng), wrong=0.7)
     for name, sums in (("train", seen[:NUM_TRAIN]), ("held-out", held_out)):
         sampled = accuracy(policy, sums, torch.Generator().manual_seed(SEED))
         print(f"{name} prompts: accuracy {sampled:.3f} sampled, {accuracy(policy, sums):.3f} greedy")

@@ -11,7 +11,7 @@ It reads prompt and completion as token ids, the EOS included, and its score is 
 found by length. Only differences of scores mean something: the loss leaves the zero open.
 
 As in RLHF the pairs are read only a few times (here twice), and all come from the policy before RL. On held-out prompts
-the model is right about four pairs in five, and nothing has taught it what to think of answers that this policy never
+the model is right about six pairs in seven, and nothing has taught it what to think of answers that this policy never
 gives. `reward_model_curves.py` shows what RL makes of that.
 
 Every random number comes from a seeded generator and the work is done by one thread, so that two runs on one machine

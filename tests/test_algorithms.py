@@ -188,6 +188,7 @@ GRPO_DENOMINATORS = {  # (tokens of the episode, of the mini-batch, episodes, re
     "grpo": lambda tokens, all_tokens, episodes, longest: tokens * episodes,
     "dapo": lambda tokens, all_tokens, episodes, longest: all_tokens,
     "dr_grpo": lambda tokens, all_tokens, episodes, longest: episodes * longest,
+    "cispo": lambda tokens, all_tokens, episodes, longest: all_tokens,
 }
 
 
@@ -233,6 +234,28 @@ def test_grpo_with_every_completion_truncated_learns_nothing(script, run, monkey
         metrics = run(script, mask_truncated_completions=True, kl_coef=kl_coef, **flags)[1]
         assert all(math.isfinite(value) for row in metrics for value in row.values())
     assert all(flat(update.gradients).abs().max() == 0 for update in updates)
+
+
+@only("grpo")
+def test_cispo_weighs_by_the_clipped_ratio(script, run, updates):
+    """In the second update: clipped to 1 it is REINFORCE, where dapo drops tokens; not clipped at all it is dapo."""
+    flags = dict(total_episodes=12, learning_rate=0.01, kl_coef=0.0, cliprange=0.0)
+    moved = run(script, loss_type="cispo", **flags)[2] / "model"  # the weights of the second update
+    gradients, cut = {}, {}
+    for loss_type in ("cispo", "dapo"):
+        for cliprange, high in ((0.0, 0.0), (1.0, 1e9)):
+            clips = dict(cliprange=cliprange, cliprange_high=high, loss_type=loss_type, num_ppo_epochs=2)
+            updates.clear()
+            _, [metrics], output_dir = run(script, **flags | clips)
+            gradients[loss_type, cliprange] = updates[1].gradients
+            cut[loss_type, cliprange] = metrics["policy/clipfrac_avg"]
+    rows = read_jsonl(output_dir / "rollouts.jsonl")
+    all_tokens = sum(len(row["token_ids"]) for row in rows)
+    weights = [torch.full((len(row["token_ids"]),), row["advantage"] / all_tokens) for row in rows]
+    assert distance(plain_gradient(moved, rows, weights), gradients["cispo", 0.0]) < 1e-4
+    assert distance(gradients["dapo", 0.0], gradients["cispo", 0.0]) > 0.1
+    assert distance(gradients["dapo", 1.0], gradients["cispo", 1.0]) < 1e-4
+    assert cut["cispo", 0.0] > 1.5 * cut["dapo", 0.0] > 0 == cut["cispo", 1.0] == cut["dapo", 1.0]  # on both sides
 
 
 @only("grpo")

@@ -229,7 +229,8 @@ def test_gradient_checkpointing_recomputes(script, run, monkeypatch):
 @only("rloo", "ppo")
 def test_lora_is_the_policy_with_its_adapter(script, run, world, monkeypatch):
     """The reference is the policy without its adapter, no second model is loaded; model/ holds the adapter."""
-    peft = pytest.importorskip("peft")
+    import peft
+
     loads = record_calls(monkeypatch, script, "load_model")
     flags = dict(lora_r=2, learning_rate=0.02, kl_coef=0.1, num_train_epochs=2)
     _, metrics, output_dir = run(script, **flags)

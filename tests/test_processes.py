@@ -165,7 +165,8 @@ def test_short_completions_take_as_many_passes(script, run, world, monkeypatch):
 @pytest.mark.slow
 def test_lora_on_two_processes(script, run, world, tmp_path):
     """Adapters, whose first weights are random, are the same on every process, and as on one."""
-    peft = pytest.importorskip("peft")
+    import peft
+
     flags = STRADDLING | dict(lora_r=2, learning_rate=0.01, model_path=world.mild)
     _, metrics, output_dir = run(script, **flags)
     other, _ = launched(script, 2, tmp_path, base_flags(world) | flags | dict(per_device_train_batch_size=3))

@@ -338,7 +338,6 @@ def test_a_script_without_the_default_folder_resumes(script, run, monkeypatch, t
 @only("rloo", "ppo")
 def test_a_resumed_lora_run_is_the_run_that_never_stopped(script, run, monkeypatch, tmp_path):
     """Adapters and their optimizer are in the checkpoint; the base model is where it was."""
-    pytest.importorskip("peft")
     flags = SAVING | dict(lora_r=2, learning_rate=0.02)
     stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
     run(script, output_dir=str(stopped), resume=True, **flags)
