@@ -5,7 +5,8 @@
     python benchmark/plot.py runs/* --metrics eval/scores grad_norm --x step --output curves.png
 
 Each metric has an axis, against `episode`, `step` or `seconds` of rollout and training. Runs that differ in the seed
-alone are one curve, their mean, in a band of one standard deviation; the legend names the flags in which curves differ.
+alone are one curve, their mean, in a band of one standard deviation. The legend has a curve's first run, and the flags
+in which curves differ.
 """
 
 import json
@@ -39,15 +40,16 @@ def read_run(folder: Path) -> tuple[dict, list[dict]]:
     return yaml.safe_load((folder / "args.yaml").read_text()), rows
 
 
-def group_runs(runs: list[tuple[dict, list[dict]]]) -> dict[str, list[list[dict]]]:
-    """The rows of the runs of each curve, under a label of the flags in which it differs from others."""
+def group_runs(folders: list[Path]) -> dict[str, list[list[dict]]]:
+    """The rows of the runs of each curve, under a label: its first run, and the flags in which curves differ."""
+    runs = [read_run(folder) for folder in folders]
     settings = [{name: x for name, x in flags.items() if name not in NOT_THE_RUN} for flags, _ in runs]
-    names = dict.fromkeys(name for flags in settings for name in flags)
-    differing = [name for name in names if len({str(flags.get(name, "-")) for flags in settings}) > 1]
-    groups = {}
-    for flags, (_, rows) in zip(settings, runs):
-        label = ", ".join(f"{name} {flags[name]}" for name in differing if name in flags)
-        groups.setdefault(label, []).append(rows)
+    common = [name for name in settings[0] if all(name in flags for flags in settings)]
+    differing = [name for name in common if any(flags[name] != settings[0][name] for flags in settings)]
+    labels, groups = {}, {}
+    for folder, flags, (_, rows) in zip(folders, settings, runs):
+        label = ", ".join([folder.name, *(f"{name} {flags[name]}" for name in differing)])
+        groups.setdefault(labels.setdefault(json.dumps(flags), label), []).append(rows)
     return groups
 
 
@@ -67,7 +69,7 @@ def main(args: Args):
     folders = args.folders or [file.parent for file in newest]
     if not folders:
         raise SystemExit("plot.py: no run in runs/; name the --output-dir of one")
-    groups = group_runs([read_run(folder) for folder in folders])
+    groups = group_runs(folders)
     metrics = [name for name in args.metrics if any(name in row for rows in sum(groups.values(), []) for row in rows)]
     if not metrics:
         raise SystemExit(f"plot.py: --metrics {' '.join(args.metrics)}: no run has one of them")
