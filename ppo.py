@@ -606,7 +606,7 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float) -
 
 def clipped_value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, cliprange_value: float):
     """0.5 * max((v - G)^2, (v_clipped - G)^2) and where the clip decides (arXiv 2403.17031, detail 20)."""
-    clipped = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
+    clipped = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
     loss, clipped_loss = (values - returns).square(), (clipped - returns).square()
     return 0.5 * torch.maximum(loss, clipped_loss), clipped_loss > loss
 

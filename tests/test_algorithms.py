@@ -378,6 +378,8 @@ def test_ppo_value_loss_is_clipped_around_the_old_value(script):
     losses, cut = script.clipped_value_loss(values, old, returns, 0.2)
     assert losses.tolist() == pytest.approx([0.5 * 1.8**2, 0.5 * 0.5**2, 0.5 * 0.1**2, 0.5 * 1.0])
     assert cut.tolist() == [True, False, False, False]
+    values, old = 0.05 * torch.randn((2, 1000), generator=torch.Generator().manual_seed(1))
+    assert not script.clipped_value_loss(values, old, returns[0], 1.0)[1].any()  # rounding decides nothing
 
 
 @only("ppo")
