@@ -129,7 +129,7 @@ class Args:
     lr_scheduler_type: Literal[  # learning-rate schedule over all optimizer steps, by its name in transformers
         "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
     ] = "linear"
-    learning_rate: float = 1e-4  # AdamW's learning rate, at its highest
+    learning_rate: float = 5e-5  # AdamW's learning rate, at its highest
     weight_decay: float = 0.0  # AdamW's decoupled weight decay, of all parameters
     warmup_steps: int = 0  # optimizer steps of linear warm-up
     max_grad_norm: float = 1.0  # clip the gradient's global norm to this; inf: no clipping
@@ -540,15 +540,8 @@ def load_reward_model(args: Args, tokenizer, device):
 
 # ========================================== 6  the algorithm: PPO ========================================
 class PolicyAndValue(CompletionModel):
-    """The policy and the value model as one module, which rows of prompt and completion run through."""
-
-    def __init__(self, policy, eos_ids: list[int], value_trunk, value_head: torch.Tensor | None):
-        """value_head: its weights, [1, hidden]; None: zeros."""
-        super().__init__(policy, eos_ids, shares_prompts=False)
-        self.value_trunk = value_trunk
-        self.value_head = torch.nn.Linear(value_trunk.config.hidden_size, 1)
-        torch.nn.init.zeros_(self.value_head.bias)
-        self.value_head.weight.data = torch.zeros_like(self.value_head.weight) if value_head is None else value_head
+    """The policy and the value model, `value_trunk` and `value_head`, as one module, which rows of prompt and
+    completion run through."""
 
     def values(self, prompts: list[list[int]], tokens: torch.Tensor, mask: torch.Tensor, _) -> torch.Tensor:
         """A value for every completion token, read one position before it, [episodes, response], 0 where masked."""
@@ -564,7 +557,8 @@ class PolicyAndValue(CompletionModel):
 
 
 def load_policy_and_value(policy, eos_ids: list[int], tokenizer, args: Args) -> PolicyAndValue:
-    """The value model's trunk and head, from the first there is: --value-model-path, the reward model, the policy."""
+    """The value model's trunk and head, from the first there is: --value-model-path, the reward model, the policy. A
+    trunk without a head, [1, hidden], gets zeros."""
     flag, path, head = "--value-model-path", args.value_model_path or args.model_path, None
     if args.value_model_path is None and args.reward_model_path is not None:
         if AutoTokenizer.from_pretrained(args.reward_model_path).get_vocab() == tokenizer.get_vocab():
@@ -581,7 +575,11 @@ def load_policy_and_value(policy, eos_ids: list[int], tokenizer, args: Args) -> 
         trunk.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if args.lora_r is not None:
         trunk = add_lora(trunk, args, index=2)
-    return PolicyAndValue(policy, eos_ids, trunk, head)
+    model = PolicyAndValue(policy, eos_ids, shares_prompts=False)
+    model.value_trunk, model.value_head = trunk, torch.nn.Linear(trunk.config.hidden_size, 1)
+    torch.nn.init.zeros_(model.value_head.bias)
+    model.value_head.weight.data = torch.zeros_like(model.value_head.weight) if head is None else head
+    return model
 
 
 def token_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str) -> torch.Tensor:

@@ -28,7 +28,11 @@ FOLDER = Path(__file__).resolve().parent
 RESULT = FOLDER / "results" / "reward_model_curves"
 SEEDS = (1, 2, 3)
 KL_COEFS = (0.01, 0.3)
-SCRIPT_FLAGS = {"rloo": [], "grpo": ["--scale-rewards", "none"], "ppo": ["--num-ppo-epochs", "4"]}
+SCRIPT_FLAGS = {
+    "rloo": [],
+    "grpo": ["--scale-rewards", "none"],
+    "ppo": ["--num-ppo-epochs", "4", "--learning-rate", "1e-4"],
+}
 FLAGS = f"""
     --reward none --reward-model-path {FOLDER}/default/reward_model --total-episodes 12288
     --eval-dataset {FOLDER}/default/eval.jsonl --eval-reward exact_match --eval-temperature 1.0 --eval-every 8
@@ -84,7 +88,7 @@ def plot(curves: list[dict]):
     figure, axes = plt.subplots(2, 3, figsize=(9, 4.6), dpi=100, sharex=True, sharey="row", layout="constrained")
     rows = (("objective/scores", "learned score\n(reward model, training)"), ("eval/scores", "true score\n(held-out)"))
     for column, script in zip(axes.T, SCRIPT_FLAGS):
-        column[0].set_title(f"{script}.py {' '.join(SCRIPT_FLAGS[script])}", fontweight="bold")
+        column[0].set_title(f"{script}.py {' '.join(SCRIPT_FLAGS[script][:2])}", fontweight="bold")
         column[1].set_xlabel("episodes")
         for axis, (name, label) in zip(column, rows):
             axis.grid(alpha=0.25)
