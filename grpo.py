@@ -18,7 +18,7 @@ Launch grpo.py:
 
 How it differs from rloo.py and ppo.py: scores are normalised by their group, the ratio is per token, KL is in the loss.
 Papers: Shao et al. 2024, DeepSeekMath, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783; DAPO, arXiv 2503.14476;
-GSPO, arXiv 2507.18071.
+GSPO, arXiv 2507.18071; CISPO, arXiv 2506.13585.
 
 To change: the reward, `--reward`; the baseline, `grpo_advantages`; the loss, `grpo_losses` in 7d; sampling, `sample`.
 Every count is made in `batch_arithmetic`, every random number by `keyed_rng`; after the rollout every process holds

@@ -20,6 +20,7 @@ from conftest import (
     contents,
     distance,
     group_flag,
+    import_file,
     launch,
     make_tokenizer,
     one_text,
@@ -335,6 +336,22 @@ def test_trackers_get_every_metric(script, run, world):
     for name in ("objective/scores", "grad_norm", "eval/scores"):
         logged = {event.step: event.value for event in events.Scalars(name)}
         assert logged == pytest.approx({row["step"]: row[name] for row in metrics if name in row}, rel=1e-5)
+
+
+@one_text
+def test_plot_draws_seeds_as_one_curve(script, run, tmp_path):
+    """benchmark/plot.py: runs that differ in the seed alone are averaged; others are told apart by their flags."""
+    plot = import_file(HERE / "benchmark" / "plot.py")
+    (_, first, a), (_, second, b), (_, _, c) = (run(script, **flags) for flags in ({}, dict(seed=2), dict(kl_coef=0.3)))
+    groups = plot.group_runs([a, b, c])
+    assert {label: len(group) for label, group in groups.items()} == {"run0, kl_coef 0.05": 2, "run2, kl_coef 0.3": 1}
+    x, mean, deviation = plot.mean_and_deviation(groups["run0, kl_coef 0.05"], "objective/scores", "episode")
+    scores = [(m["objective/scores"], n["objective/scores"]) for m, n in zip(first, second)]
+    assert x.tolist() == [row["episode"] for row in first]
+    assert mean.tolist() == pytest.approx([(m + n) / 2 for m, n in scores])
+    assert deviation.tolist() == pytest.approx([abs(m - n) / 2 for m, n in scores])
+    plot.main(plot.Args(folders=(a, b, c), output=tmp_path / "plot.png"))
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
 # ================================================ as programs ===============================================
