@@ -16,7 +16,7 @@ Each of the three is killed nine times. A kill is SIGKILL of all its processes, 
     model        the trained model is written beside, but not yet renamed
     anywhere     a drawn number of seconds after the start
 
-The learning rate is the default. At 3e-4 this PPO run is chaotic: even unbroken runs on 1 and on 2 processes end
+The learning rate is 1e-4. At 3e-4 this PPO run is chaotic: even unbroken runs on 1 and on 2 processes end
 0.2 apart, as roundings grow by two to three times an iteration. The file gives what unbroken runs on 1 and 2 differ by.
 
 Then the weights must be those of the unbroken run: bitwise where the number of processes never changed, else by norm,
