@@ -353,8 +353,8 @@ def test_schedule_is_transformers_own_over_exactly_the_steps(script, run, monkey
 UNEVEN = dict(batch_size=6, num_mini_batches=2, num_ppo_epochs=2, num_train_epochs=3.0, warmup_steps=2)
 
 
-LAUNCHES = [*((name, 2) for name in MODULES), ("rloo", 3)]
-FAST = ("rloo", 2)
+LAUNCHES = [*((name, 2) for name in MODULES), *((name, 3) for name in conftest.SCRIPTS[:1])]
+FAST = (conftest.SCRIPTS[0], 2)
 
 
 @pytest.mark.parametrize(
