@@ -1,0 +1,75 @@
+"""Start one of the three scripts, and read what it wrote: everything in benchmark/ does it in this way.
+
+    run("rloo", "--rloo-k 2 --seed 3")["metrics"]                     # in a folder that is gone afterwards
+    run_all([("rloo", "--seed 1"), ("ppo", "--seed 1")])              # as many at once as there are cores
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+BENCHMARK = Path(__file__).resolve().parent
+ROOT = BENCHMARK.parent
+SCRIPTS = ("rloo", "grpo", "ppo")
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a .jsonl file."""
+    return [json.loads(line) for line in open(path, encoding="utf-8")]
+
+
+def read_run(folder: Path) -> dict:
+    """A run's flags, its `metrics`, each with the `seconds` of rollout and training until then, and its `rollouts`."""
+    if not (Path(folder) / "metrics.jsonl").exists():
+        raise SystemExit(f"{folder} holds no metrics.jsonl; name the --output-dir of a run")
+    rows = read_rows(Path(folder) / "metrics.jsonl")
+    for row, seconds in zip(rows, np.cumsum([r.get("time/rollout_s", 0) + r.get("time/train_s", 0) for r in rows])):
+        row["seconds"] = float(seconds)
+    rollouts = Path(folder) / "rollouts.jsonl"
+    args = yaml.safe_load((Path(folder) / "args.yaml").read_text())
+    return dict(args=args, metrics=rows, rollouts=read_rows(rollouts) if rollouts.exists() else [])
+
+
+def torchrun(processes: int, *program: str) -> list[str]:
+    """The words that launch a program on so many processes of this machine."""
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *map(str, program)]
+
+
+def run(script: str, flags: str = "", folder: Path | None = None, launcher=(), **environment: str) -> dict:
+    """Run a script (`rloo`, or a path) with one thread, in the repository's root -> what `read_run` reads, and its
+    `output`. launcher: words between `python` and the script. Ends this program where the script fails."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(folder or f"{temporary}/run")
+        path = script if str(script).endswith(".py") else ROOT / f"{script}.py"
+        command = [sys.executable, *launcher, str(path), *flags.split(), "--output-dir", str(folder)]
+        defaults = dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+        finished = subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, env=os.environ | defaults | environment
+        )
+        if finished.returncode:
+            raise SystemExit(f"{' '.join(command)}\nfailed:\n{finished.stdout[-2000:]}\n{finished.stderr[-4000:]}")
+        return read_run(folder) | dict(output=finished.stdout)
+
+
+def run_all(jobs: list[tuple], finish=lambda job, result: result) -> list:
+    """`run(*job)` of every job, as many at once as there are cores -> of each what `finish(job, result)` makes of it."""
+
+    def one(job):
+        result = finish(job, run(*job))
+        print(f"{' '.join(map(str, job))}: done", file=sys.stderr, flush=True)
+        return result
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(one, jobs))
+
+
+def write_lines(path: Path, rows: list):
+    """A list as JSON, an entry a line."""
+    path.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
