@@ -20,10 +20,8 @@ Launch ppo.py:
 How it differs from rloo.py and grpo.py: one completion per prompt, a value model and GAE, KL in each token's reward.
 Papers: Schulman et al. 2017, arXiv 1707.06347; Ziegler et al. 2019, arXiv 1909.08593; Huang et al. 2024, The N+
 Implementation Details of RLHF with PPO, arXiv 2403.17031.
-
 To change: the reward, `--reward`; the baseline, `gae`; the loss, `ppo_losses` in 7d; sampling, `sample`.
-Every count is made in `batch_arithmetic`, every random number by `keyed_rng`; after the rollout every process holds
-the whole batch, and the code reads as if there were one process.
+Every count is made in `batch_arithmetic`, every random number by `keyed_rng`; after 7a each process holds all episodes.
 Left out on purpose: encoder-decoder models, pushing to a hub, inference servers (put one in `sample`), tools, images.
 """
 
@@ -42,6 +40,7 @@ import time
 import warnings
 from collections import namedtuple
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -92,6 +91,7 @@ class Args:
     eval_dataset: str | None = None  # held-out prompts, as --dataset; None: the embedded ones where --dataset is, too
     eval_every: int | None = None  # evaluate every so many iterations, besides the start and the end; None: only there
     eval_temperature: float = 0.0  # sampling temperature of the evaluation; 0 takes the most likely token
+    eval_k: int = 1  # completions of each evaluation prompt, at an --eval-temperature above 0
     eval_reward: str | None = None  # the evaluation's reward, as --reward; None: --reward plus --reward-model-path
     # batch sizes
     num_train_epochs: float = 4.0  # passes over the prompts of the dataset; may be a fraction
@@ -163,6 +163,7 @@ class Args:
             (self.dtype is None, f"--dtype float32 or bfloat16, not {launcher}, the launcher's mixed precision"),
             (has_no_reward, "--reward none and --eval-reward none need a --reward-model-path"),
             (self.eval_every and not self.eval_dataset, "--eval-every needs an --eval-dataset"),
+            (self.eval_k > 1 and not self.eval_temperature, "--eval-k: completions are equal at --eval-temperature 0"),
             (not has_split, "--eval-dataset must be a .jsonl file or name a split of a Hub dataset, NAME:SPLIT"),
             (self.warmup_steps and self.lr_scheduler_type == "constant", "--warmup-steps: use constant_with_warmup"),
             (self.resume and not self.output_dir, "--resume needs the --output-dir of the run to continue"),
@@ -635,8 +636,7 @@ def clipped_policy_loss(logratio: torch.Tensor, advantages: torch.Tensor, low: f
     """max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(logratio) (arXiv 1707.06347, eq. 7), and where the clip
     really cuts: above with a positive advantage, below with a negative one. Shapes broadcast."""
     ratio = logratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
@@ -654,7 +654,7 @@ def ratio_metrics(logratio: torch.Tensor, cut: torch.Tensor) -> dict[str, torch.
 JSONL_FILES = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
 # Flags that may change when a run is resumed: they change what is shown and kept, or memory, never the run.
 FREE_FLAGS = """output_dir resume save_every plan gradient_checkpointing eval_dataset eval_every eval_temperature
-    eval_reward per_device_train_batch_size per_device_rollout_batch_size log_with num_sample_generations
+    eval_k eval_reward per_device_train_batch_size per_device_rollout_batch_size log_with num_sample_generations
     save_rollouts""".split()
 
 
@@ -690,25 +690,26 @@ def save_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path):
             shutil.rmtree(old)
 
 
-def load_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path) -> dict:
-    """Load the newest whole checkpoint -> its state, or `state` where there is none; cut off what was written after."""
+def load_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path):
+    """Load the newest whole checkpoint, where there is one, and its state into `state`; cut off what came after."""
     for file in sorted(output_dir.glob("checkpoints/*/state.json"))[-1:]:
         accelerator.load_state(str(file.parent))
-        state = json.loads(file.read_text())
+        state |= json.loads(file.read_text())
     for file in map(output_dir.joinpath, JSONL_FILES):
         if accelerator.is_main_process and file.exists() and (output_dir / "args.yaml").exists():
             os.truncate(file, state["jsonl_sizes"].get(file.name, 0))
     accelerator.print(f"--resume: {state['iteration']} iterations are done", flush=True)
-    return state
 
 
-def save_model(accelerator: Accelerator, model, policy, tokenizer, output_dir: Path):
-    """Policy (with LoRA its adapter; its weights are among those of `model`) and tokenizer, beside and then renamed."""
+def save_model(accelerator: Accelerator, model, policy, tokenizer, output_dir: Path, summary: str):
+    """Policy (with LoRA its adapter; its weights are among those of `model`), tokenizer, card; beside, then renamed."""
     state_dict, prefix = accelerator.get_state_dict(model), "language_model."
     if accelerator.is_main_process:
         state_dict = {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}
         policy.save_pretrained(output_dir / "model.tmp", state_dict=state_dict)
         tokenizer.save_pretrained(output_dir / "model.tmp")
+        versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
+        (output_dir / "model.tmp" / "README.md").write_text(f"`{' '.join(sys.argv)}`: {summary}. {versions}.\n")
         (output_dir / "model.tmp").rename(output_dir / "model")
 
 
@@ -723,17 +724,16 @@ def mean_metrics(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([float(row[name]) for row in rows if name in row])) for name in names}
 
 
-def show_samples(accelerator: Accelerator, samples: list[dict], step: int):
+def show_samples(accelerator: Accelerator, samples: list[dict], episode: int):
     """A few completions as a table in the terminal, and in the trackers that have tables."""
     columns, rows = list(samples[0]), [list(sample.values()) for sample in samples]
-    table = Table(*columns, title=f"samples at step {step}", title_justify="left")
+    table = Table(*columns, title=f"samples at episode {episode}", title_justify="left")
     for row in rows:
         table.add_row(*map(str, row))
-    if accelerator.is_main_process:
-        with tqdm.external_write_mode():
-            Console().print(table, markup=False)
+    with tqdm.external_write_mode():
+        Console(quiet=not accelerator.is_main_process).print(table, markup=False)
     for tracker in (tracker for tracker in accelerator.trackers if hasattr(tracker, "log_table")):
-        tracker.log_table("samples", columns=columns, data=rows, step=step)
+        tracker.log_table("samples", columns=columns, data=rows, step=episode)
 
 
 def main(args: Args):
@@ -745,8 +745,7 @@ def main(args: Args):
     # ------------------------------------------ data and arithmetic ------------------------------------------
     reward = load_reward("--reward", args.reward)
     eval_reward = reward if args.eval_reward is None else load_reward("--eval-reward", args.eval_reward)
-    counts_tokens = args.plan is None or args.max_prompt_length is not None
-    tokenizer = AutoTokenizer.from_pretrained(args.model_path) if counts_tokens else None
+    tokenizer = None if args.plan and not args.max_prompt_length else AutoTokenizer.from_pretrained(args.model_path)
     prompts, eval_prompts = load_prompts(args.dataset, reward, tokenizer, args.max_prompt_length), []
     if args.plan is not None:
         print(plan_table(args, len(prompts), world_size=args.plan), end="")
@@ -761,8 +760,7 @@ def main(args: Args):
     # accelerate silently runs one process of `accelerate launch --cpu`, and processes that don't see each other
     launched_more = {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1 + launched_more)):
-        instead = "without GPUs start them by ACCELERATE_USE_CPU=true torchrun --nproc-per-node N"
-        raise RuntimeError(f"of the processes launched, this one sees only {accelerator.num_processes}; {instead}")
+        raise RuntimeError("processes don't see each other: without GPUs, ACCELERATE_USE_CPU=true torchrun starts them")
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         configure_deepspeed(accelerator, args)
         if args.target_kl or args.ratio_threshold:
@@ -814,14 +812,15 @@ def main(args: Args):
     model, optimizer = accelerator.prepare(trained_model, optimizer)  # `trained_model` in DDP, FSDP2, DeepSpeed
 
     # all that an iteration hands to the next, besides weights and optimizer; a checkpoint's state.json
-    state = {"iteration": 0, "step": 0, "jsonl_sizes": {}}
+    state = {"iteration": 0, "step": 0, "jsonl_sizes": {}, "run_id": f"{output_dir.name}-{int(started)}"}
     state |= {"kl_coef": args.kl_coef, "score_count": 0, "score_mean": 0.0, "score_squares": 0.0}
     if args.resume:
-        state = load_checkpoint(accelerator, state, output_dir)
+        load_checkpoint(accelerator, state, output_dir)
         scheduler.last_epoch = state["step"]  # the rate is a function of it
     accelerator.project_configuration.logging_dir = str(output_dir)
     config = {name: value for name, value in vars(args).items() if value is not None}  # tensorboard takes no None
-    accelerator.init_trackers("tally", config, init_kwargs={"wandb": {"name": output_dir.name}})
+    wandb = {"name": output_dir.name, "id": state["run_id"], "resume": "allow"}  # a resumed run is the same one there
+    accelerator.init_trackers("tally", config, init_kwargs={"wandb": wandb})
     if is_main:
         output_dir.mkdir(parents=True, exist_ok=True)
         (output_dir / "args.tmp").write_text(yaml.safe_dump(vars(args), sort_keys=False))
@@ -856,17 +855,19 @@ def main(args: Args):
             outputs = model(method, [batch.prompts[i].token_ids for i in indices], tokens, mask, args.temperature)
         return torch.nn.functional.pad(outputs, (0, args.response_length - longest))
 
-    def evaluate(iteration: int) -> float:
-        """Mean score of the evaluation prompts, no penalty, no KL; --eval-reward replaces the reward model, too."""
-        batch, where = generate(eval_prompts, EVALUATION, iteration, args.eval_temperature), f"evaluation {iteration}"
-        by_model = score_by_model if args.eval_reward in (None, "none") else None
-        return score_episodes(accelerator, batch, eval_reward, by_model, where)[0].mean().item()
+    def evaluate(iteration: int) -> dict[str, float]:
+        """Mean score of the evaluation prompts' completions, and of each prompt's best; no penalty, no KL."""
+        drawn = [prompt for prompt in eval_prompts for _ in range(args.eval_k)]
+        batch, where = generate(drawn, EVALUATION, iteration, args.eval_temperature), f"evaluation {iteration}"
+        by_model = score_by_model if args.eval_reward in (None, "none") else None  # --eval-reward replaces it, too
+        scores = score_episodes(accelerator, batch, eval_reward, by_model, where)[0].view(-1, args.eval_k)
+        return {"eval/scores": scores.mean().item(), "eval/best_of_k": scores.amax(1).mean().item()}
 
     # ------------------------------------------------- loop --------------------------------------------------
     step, size, is_checked = state["step"], args.per_device_train_batch_size, False
     progress = tqdm(total=plan.steps, initial=step, unit="step", disable=not is_main, dynamic_ncols=True)
     if eval_prompts and state["iteration"] == 0:
-        metrics = {"iteration": 0, "step": 0, "episode": 0, "epoch": 0.0, "eval/scores": evaluate(0)}
+        metrics = {"iteration": 0, "step": 0, "episode": 0, "epoch": 0.0} | evaluate(0)
         accelerator.log(metrics, step=0)
         append_jsonl(accelerator, output_dir / "metrics.jsonl", [metrics])
 
@@ -1000,16 +1001,15 @@ def main(args: Args):
         # ---- 7f  evaluate, save
         at_end = iteration == plan.iterations
         if eval_prompts and (at_end or (args.eval_every is not None and iteration % args.eval_every == 0)):
-            metrics["eval/scores"] = evaluate(iteration)
-        accelerator.log(metrics, step=step)
+            metrics |= evaluate(iteration)
+        accelerator.log(metrics, step=episode)
         append_jsonl(accelerator, output_dir / "metrics.jsonl", [metrics])
         columns = dict(iteration=[iteration] * num_episodes, index=range(num_episodes), prompt=[p.text for p in drawn])
         columns |= dict(completion=batch.completions, score=scores.tolist())
-        if args.save_rollouts:
-            columns |= dict(token_ids=batch.token_ids, logprobs=trim_rows(batch.logprobs, batch.lengths))
-            columns["ref_logprobs"] = trim_rows(ref_logprobs, batch.lengths) if reference else [None] * num_episodes
-            columns["advantage"] = trim_rows(advantages, batch.lengths)
-            columns |= dict(values=trim_rows(values, batch.lengths), returns=trim_rows(returns, batch.lengths))
+        columns |= dict(token_ids=batch.token_ids, logprobs=trim_rows(batch.logprobs, batch.lengths))
+        columns["ref_logprobs"] = trim_rows(ref_logprobs, batch.lengths) if reference else [None] * num_episodes
+        columns["advantage"] = trim_rows(advantages, batch.lengths)
+        columns |= dict(values=trim_rows(values, batch.lengths), returns=trim_rows(returns, batch.lengths))
         rows = [dict(zip(columns, entries)) for entries in zip(*columns.values())]
         if args.save_rollouts:
             append_jsonl(accelerator, output_dir / "rollouts.jsonl", rows)
@@ -1017,21 +1017,21 @@ def main(args: Args):
         if iteration * times // n > (iteration - 1) * times // n:  # spread evenly, the last iteration among them
             samples = [dict(list(row.items())[:5]) for row in rows[:: args.k][:4]]  # one of a group, up to its score
             append_jsonl(accelerator, output_dir / "samples.jsonl", samples)
-            show_samples(accelerator, samples, step)
+            show_samples(accelerator, samples, episode)
         state |= {"iteration": iteration, "step": step}
         if args.save_every is not None and (at_end or iteration % args.save_every == 0):
             save_checkpoint(accelerator, state, output_dir)
 
     progress.close()
-    save_model(accelerator, model, policy, tokenizer, output_dir)
+    line = f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs; "
     if is_main:
         history = [json.loads(line) for line in open(output_dir / "metrics.jsonl", encoding="utf-8")]
         sampled, held_out = ([row[x] for row in history if x in row] for x in ("objective/scores", "eval/scores"))
-        line = f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs; "
         if held_out:
             line += f"held-out score at temperature {args.eval_temperature:g} {held_out[0]:.3f} -> {held_out[-1]:.3f}, "
         line += f"sampled score {sampled[0]:.3f} -> {np.mean(sampled[-10:]):.3f}"
-        print(f"{line} in {time.time() - started:.0f} s; model in {output_dir / 'model'}", flush=True)
+    save_model(accelerator, model, policy, tokenizer, output_dir, line)
+    accelerator.print(f"{line} in {time.time() - started:.0f} s; model in {output_dir / 'model'}", flush=True)
     # in this order: a process group that is destroyed under a living model can hang at exit
     accelerator.wait_for_everyone()
     model, optimizer, policy, trained_model = accelerator.free_memory(model, optimizer, policy, trained_model)

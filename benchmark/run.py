@@ -1,7 +1,7 @@
 """Start one of the three scripts, and read what it wrote: everything in benchmark/ does it in this way.
 
-    run("rloo", "--rloo-k 2 --seed 3")["metrics"]                     # in a folder that is gone afterwards
-    run_all([("rloo", "--seed 1"), ("ppo", "--seed 1")])              # as many at once as there are cores
+run("rloo", "--rloo-k 2 --seed 3")["metrics"]                     # in a folder that is gone afterwards
+run_all([("rloo", "--seed 1"), ("ppo", "--seed 1")])              # as many at once as there are cores
 """
 
 import json
@@ -59,7 +59,7 @@ def run(script: str, flags: str = "", folder: Path | None = None, launcher=(), *
 
 
 def run_all(jobs: list[tuple], finish=lambda job, result: result) -> list:
-    """`run(*job)` of every job, as many at once as there are cores -> of each what `finish(job, result)` makes of it."""
+    """`run(*job)` of every job, as many at once as there are cores -> what `finish(job, result)` makes of each."""
 
     def one(job):
         result = finish(job, run(*job))

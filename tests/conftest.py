@@ -476,5 +476,5 @@ def launch(script, processes, folder, flags, program=None, **environment):
 
 
 def launch_fsdp2(script, folder, flags):
-    """`launch` on two processes whose weights are sharded, by benchmark/fsdp2_cpu.py."""
-    return launch(script, 2, folder, flags, program=HERE / "benchmark" / "fsdp2_cpu.py")
+    """`launch` on two processes whose weights are sharded, by benchmark/hardware/fsdp2_cpu.py."""
+    return launch(script, 2, folder, flags, program=HERE / "benchmark" / "hardware" / "fsdp2_cpu.py")

@@ -57,7 +57,7 @@ BAD_FLAGS = [  # the flag that the message must name, and its bad value
     *[("learning_rate", -1e-3), ("learning_rate", math.nan), ("kl_coef", -0.1), ("cliprange", -0.1)],
     *[("missing_eos_penalty", -1.0), ("weight_decay", -1.0), ("max_grad_norm", 0.0), ("max_grad_norm", math.nan)],
     *[("log_with", "no_such_tracker"), ("log_with", "mlflow"), ("reward", "none"), ("eval_reward", "none")],
-    *[("warmup_steps", 3), ("eval_dataset", "someone/sums"), ("resume", True), ("eval_every", 2)],
+    *[("warmup_steps", 3), ("eval_dataset", "someone/sums"), ("resume", True), ("eval_every", 2), ("eval_k", 2)],
 ]
 ALSO = {  # what the flag contradicts
     ("batch_size", 13): dict(num_mini_batches=2),

@@ -319,7 +319,7 @@ def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
     last = metrics[-1]["iteration"]
     expected = [i for i in range(last + 1) if i % 2 == 0 or i == last]
     assert [row["iteration"] for row in metrics if "eval/scores" in row] == expected
-    assert set(metrics[0]) == {"iteration", "step", "episode", "epoch", "eval/scores"}
+    assert set(metrics[0]) == {"iteration", "step", "episode", "epoch", "eval/scores", "eval/best_of_k"}
     letters = script.load_reward("--reward", world.reward("letters"))
     for row, path in ((metrics[0], world.llama), (metrics[-1], output_dir / "model")):
         model, completions = AutoModelForCausalLM.from_pretrained(path).eval(), []
@@ -330,6 +330,27 @@ def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
             completions.append("".join(VOCAB[t] for t in tokens if t not in (PAD, EOS)))
         scores = letters(prompts=make_prompts(5, seed=9), completions=completions)
         assert row["eval/scores"] == pytest.approx(np.mean(scores), rel=1e-5)
+
+
+@one_text
+def test_evaluation_of_several_completions_per_prompt(script, run, world, monkeypatch):
+    """--eval-k 3: every prompt three times, eval/scores their mean, eval/best_of_k the mean of each prompt's best."""
+    scored, score_episodes = [], script.score_episodes
+
+    def keep(accelerator, batch, reward, by_model, where):
+        scores, parts = score_episodes(accelerator, batch, reward, by_model, where)
+        scored.extend([(p.text, s) for p, s in zip(batch.prompts, scores.tolist())] if "evaluation" in where else [])
+        return scores, parts
+
+    monkeypatch.setattr(script, "score_episodes", keep)
+    flags = dict(eval_dataset=world.dataset(5, seed=9), eval_k=3, eval_temperature=1.0, reward=world.reward("letters"))
+    last = run(script, **flags, total_episodes=3)[1][-1]
+    by_prompt = [[score for text, score in scored[-15:] if text == prompt] for prompt in make_prompts(5, seed=9)]
+    assert [len(scores) for scores in by_prompt] == [3] * 5
+    assert last["eval/scores"] == pytest.approx(np.mean(by_prompt), rel=1e-5)
+    assert last["eval/best_of_k"] == pytest.approx(np.mean(np.max(by_prompt, 1)), rel=1e-5) and (
+        last["eval/best_of_k"] > last["eval/scores"]
+    )
 
 
 @one_text

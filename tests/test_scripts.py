@@ -2,12 +2,16 @@
 
 import ast
 import dataclasses
+import json
 import re
+import shutil
+import struct
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 import tyro
 import yaml
@@ -157,6 +161,7 @@ FLAG_CHANGES = {  # flag: its other value, and what else both runs need for it t
     "eval_dataset": (lambda world: world.dataset(5, seed=9), {}),
     "eval_every": (1, held_out),
     "eval_temperature": (1.0, held_out),
+    "eval_k": (2, lambda world: held_out(world) | {"eval_temperature": 1.0}),
     "eval_reward": (lambda world: world.reward("five"), held_out),
     "num_train_epochs": (3.0, {"total_episodes": None}),
     "total_episodes": (12, {}),
@@ -290,6 +295,8 @@ def test_what_a_run_writes(script, run, world, capsys):
     closing = printed.strip().splitlines()[-1]
     assert f"{metrics[-1]['episode']} episodes, {metrics[-1]['step']} steps, 2 epochs" in closing
     assert str(output_dir / "model") in closing
+    card = (output_dir / "model" / "README.md").read_text()
+    assert closing.split(" in ")[0] in card and f"torch {torch.__version__}" in card
 
     rollouts = read_jsonl(output_dir / "rollouts.jsonl")
     columns = "iteration index prompt completion score token_ids logprobs ref_logprobs advantage".split()
@@ -302,7 +309,7 @@ def test_what_a_run_writes(script, run, world, capsys):
     for row in samples:  # one of a group
         assert row["index"] % args.k == 0
         assert row == {name: by_place[row["iteration"], row["index"]][name] for name in columns[:5]}
-    assert printed.count("samples at step") == 2 and str(samples[-1]["score"]) in printed
+    assert printed.count("samples at episode") == 2 and str(samples[-1]["score"]) in printed
 
 
 def test_rollouts_are_written_only_when_asked(script, run):
@@ -317,15 +324,15 @@ def test_the_table_of_samples_shows_what_is_there(script, capsys):
     trackers = [SimpleNamespace(log_table=lambda name, **table: tables.append((name, table))), SimpleNamespace()]
     sample = dict(iteration=1, index=0, prompt="[bold]1+1=[/bold]", completion="[/]2", score=1.0)
     for is_main in (True, False):
-        script.show_samples(SimpleNamespace(is_main_process=is_main, trackers=trackers), [sample], step=7)
+        script.show_samples(SimpleNamespace(is_main_process=is_main, trackers=trackers), [sample], episode=7)
         printed = capsys.readouterr().out
-        assert ("[bold]1+1=[/bold]" in printed and "[/]2" in printed and "step 7" in printed) == is_main
+        assert ("[bold]1+1=[/bold]" in printed and "[/]2" in printed and "episode 7" in printed) == is_main
     rows = [list(sample.values())]
     assert tables[0] == ("samples", dict(columns=list(sample), data=rows, step=7))
 
 
 def test_trackers_get_every_metric(script, run, world):
-    """--log-with tensorboard writes what metrics.jsonl has, at the same steps, into the run's folder."""
+    """--log-with tensorboard writes what metrics.jsonl has, against episodes, into the run's folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     flags = dict(batch_size=6, eval_dataset=world.dataset(3, seed=4), log_with="tensorboard")
@@ -335,7 +342,7 @@ def test_trackers_get_every_metric(script, run, world):
     events.Reload()
     for name in ("objective/scores", "grad_norm", "eval/scores"):
         logged = {event.step: event.value for event in events.Scalars(name)}
-        assert logged == pytest.approx({row["step"]: row[name] for row in metrics if name in row}, rel=1e-5)
+        assert logged == pytest.approx({row["episode"]: row[name] for row in metrics if name in row}, rel=1e-5)
 
 
 @one_text
@@ -345,24 +352,60 @@ def test_plot_draws_seeds_as_one_curve(script, run, tmp_path):
     (_, first, a), (_, second, b), (_, _, c) = (run(script, **flags) for flags in ({}, dict(seed=2), dict(kl_coef=0.3)))
     groups = plot.group_runs([a, b, c])
     assert {label: len(group) for label, group in groups.items()} == {"run0, kl_coef 0.05": 2, "run2, kl_coef 0.3": 1}
-    x, mean, deviation = plot.mean_and_deviation(groups["run0, kl_coef 0.05"], "objective/scores", "episode")
-    scores = [(m["objective/scores"], n["objective/scores"]) for m, n in zip(first, second)]
+    x, values = plot.points(groups["run0, kl_coef 0.05"], "objective/scores", "episode")
     assert x.tolist() == [row["episode"] for row in first]
-    assert mean.tolist() == pytest.approx([(m + n) / 2 for m, n in scores])
-    assert deviation.tolist() == pytest.approx([abs(m - n) / 2 for m, n in scores])
+    assert values.tolist() == [[row["objective/scores"] for row in rows] for rows in (first, second)]
+    mean, band = plot.draw.mean_and_band([[0.0, 1.0], [2.0, 1.0]])
+    assert mean.tolist() == [1.0, 1.0] and band.tolist() == pytest.approx([12.71, 0.0])
     plot.main(plot.Args(folders=(a, b, c), output=tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
 # ================================================ as programs ===============================================
+def read_wandb(path) -> SimpleNamespace:
+    """The id, name, config, history and files of an offline run of wandb: records in LevelDB's log format."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, position, text = path.read_bytes(), 7, b""  # after the file's header
+    kept = SimpleNamespace(config={}, history=[], files=[])
+    while position + 7 <= len(data):
+        length, kind = struct.unpack_from("<HB", data, position + 4)  # after a checksum
+        text += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        position += (-position % 32768) * (-position % 32768 < 7)  # no header crosses the end of a block
+        if kind in (1, 4):  # whole, or the last part
+            record, text = Record.FromString(text), b""
+            if record.HasField("run"):
+                kept.id, kept.name = record.run.run_id, record.run.display_name
+            if record.HasField("history"):
+                items = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+                kept.history.append({name: json.loads(value) for name, value in items.items()})
+            kept.config |= {item.key: json.loads(item.value_json) for item in record.config.update}
+            kept.files += [file.path for file in record.files.files]
+    return kept
+
+
 @one_text
 @pytest.mark.slow
-def test_wandb_offline(script, world, tmp_path, monkeypatch):
-    """--log-with wandb runs without network and leaves an offline run."""
-    flags = base_flags(world) | dict(log_with="wandb", output_dir=tmp_path / "out", total_episodes=12)
-    finished = launch(script, 1, tmp_path, flags, WANDB_MODE="offline")
-    assert finished.returncode == 0, finished.stderr
-    assert list(tmp_path.glob("**/wandb/offline-run-*/*.wandb"))
+def test_wandb_offline(script, world, tmp_path):
+    """--log-with wandb without network: config, every metric against `episode`, tables of samples; a run that is
+    resumed goes on in the same run of wandb."""
+    flags = base_flags(world) | dict(log_with="wandb", output_dir=tmp_path / "out", batch_size=6, save_every=1)
+    flags |= dict(total_episodes=18, resume=True, num_sample_generations=3)
+    for _ in range(2):
+        finished = launch(script, 1, tmp_path, flags, WANDB_MODE="offline")
+        assert finished.returncode == 0, finished.stderr
+        shutil.rmtree(tmp_path / "out" / "model")
+        shutil.rmtree(tmp_path / "out" / "checkpoints" / "iteration_00000003")  # the last iteration is made again
+    metrics = read_jsonl(tmp_path / "out" / "metrics.jsonl")
+    first, second = map(read_wandb, sorted(tmp_path.glob("**/wandb/offline-run-*/*.wandb")))
+    assert first.id == second.id and first.name == "out"
+    assert first.config["total_episodes"] == 18 and first.config["kl_coef"] == flags["kl_coef"]
+    for name in ("objective/scores", "grad_norm"):
+        logged = {row["episode"]: row[name] for row in first.history if name in row}
+        assert logged == pytest.approx({row["episode"]: row[name] for row in metrics}, rel=1e-5)
+    assert [row["episode"] for row in second.history if "episode" in row] == [18]
+    assert any(path.endswith(".table.json") for path in first.files)
 
 
 @one_text

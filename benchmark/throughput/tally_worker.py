@@ -1,6 +1,6 @@
-"""One measured run of a script for benchmark/throughput.py and benchmark/scaling.py, in a process of its own.
+"""One measured run of a script for throughput.py and scaling.py, in a process of its own.
 
-    python benchmark/throughput_tally.py JOB.json RESULT.json
+    python benchmark/throughput/tally_worker.py JOB.json RESULT.json
 
 It imports the script as it is and replaces, in the module, only what a measurement needs: `on_all_processes`, by which
 a rollout makes its passes, gets a clock, `draw_prompts` hands out the prompts in the file's order (as TRL is told to)
@@ -18,7 +18,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-BENCHMARK = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 
 
 def read_kilobytes(name: str) -> int:
@@ -34,7 +34,7 @@ def flags(job: dict) -> list[str]:
     values = {
         "model-path": job["model"],
         "dataset": job["dataset"],
-        "reward": f"{BENCHMARK / 'throughput_rewards.py'}:{job['reward']}",
+        "reward": f"{FOLDER / 'rewards.py'}:{job['reward']}",
         "total-episodes": job["steps"] * job["batch"],
         "batch-size": job["batch"],
         "per-device-train-batch-size": job["micro_batch"],
@@ -59,7 +59,7 @@ def flags(job: dict) -> list[str]:
 def load_script(job: dict):
     """Import the script, with the job's number of threads and, for forced lengths, without an EOS."""
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    sys.path.insert(0, str(BENCHMARK.parent))
+    sys.path.insert(0, str(FOLDER.parent.parent))
     import torch
 
     torch.set_num_threads(job["threads"])

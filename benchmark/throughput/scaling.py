@@ -1,4 +1,6 @@
-"""How Tally's time and memory grow, on small random Llamas: `python benchmark/scaling.py`, some minutes on two cores.
+"""How Tally's time and memory grow, on small random Llamas.
+
+    python benchmark/throughput/scaling.py                            # some minutes on two cores
 
     micro_batches   the same batch in 1, 2, 4, 8 and 16 micro-batches takes about the same time: the rollout does not
                     know of them, and generates once for each batch
@@ -10,7 +12,7 @@
 Every run is a process of its own and forced to its length; its first two iterations are dropped. The runs of an
 experiment take turns, round by round, and their numbers are medians. `slope` is that of log(seconds) on log(size) over
 the upper half of the sizes: 1 is linear. `--only memory` runs one experiment; results of the others stay. It writes
-benchmark/results/scaling.json and .png.
+scaling.json and .png.
 """
 
 import datetime
@@ -23,12 +25,11 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import tyro
-from throughput import DROPPED_STEPS, random_llama, random_words, run
+from throughput import DROPPED_STEPS, draw, random_llama, random_words, run
 
-RESULT = Path(__file__).resolve().parent / "results" / "scaling"
+RESULT = Path(__file__).with_suffix(".json")
 EXPERIMENTS = ("micro_batches", "episodes", "tokens", "memory")
 PROMPT_TOKENS = 12
 SMALL = dict(vocabulary=256, hidden=128, layers=4)  # 0.9M parameters
@@ -49,14 +50,14 @@ class Args:
     """of prompts and samples"""
     memory_episodes: int = 32
     """episodes of a micro-batch in the experiment memory, of 64 tokens each"""
-    results: str = str(RESULT.with_suffix(".json"))
+    results: str = str(RESULT)
     """where the results are merged into; the plot is beside it"""
     plot: bool = False
     """run nothing: draw the plot of the results that are there"""
 
 
 def make_job(args: Args, folder: Path, llama: dict, **changes) -> dict:
-    """A job for `throughput_tally.py`, its model and prompts written to `folder` where they are not yet."""
+    """A job for `tally_worker.py`, its model and prompts written to `folder` where they are not yet."""
     job = dict(algorithm="rloo", k=4, batch=64, completion_tokens=32, forced=True, reward="share_of_letters")
     job |= dict(kl_coef=0.05, dtype="float32", learning_rate=1e-6, threads=args.threads, seed=args.seed)
     job |= dict(steps=args.steps) | changes
@@ -75,7 +76,7 @@ def measure(args: Args, folder: Path, experiment: str, jobs: dict[int, dict]) ->
     steps = {size: [] for size in jobs}
     for turn in range(args.rounds):
         for size, job in jobs.items():
-            result = run("throughput_tally.py", job, folder / f"{experiment}_{size}_{turn}")
+            result = run("tally_worker.py", job, folder / f"{experiment}_{size}_{turn}")
             steps[size] += result["steps"][DROPPED_STEPS:]
             seconds = statistics.median(step["seconds"] for step in result["steps"][DROPPED_STEPS:])
             print(f"{experiment} {size}: {seconds:.3f} s an iteration", flush=True)
@@ -113,7 +114,7 @@ def experiment(name: str, args: Args, folder: Path) -> dict:
         tokens = args.memory_episodes * 64
         sizes = dict(batch=2 * args.memory_episodes, micro_batch=args.memory_episodes, completion_tokens=64, steps=4)
         job = make_job(args, folder, WIDE, **sizes)
-        result = run("scaling_memory.py", job, folder / "memory")
+        result = run("memory_worker.py", job, folder / "memory")
         unit = tokens * WIDE["vocabulary"] * 4 / 2**30
         units = {part: round(gib / unit, 3) for part, gib in result["parts"].items()}
         print(f"memory: one tensor is {unit:.2f} GiB; peaks, in such tensors: {units}")
@@ -125,11 +126,7 @@ def experiment(name: str, args: Args, folder: Path) -> dict:
 
 def plot(results: dict, path: Path):
     """Three panels of seconds and one of memory, of what the results have."""
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    figure, axes = plt.subplots(1, 4, figsize=(12, 3), dpi=100, layout="constrained")
+    figure, [axes] = draw.panels(1, 4, width=3, height=3)
     colors = dict(seconds="#1f6fb4", generation="#e0a030", train="#d1495b")
     labels = dict(seconds="iteration", generation="generation", train="forward and backward")
     if "micro_batches" in results:
@@ -163,11 +160,11 @@ def plot(results: dict, path: Path):
         axes[3].invert_yaxis()
         axes[3].set_xlabel(f"[{result['completion_tokens_of_a_micro_batch']:,}, 150,000] float32 tensors")
         axes[3].set_title("peak memory", fontsize=9)
+    axes[3].grid(visible=False)
     for axis in axes[:3]:
-        axis.grid(alpha=0.25)
         if axis.lines:
             axis.legend(frameon=False, fontsize=7.5)
-    figure.savefig(path)
+    draw.save(figure, path)
 
 
 def main(args: Args):

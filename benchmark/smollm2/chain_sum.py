@@ -1,7 +1,7 @@
 """
 The reward of one-digit sums and differences, checked by reasoning-gym's own verifier:
 
-    --dataset benchmark/smollm2/chain_sum_train.jsonl --reward benchmark/chain_sum.py:score
+    --dataset benchmark/smollm2/chain_sum_train.jsonl --reward benchmark/smollm2/chain_sum.py:score
 
 The last number of a completion is its answer: 1 if that is right, else 0. So one completion gives one answer; working
 before it ("3 + 4 = 7") costs nothing, and a list of guesses gains nothing over its last one. What remains is an answer

@@ -1,9 +1,9 @@
 """Tally against TRL 1.16 on the same work: seconds per step, tokens per second, memory, and where the time goes.
 
-    python benchmark/prepare_smollm2.py                               # the model of cases c to f
-    python benchmark/throughput.py                                    # all cases, some hours on two cores
-    python benchmark/throughput.py --case a b                         # some; results of the others stay
-    python benchmark/throughput.py --plot                             # only the table and the chart, of what is there
+    python benchmark/smollm2/prepare.py                               # the model of cases c to f
+    python benchmark/throughput/throughput.py                         # all cases, some hours on two cores
+    python benchmark/throughput/throughput.py --case a b              # some; results of the others stay
+    python benchmark/throughput/throughput.py --plot                  # only the table and the chart, of what is there
 
 For every case and algorithm Tally and TRL run in turn, A B A B, each in a process of its own: the same model folder,
 prompts in the same order, group size, batch, micro-batch (the batch, but in d), length limit, KL coefficient with a
@@ -13,7 +13,7 @@ They are cut into generation, log-probabilities without gradient (the reference'
 training (forward, backward, clipping, optimizer) and the rest (tokenizing, decoding, scores, metrics).
 
 The floor is the bare model's passes for the same work, every padded token computed and every prompt repeated k times
-(`throughput_floor.py`). Memory is the process's peak resident memory, models and libraries included (Linux).
+(`floor_worker.py`). Memory is the process's peak resident memory, models and libraries included (Linux).
 
 Every process, TRL's and the floor's as well as Tally's, has the environment variables of `KEEP_FREED_MEMORY`, by which
 glibc keeps the memory of freed tensors: else it gives that of large ones back at once, and the kernel clears its pages
@@ -21,7 +21,7 @@ again for the next one. They are in the results, too.
 
 Checked, with exit status 1: both trained on the same number of episodes, met prompts of the same lengths at every step,
 and sampled as many tokens, within 10 % or, where lengths are sampled, 3 standard errors. TRL's configuration is in
-`throughput_trl.py`, with its reasons. TRL needs an environment of its own; without `--trl-python` one is made in
+`trl_worker.py`, with its reasons. TRL needs an environment of its own; without `--trl-python` one is made in
 benchmark/.trl_environment:
 
     python -m venv trl && trl/bin/pip install trl==1.16.0 torch==2.13.0 transformers==5.23.0 accelerate==1.15.0
@@ -29,7 +29,7 @@ benchmark/.trl_environment:
 TRL's current release has no PPO. For `--algorithms ppo` the table has Tally's own figures, with two updates per batch
 and a value model of the policy's size, and how far they are from the floor.
 
-Results are merged, case by case, into benchmark/results/throughput.json; the chart beside is drawn from it.
+Results are merged, case by case, into throughput.json; the chart beside is drawn from it.
 """
 
 import datetime
@@ -45,15 +45,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
-import matplotlib
 import tyro
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import draw  # noqa: E402
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-BENCHMARK = Path(__file__).resolve().parent
-RESULT = BENCHMARK / "results" / "throughput"
+RESULT = Path(__file__).with_suffix(".json")
+BENCHMARK = RESULT.parent.parent
 TRL_ENVIRONMENT = BENCHMARK / ".trl_environment"
 TRL_VERSION = "1.16.0"
 DROPPED_STEPS = 2
@@ -185,7 +187,7 @@ class Args:
     """the Python of an environment with TRL (default: one is made in benchmark/.trl_environment)"""
     seed: int = 1
     """of the prompts and, counted up from pair to pair, of the samples"""
-    results: str = str(RESULT.with_suffix(".json"))
+    results: str = str(RESULT)
     """where the results are merged into; the chart is beside it"""
     profile: bool = False
     """instead of measuring, write Tally's time by operator, from torch.profiler, to throughput_profile_*.txt beside"""
@@ -250,7 +252,7 @@ def model_and_rows(name: str, count: int, folder: Path, seed: int) -> tuple[str,
         return random_llama(folder / "llama", 256, 128, 4), [random_words(draw, 256, 12) for _ in range(count)]
     model = BENCHMARK / "smollm2" / "model"
     if not model.exists():
-        raise SystemExit(f"throughput.py: case {name} needs {model}; run python benchmark/prepare_smollm2.py")
+        raise SystemExit(f"throughput.py: case {name} needs {model}; run python benchmark/smollm2/prepare.py")
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -281,7 +283,7 @@ def run(worker: str, job: dict, folder: Path, python: str = sys.executable) -> d
     job_file.write_text(json.dumps(job | dict(output_dir=str(folder / "run"))))
     environment = os.environ | dict(OMP_NUM_THREADS=str(job["threads"]), TOKENIZERS_PARALLELISM="false")
     with open(log_file, "w") as log:
-        command = [python, BENCHMARK / worker, job_file, result_file]
+        command = [python, RESULT.parent / worker, job_file, result_file]
         finished = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
     if finished.returncode:
         raise SystemExit(f"{worker} ended with status {finished.returncode}; see {log_file}")
@@ -331,7 +333,7 @@ def measure_floor(job: dict, runs: list[dict], folder: Path) -> dict:
     """Medians of the floor, for rows as long as the longest of the measured steps of `runs`."""
     steps = [step for result in runs for step in result["steps"][DROPPED_STEPS:]]
     sizes = {name: round(statistics.median(step[name] for step in steps)) for name in LONGEST}
-    result = run("throughput_floor.py", job | sizes, folder)
+    result = run("floor_worker.py", job | sizes, folder)
     steps = result["steps"][1:]  # the first has the memory to get
     parts = {part: statistics.median(step[part] for step in steps) for part in (*PARTS[:3], "optimizer")}
     seconds = statistics.median(step["seconds"] for step in steps)
@@ -356,7 +358,7 @@ def make_job(name: str, algorithm: str, args: Args, folder: Path) -> dict:
 
 def profile(name: str, algorithm: str, args: Args, folder: Path):
     """Run a case with one algorithm under torch's profiler, and write the operators that took the most time."""
-    result = run("throughput_tally.py", make_job(name, algorithm, args, folder) | dict(profile=True), folder / "tally")
+    result = run("tally_worker.py", make_job(name, algorithm, args, folder) | dict(profile=True), folder / "tally")
     path = Path(args.results).with_name(f"throughput_profile_{name}_{algorithm}.txt")
     path.write_text(result["profile"])
     print(path)
@@ -367,9 +369,9 @@ def measure(name: str, algorithm: str, args: Args, folder: Path) -> dict:
     job, tally, trl = make_job(name, algorithm, args, folder), [], []
     for pair in range(args.pairs):
         job["seed"] = args.seed + pair
-        tally.append(run("throughput_tally.py", job, folder / f"tally_{pair}"))
+        tally.append(run("tally_worker.py", job, folder / f"tally_{pair}"))
         if algorithm in BOTH:
-            trl.append(run("throughput_trl.py", job, folder / f"trl_{pair}", trl_python(args.trl_python)))
+            trl.append(run("trl_worker.py", job, folder / f"trl_{pair}", trl_python(args.trl_python)))
         print_run(name, algorithm, job, tally[-1], trl[-1] if trl else None)
     ours = summary(tally, job["batch"])
     floor = measure_floor(job, trl or tally, folder / "floor")
@@ -464,11 +466,8 @@ def show(entries: list[dict]):
 
 def plot(entries: list[dict], path: Path):
     """For each case the time of TRL, Tally and the floor, cut into parts, in units of TRL's."""
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    figure, axis = plt.subplots(figsize=(9, 1 + 0.62 * len(entries)), dpi=100, layout="constrained")
+    figure, [[axis]] = draw.panels(1, 1, width=9, height=1 + 0.62 * len(entries))
+    axis.grid(visible=False)
     colors = dict(zip((*PARTS, "optimizer"), ("#1f6fb4", "#e0a030", "#d1495b", "#9a9a9a", "#9a9a9a")))
     names = dict(generation="generation", logprobs="log-probabilities", train="forward and backward", rest="rest")
     for row, entry in enumerate(entries):
@@ -490,7 +489,7 @@ def plot(entries: list[dict], path: Path):
     axis.invert_yaxis()
     axis.set(xlim=(0, 1.6), xlabel="seconds per step, TRL's = 1")
     axis.legend(frameon=False, loc="lower right")
-    figure.savefig(path)
+    draw.save(figure, path)
 
 
 def main(args: Args):

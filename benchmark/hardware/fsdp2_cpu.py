@@ -1,15 +1,15 @@
 """Run a script under FSDP2 on CPU processes, for tests: accelerate itself gives DDP there, without a word.
 
-    torchrun --nproc-per-node 2 benchmark/fsdp2_cpu.py rloo.py --total-episodes 128 --output-dir runs/fsdp2
+    torchrun --nproc-per-node 2 benchmark/hardware/fsdp2_cpu.py rloo.py --total-episodes 128 --output-dir runs/fsdp2
 
 FSDP2 shards the weights over the processes; what the run computes is what the same flags compute on one process. At the
 end it prints how often weights were gathered: in all, and while completions were sampled, where each layer's is once
 for all tokens. On GPUs none of this is needed: accelerate launch --config_file benchmark/accelerate/fsdp2.yaml rloo.py
 
-    python benchmark/fsdp2_cpu.py
+    python benchmark/hardware/fsdp2_cpu.py
 
 compares all three scripts on two processes, under DDP and under FSDP2, with one process, by the flags and measures of
-benchmark/sharded.py, and writes benchmark/results/fsdp2_cpu.json. Exit status 1 where something differs.
+benchmark/hardware/sharded.py, and writes fsdp2_cpu.json. Exit status 1 where something differs.
 """
 
 import json
@@ -21,8 +21,11 @@ from pathlib import Path
 import tyro
 from accelerate import PartialState
 from accelerate.utils import DistributedType
-from sharded import BENCHMARK, FLAGS, SCRIPTS, compare, count_gathers, load_script, run, torchrun
+from sharded import FLAGS, POLICY, compare, count_gathers, load_script
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from run import SCRIPTS, run, torchrun  # noqa: E402
 
 SETTINGS = dict(
     ACCELERATE_USE_CPU="true",
@@ -49,18 +52,17 @@ def main():
 
 def compare_with_one_process():
     work, results = Path(tempfile.mkdtemp(prefix="fsdp2_")), []
-    layers = json.loads((BENCHMARK / "default" / "policy" / "config.json").read_text())["num_hidden_layers"]
+    layers = json.loads((POLICY / "config.json").read_text())["num_hidden_layers"]
     for script in SCRIPTS:
-        run(script, work / script, ACCELERATE_USE_CPU="true")
+        run(script, FLAGS, work / script, ACCELERATE_USE_CPU="true")
         for kind, program in (("DDP", []), ("FSDP2", [__file__])):
             folder = work / f"{script}_{kind}"
-            output = run(script, folder, torchrun(*program), ACCELERATE_USE_CPU="true")
+            output = run(script, FLAGS, folder, torchrun(2, *program), ACCELERATE_USE_CPU="true")["output"]
             results.append(dict(script=script, kind=kind, **compare(folder, work / script)))
             if kind == "FSDP2":
                 results[-1] |= json.loads(output.splitlines()[-1])
             print(json.dumps(results[-1]), flush=True)
-    path = BENCHMARK / "results" / "fsdp2_cpu.json"
-    path.write_text(json.dumps(dict(flags=" ".join(FLAGS), runs=results), indent=1) + "\n")
+    Path(__file__).with_suffix(".json").write_text(json.dumps(dict(flags=FLAGS, runs=results), indent=1) + "\n")
     fine = [
         row["relative_distance"] < 1e-3
         and not row["metrics_that_differ"]

@@ -1,4 +1,4 @@
-"""The rewards of benchmark/throughput.py: cheap, deterministic, and the same functions for Tally and for TRL.
+"""The rewards of throughput.py: cheap, deterministic, and the same functions for Tally and for TRL.
 
 Called with the whole batch, the k episodes of a group side by side. No imports: it is read in both environments.
 """

@@ -16,7 +16,7 @@ gives. `reward_model_curves.py` shows what RL makes of that.
 
 Every random number comes from a seeded generator and the work is done by one thread, so that two runs on one machine
 write the same bytes. It takes about half a minute, prints the accuracy on pairs made in the same way of the held-out
-prompts, and writes `default/reward_model/`: weights (float32), config and tokenizer, for `from_pretrained`.
+prompts, and writes `reward_model/` beside this file: weights (float32), config and tokenizer, for `from_pretrained`.
 """
 
 import itertools
@@ -29,10 +29,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rloo import CompletionModel, keyed_rng, pad_left  # noqa: E402
 
-FOLDER = Path(__file__).parent / "default"
+FOLDER = Path(__file__).resolve().parent
 NUM_PROMPTS, NUM_SAMPLES = 2048, 8
 RESPONSE_LENGTH = 8
 BATCH_SIZE = 64  # pairs

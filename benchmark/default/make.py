@@ -1,5 +1,5 @@
 """
-Makes the default policy and data of the three scripts, in one command: `python benchmark/make_default.py`.
+Makes the default policy and data of the three scripts, in one command: `python benchmark/default/make.py`.
 
 The task is adding two-digit numbers: prompt "37+58=", answer "95". The policy is a Llama of 3 layers, hidden size 128
 and 0.64M parameters that reads one character at a time. It is made in two stages of supervised training:
@@ -17,7 +17,7 @@ right answer the likeliest, and RL only sharpens it.
 
 Sums held out for evaluation are in no stage of the training, nor are their mirrors (58+37 where 37+58 is held out).
 Every random number comes from a seeded generator and the work is done by one thread, so that two runs on one machine
-write the same bytes. It takes about four minutes and writes, beside this file, the folder `default/`:
+write the same bytes. It takes about four minutes and writes, beside this file:
 
     policy/       model.safetensors (float32), config, generation config and tokenizer, for `from_pretrained`
     train.jsonl   2,048 prompts with their answers
@@ -33,7 +33,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-FOLDER = Path(__file__).parent / "default"
+FOLDER = Path(__file__).resolve().parent
 VOCAB = ["<pad>", "<eos>", *"0123456789+-= "]
 PAD, EOS = 0, 1
 PROMPT_LENGTH = len("37+58=")

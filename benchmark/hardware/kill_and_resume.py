@@ -1,8 +1,8 @@
 """Kill runs at drawn moments, start the same command again until it is done, and compare with a run never killed.
 
-    python benchmark/kill_and_resume.py                               # all three scripts, 27 kills each
-    python benchmark/kill_and_resume.py --scripts ppo --seed 2        # other moments
-    python benchmark/kill_and_resume.py --runs "1, 2 by turns"        # 9 kills each
+    python benchmark/hardware/kill_and_resume.py                      # all three scripts, 27 kills each
+    python benchmark/hardware/kill_and_resume.py --scripts ppo --seed 2 # other moments
+    python benchmark/hardware/kill_and_resume.py --runs "1, 2 by turns" # 9 kills each
 
 Every script trains a small run of 12 iterations, three times over: on one process, on two, and on one and two by turns.
 Each of the three is killed nine times. A kill is SIGKILL of all its processes, at a drawn call of
@@ -22,7 +22,7 @@ The learning rate is 1e-4. At 3e-4 this PPO run is chaotic: even unbroken runs o
 Then the weights must be those of the unbroken run: bitwise where the number of processes never changed, else by norm,
 |w1 - w2| / |w1 - w_start| < 1e-3; every iteration must be once in each file, and one more start must do nothing.
 Exit status 1 where one of these fails. Processes are forked from this one, which has imported the libraries, so that a
-start takes half a second and the whole some minutes. The table goes to benchmark/results/kill_and_resume.json, too.
+start takes half a second and the whole some minutes. The table goes to kill_and_resume.json, too.
 """
 
 import json
@@ -43,7 +43,10 @@ import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
-from sharded import BENCHMARK, SCRIPTS, load_script, relative_distance
+from sharded import load_script, relative_distance
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from run import ROOT, SCRIPTS, read_rows  # noqa: E402
 
 PHASES = ("rollout", "training", "written", "removing", "metrics", "loading", "anywhere", "anywhere")  # then `model`
 FLAGS = """--total-episodes 188 --batch-size 16 --num-mini-batches 2 --num-ppo-epochs 1 --per-device-train-batch-size 3
@@ -58,7 +61,7 @@ class Args:
     """of the drawn moments"""
     runs: tuple[str, ...] = ("1", "2", "1, 2 by turns")
     """the numbers of processes to run on; each of the three has nine kills, of every phase"""
-    results: str = str(BENCHMARK / "results" / "kill_and_resume.json")
+    results: str = str(Path(__file__).with_suffix(".json"))
     """where the table goes"""
 
 
@@ -163,18 +166,13 @@ def draw_kills(draw: random.Random, processes: list[int]) -> list[tuple]:
 # ---- what they left
 
 
-def lines(folder: Path, name: str) -> list[dict]:
-    """The rows of one of a run's .jsonl files."""
-    return [json.loads(line) for line in open(folder / f"{name}.jsonl", encoding="utf-8")]
-
-
 def compare(folder: Path, unbroken: Path) -> tuple[bool, float, bool]:
     """Are the weights bitwise the same, how far are they in units of the way moved, is every row there once."""
     one, two = ((path / "model" / "model.safetensors").read_bytes() for path in (folder, unbroken))
 
     def keys(path):
         names = ("metrics", "samples", "rollouts")
-        return [[(row["iteration"], row.get("index")) for row in lines(path, name)] for name in names]
+        return [[(row["iteration"], row.get("index")) for row in read_rows(path / f"{name}.jsonl")] for name in names]
 
     return one == two, relative_distance(folder, unbroken), keys(folder) == keys(unbroken)
 
@@ -201,7 +199,7 @@ def main(args: Args):
     table = Table("script", "processes", "kills", "by phase", "weights", "each row once", title="kill and resume")
     work = Path(tempfile.mkdtemp(prefix="kill_and_resume_"))
     for script in args.scripts:
-        load_script(BENCHMARK.parent / f"{script}.py")  # once for all the processes that are forked
+        load_script(ROOT / f"{script}.py")  # once for all the processes that are forked
         unbroken = {processes: work / f"{script}_unbroken_{processes}" for processes in (1, 2)}
         for processes, folder in unbroken.items():
             if (outcome := start(script, folder, processes)) != "done":

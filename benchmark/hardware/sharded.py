@@ -8,20 +8,19 @@ From the environment that runs the scripts:
     mv parent.pth /tmp/with_deepspeed/lib/python3*/site-packages/
     /tmp/with_deepspeed/bin/pip install setuptools wheel
     DS_BUILD_OPS=0 /tmp/with_deepspeed/bin/pip install --no-build-isolation deepspeed==0.19.8
-    /tmp/with_deepspeed/bin/python benchmark/sharded.py
+    /tmp/with_deepspeed/bin/python benchmark/hardware/sharded.py
 
 The first run compiles a helper for a minute. Every run makes 4 micro-batches per step. Compared with one process: every
 metric (1e-4 relative or 5e-6 absolute), the final weights (by norm, relative to how far they moved, 1e-3), the steps
 that DeepSpeed's engine really took and their learning rates; and no weight is gathered while completions are sampled.
 Then the run is resumed from half of it, which must give the same weights bit by bit.
-Exit status 1 where something differs. The table goes to benchmark/results/sharded.json, too.
+Exit status 1 where something differs. The table goes to sharded.json, too.
 """
 
 import importlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -31,10 +30,14 @@ import numpy as np
 import tyro
 from safetensors.numpy import load_file
 
-BENCHMARK = Path(__file__).resolve().parent
-SCRIPTS = ("rloo", "grpo", "ppo")
-FLAGS = """--total-episodes 128 --batch-size 32 --num-mini-batches 1 --per-device-train-batch-size 4
-    --learning-rate 3e-4 --num-sample-generations 0 --max-grad-norm 1 --save-every 2""".split()
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from run import BENCHMARK, SCRIPTS, read_rows, run, torchrun  # noqa: E402
+
+POLICY = BENCHMARK / "default" / "policy"
+FLAGS = (
+    "--total-episodes 128 --batch-size 32 --num-mini-batches 1 --per-device-train-batch-size 4 "
+    "--learning-rate 3e-4 --num-sample-generations 0 --max-grad-norm 1 --save-every 2"
+)
 
 
 def load_script(path: str):
@@ -88,29 +91,13 @@ def worker(script: str, flags: list[str]):
         (Path(args.output_dir) / "engine.json").write_text(json.dumps(dict(rates=rates, gathers=gathers)))
 
 
-def run(script: str, folder: Path, launcher=(), more=(), **environment) -> str:
-    """Train in this folder, on one process or by a launcher's words -> what it printed."""
-    command = [sys.executable, *launcher, str(BENCHMARK.parent / f"{script}.py"), *FLAGS, "--output-dir", str(folder)]
-    environment = os.environ | dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false") | environment
-    finished = subprocess.run([*command, *more], env=environment, capture_output=True, text=True)
-    folder.with_suffix(".log").write_text(finished.stdout + finished.stderr)
-    if finished.returncode:
-        raise SystemExit(f"{folder} failed; see {folder}.log")
-    return finished.stdout
-
-
-def torchrun(*program: str) -> list[str]:
-    """The words that launch a program, or a script, on two processes."""
-    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
-
-
-def run_sharded(script: str, folder: Path, stage: int, *more: str):
+def run_sharded(script: str, folder: Path, stage: int, more: str = ""):
     """Train on two processes with DeepSpeed's ZeRO at this stage."""
     config = folder.with_suffix(".json")  # threshold 0: else ZeRO-3 would not shard weights as small as these
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}))
     settings = dict(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(config))
-    run(script, folder, torchrun(__file__, "--worker"), more, **settings)
+    run(script, f"{FLAGS} {more}", folder, torchrun(2, __file__, "--worker"), **settings)
 
 
 def resumes_bitwise(script: str, folder: Path, stage: int) -> bool:
@@ -131,14 +118,14 @@ def distance(weights: dict, others: dict) -> float:
 
 def relative_distance(folder: Path, single: Path) -> float:
     """How far the weights of two runs are apart, in units of how far the second one's moved."""
-    start = load_file(BENCHMARK / "default" / "policy" / "model.safetensors")
+    start = load_file(POLICY / "model.safetensors")
     weights, right = (load_file(path / "model" / "model.safetensors") for path in (folder, single))
     return distance(weights, right) / distance(right, start)
 
 
 def compare(folder: Path, single: Path) -> dict:
     """What differs between a run on two processes and the one on a single process."""
-    rows, expected = ([json.loads(line) for line in open(path / "metrics.jsonl")] for path in (folder, single))
+    rows, expected = (read_rows(path / "metrics.jsonl") for path in (folder, single))
     differing = {
         name
         for row, right in zip(rows, expected, strict=True)
@@ -151,7 +138,7 @@ def compare(folder: Path, single: Path) -> dict:
 
 def engine_of(folder: Path, single: Path) -> dict:
     """What DeepSpeed's engine did, and whether its steps and their rates are those that one process logs."""
-    expected = [json.loads(line) for line in open(single / "metrics.jsonl")]
+    expected = read_rows(single / "metrics.jsonl")
     engine, rates = json.loads((folder / "engine.json").read_text()), [row["lr"] for row in expected if "lr" in row]
     steps = expected[-1]["step"]
     last_of_iteration = engine["rates"][:: -steps // len(rates)][::-1]  # which is what the log has
@@ -162,7 +149,7 @@ def engine_of(folder: Path, single: Path) -> dict:
 def main():
     work, results = Path(tempfile.mkdtemp(prefix="sharded_")), []
     for script in SCRIPTS:
-        run(script, work / script, ACCELERATE_USE_CPU="true")
+        run(script, FLAGS, work / script, ACCELERATE_USE_CPU="true")
         for stage in (2, 3):
             folder = work / f"{script}_zero{stage}"
             run_sharded(script, folder, stage)
@@ -170,8 +157,7 @@ def main():
             results[-1] |= engine_of(folder, work / script)
             results[-1] |= dict(resumed_bitwise=resumes_bitwise(script, folder, stage))
             print(json.dumps(results[-1]), flush=True)
-    table = json.dumps(dict(flags=" ".join(FLAGS), runs=results), indent=1)
-    (BENCHMARK / "results" / "sharded.json").write_text(table + "\n")
+    Path(__file__).with_suffix(".json").write_text(json.dumps(dict(flags=FLAGS, runs=results), indent=1) + "\n")
     fine = [
         row["relative_distance"] < 1e-3
         and row["steps_and_rates_as_planned"]

@@ -1,6 +1,6 @@
-"""One measured run of TRL's RLOOTrainer or GRPOTrainer for benchmark/throughput.py, in TRL's own environment.
+"""One measured run of TRL's RLOOTrainer or GRPOTrainer for throughput.py, in TRL's own environment.
 
-    python benchmark/throughput_trl.py JOB.json RESULT.json
+    python benchmark/throughput/trl_worker.py JOB.json RESULT.json
 
 `settings` is TRL's whole configuration. What differs from its defaults, and why:
 
@@ -33,7 +33,7 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # the model is a folder; the model card's template is not needed
 
-import throughput_rewards  # noqa: E402
+import rewards  # noqa: E402
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import PrinterCallback, TrainerCallback  # noqa: E402
@@ -141,7 +141,7 @@ def main(job: dict) -> dict:
     """Run a job's steps -> the seconds and counts of each, and the run's memory."""
     torch.set_num_threads(job["threads"])
     rows = [json.loads(line) for line in open(job["dataset"], encoding="utf-8")]
-    reward, episodes = getattr(throughput_rewards, job["reward"]), 0
+    reward, episodes = getattr(rewards, job["reward"]), 0
 
     def score(completions, **columns):
         nonlocal episodes
@@ -161,7 +161,7 @@ def main(job: dict) -> dict:
         step["seconds"] = end - begin
         step["train"] = end - step.pop("train_began")  # forward, backward, clipping and the optimizer
         step["rest"] = step["seconds"] - step["generation"] - step["logprobs"] - step["train"]
-    peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM:"))  # see throughput_tally.py
+    peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM:"))  # see tally_worker.py
     return dict(
         steps=trainer.steps,
         episodes=episodes,

@@ -1,6 +1,6 @@
-"""The floor of benchmark/throughput.py: the bare model's passes for one step, with nothing around them.
+"""The floor of benchmark/throughput/throughput.py: the bare model's passes for one step, with nothing around them.
 
-    python benchmark/throughput_floor.py JOB.json RESULT.json
+    python benchmark/throughput/floor_worker.py JOB.json RESULT.json
 
 For a batch of rows that are all as long as the longest, with every prompt repeated k times: one prefill and one
 decoding step for each further token; one forward of the reference (where there is one); one forward and backward of the
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from throughput_tally import read_kilobytes
+from tally_worker import read_kilobytes
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
 

@@ -1,6 +1,6 @@
-"""One run of benchmark/scaling.py that watches memory: the peak of every part of an iteration.
+"""One run of benchmark/throughput/scaling.py that watches memory: the peak of every part of an iteration.
 
-    python benchmark/scaling_memory.py JOB.json RESULT.json
+    python benchmark/throughput/memory_worker.py JOB.json RESULT.json
 
 A part's peak is the highest of any iteration, above what the process had when the part began for the first time: what
 an iteration leaves behind for the next one counts. Linux only: it is the kernel's own peak, set back for each part.
@@ -11,13 +11,13 @@ import json
 import sys
 from pathlib import Path
 
-import throughput_tally
-from throughput_tally import read_kilobytes, rollout_part
+import tally_worker
+from tally_worker import read_kilobytes, rollout_part
 
 
 def main(job: dict) -> dict:
     """Run a job -> each part's peak above its first beginning, and the whole run's peak, in GiB."""
-    module = throughput_tally.load_script(job)
+    module = tally_worker.load_script(job)
     began, peaks = {}, {}  # KiB
 
     def begin(part: str):
@@ -42,7 +42,7 @@ def main(job: dict) -> dict:
     watch("on_all_processes", lambda _, f, *__: begin(rollout_part(f)), lambda _, f, *__: end(rollout_part(f)))
     watch("draw_mini_batches", before=lambda *_: begin("train"))  # the first of what an update calls
     watch("mean_metrics", after=lambda *_: end("train"))  # the first after the last update
-    seconds = [step["seconds"] for step in throughput_tally.measure(module, job)["steps"]]
+    seconds = [step["seconds"] for step in tally_worker.measure(module, job)["steps"]]
     parts = {part: (peaks[part] - began[part]) / 2**20 for part in peaks}
     return dict(parts=parts, peak_gib=max(peaks.values()) / 2**20, seconds=seconds)
 

@@ -1,0 +1,159 @@
+"""One page of small figures: what each knob does, on the default task, five seeds each.
+
+    python benchmark/ablations/ablations.py                           # all, half an hour on two cores
+    python benchmark/ablations/ablations.py --only group clip         # some; results of the others stay
+    python benchmark/ablations/ablations.py --plot                    # only the page and the table again
+
+    group            completions per prompt k = 2, 4, 8, 16 at equal episodes, RLOO
+    kl               the KL coefficient against the reward model of benchmark/default/, and the truth, RLOO
+    epochs           PPO epochs times mini-batches, PPO
+    loss             ways to add up token losses, where half of the prompts pay for long answers and half for short ones
+    clip             the clip range where a rollout makes eight updates, RLOO
+    eos              a reward that does not mind what comes after the answer: with and without --missing-eos-penalty
+    learning_rate    all three scripts over a hundredfold range of learning rates
+
+As many runs at once as there are cores, of one thread each. Writes ablations.json, a run a line with its scores at the
+end and its curve in sixteen points, prints the table, and draws ablations.png.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import draw  # noqa: E402
+from run import SCRIPTS, run_all, write_lines  # noqa: E402
+
+RESULT = Path(__file__).with_suffix(".json")
+SEEDS = (1, 2, 3, 4, 5)
+SHORT = "--total-episodes 8192 --num-sample-generations 0"
+MODEL = "--reward none --reward-model-path benchmark/default/reward_model --eval-reward exact_match"
+LENGTH = "--reward benchmark/ablations/rewards.py:by_length --response-length 24"
+CONTAINS = "--reward benchmark/ablations/rewards.py:contains --response-length 16 --eval-reward exact_match"
+RATES = (1e-5, 5e-5, 2e-4, 1e-3)
+STUDIES = {  # name: [(script, label, flags)]
+    "group": [("rloo", f"k = {k}", f"--rloo-k {k}") for k in (2, 4, 8, 16)],
+    "kl": [("rloo", str(kl), f"{MODEL} --eval-temperature 1 --kl-coef {kl}") for kl in (0.01, 0.1, 0.3, 1.0)],
+    "epochs": [
+        ("ppo", f"{epochs} x {parts}", f"--num-ppo-epochs {epochs} --num-mini-batches {parts}")
+        for epochs, parts in ((1, 1), (2, 1), (4, 1), (1, 4))
+    ],
+    "loss": [
+        ("grpo", loss, f"{LENGTH} --loss-type {loss}" + " --scale-rewards none" * (loss == "dr_grpo"))
+        for loss in ("grpo", "dapo", "dr_grpo", "cispo")
+    ],
+    "clip": [
+        ("rloo", f"{clip:g}", f"--num-ppo-epochs 4 --num-mini-batches 2 --cliprange {clip}") for clip in (0.05, 0.2, 10)
+    ],
+    "eos": [("rloo", f"penalty {p}", f"{CONTAINS} --missing-eos-penalty {p}") for p in (0, 1)],
+    "learning_rate": [(script, f"{rate:g}", f"--learning-rate {rate}") for script in SCRIPTS for rate in RATES],
+}
+SENTENCES = {  # what the page says over each figure
+    "group": "k completions per prompt, equal episodes",
+    "kl": "a reward model, and the truth, by KL coefficient",
+    "epochs": "PPO epochs x mini-batches",
+    "loss": "GRPO's losses, answers of 3 to 24 tokens",
+    "clip": "clip range, eight updates per rollout",
+    "eos": "a reward that does not mind listing guesses",
+    "learning_rate": "learning rate",
+}
+
+
+def to_result(study: str, label: str, job: tuple, result: dict) -> dict:
+    """What is kept of a run."""
+    rows = result["metrics"][1:]
+
+    def end(name):
+        return round(float(np.mean([row[name] for row in rows[-10:] if name in row])), 4)
+
+    kept = {"study": study, "script": job[0], "label": label, "seed": result["args"]["seed"], "flags": job[1]}
+    kept |= {"scores": end("objective/scores"), "held_out": round(rows[-1]["eval/scores"], 4)}
+    kept |= {"tokens": end("response_length_mean"), "entropy": end("policy/entropy_avg")}
+    kept |= {"ended": round(end("val/num_eos_tokens") / result["args"]["batch_size"], 4)}
+    kept |= {"right": end("reward/right")} if "reward/right" in rows[-1] else {}
+    pieces = [(piece[-1]["episode"], [row["objective/scores"] for row in piece]) for piece in np.array_split(rows, 16)]
+    return kept | {"episode": [e for e, _ in pieces], "curve": [round(float(np.mean(x)), 4) for _, x in pieces]}
+
+
+def of(results: list[dict], study: str, script: str, label: str) -> list[dict]:
+    return [r for r in results if (r["study"], r["script"], r["label"]) == (study, script, label)]
+
+
+def plot_curves(axis, results: list[dict], study: str):
+    """The score against episodes, a curve for each setting."""
+    for (script, label, _), color in zip(STUDIES[study], draw.OTHERS):
+        some = of(results, study, script, label)
+        draw.curve(axis, some[0]["episode"], [r["curve"] for r in some], color=color, label=label)
+    draw.in_thousands(axis)
+    axis.legend(frameon=False, fontsize=7.5)
+
+
+def plot_ends(axis, results: list[dict], study: str, script: str, name: str, **style):
+    """A number at the end against the settings, with its 95 % interval."""
+    settings = [(label, of(results, study, script, label)) for its, label, _ in STUDIES[study] if its == script]
+    mean, band = np.transpose([draw.mean_and_band([r[name] for r in some]) for _, some in settings])
+    axis.errorbar(range(len(settings)), mean, band, fmt="o-", ms=3.5, lw=1.3, capsize=2, **style)
+    axis.set_xticks(range(len(settings)), [label for label, _ in settings])
+
+
+def plot(results: list[dict]):
+    figure, axes = draw.panels(2, 4, width=2.9, height=2.5)
+    axes = axes.flatten()
+    for axis, study in zip(axes, ("group", "epochs", "clip", "loss")):
+        axis.set_title(SENTENCES[study], fontsize=8.5)
+        axis.set_ylabel("score" if study == "loss" else "right, sampled")
+        plot_curves(axis, results, study)
+    for axis, study in zip(axes[4:], ("loss", "kl", "eos", "learning_rate")):
+        axis.set_title(SENTENCES[study], fontsize=8.5)
+        axis.set_ylim(0, 1.05 if study != "kl" else None)
+        pairs = {
+            "loss": [("grpo", "right", "right answers"), ("grpo", "ended", "ended")],
+            "kl": [("rloo", "scores", "learned score"), ("rloo", "held_out", "right, held-out")],
+            "eos": [("rloo", "scores", "score"), ("rloo", "held_out", "right, alone"), ("rloo", "ended", "ended")],
+            "learning_rate": [(script, "held_out", f"{script}.py") for script in SCRIPTS],
+        }[study]
+        for (script, name, label), other in zip(pairs, draw.OTHERS):
+            color = draw.COLORS[script] if study == "learning_rate" else other
+            plot_ends(axis, results, study, script, name, color=color, label=label)
+        axis.legend(frameon=False, fontsize=7.5)
+    axes[5].set_xlabel("--kl-coef")
+    axes[7].set(xlabel="--learning-rate", ylabel="right, held-out, greedy")
+    draw.save(figure, RESULT.with_suffix(".png"))
+
+
+def report(results: list[dict]):
+    for study, settings in STUDIES.items():
+        for script, label, _ in settings:
+            some = of(results, study, script, label)
+            line = f"{study:14} {script:5} {label:12}"
+            for name in ("scores", "held_out", "right", "ended", "tokens", "entropy"):
+                if some and name in some[0]:
+                    mean, band = draw.mean_and_band([r[name] for r in some])
+                    line += f"  {name} {mean:.3f} +- {band:.3f}"
+            print(line)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=list(STUDIES), choices=list(STUDIES))
+    parser.add_argument("--plot", action="store_true")
+    args = parser.parse_args()
+    results = json.loads(RESULT.read_text()) if RESULT.exists() else []
+    for study in [] if args.plot else args.only:
+        jobs, labels = [], []
+        for script, label, flags in STUDIES[study]:
+            jobs += [(script, f"{SHORT} {flags} --seed {seed}") for seed in SEEDS]
+            labels += [label] * len(SEEDS)
+        by_job = dict(zip(jobs, labels))
+        new = run_all(jobs, lambda job, result, study=study, by_job=by_job: to_result(study, by_job[job], job, result))
+        results = [r for r in results if r["study"] != study] + new
+        write_lines(RESULT, sorted(results, key=lambda r: list(STUDIES).index(r["study"])))
+    report(results)
+    plot(results)
+
+
+if __name__ == "__main__":
+    main()

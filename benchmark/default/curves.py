@@ -1,0 +1,73 @@
+"""Runs the three scripts as they come, seeds 1 to 10, with an evaluation every 16 iterations more.
+
+    python benchmark/default/curves.py                                # some ten minutes on two cores
+    python benchmark/default/curves.py --plot                         # only the figure again, of what is there
+
+As many runs at once as there are cores, of one thread each. Writes curves.json, a run a line, and curves.png: the
+score of the sampled training completions (mean of ten iterations) and that of the held-out prompts at temperature 0,
+against episodes and against seconds of rollout and training.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import draw  # noqa: E402
+from run import SCRIPTS, run_all, write_lines  # noqa: E402
+
+RESULT = Path(__file__).with_suffix(".json")
+SEEDS = range(1, 11)
+
+
+def to_curve(job: tuple, result: dict) -> dict:
+    """What is kept of a run."""
+    rows = result["metrics"]
+    sampled = [round(row["objective/scores"], 4) for row in rows[1:]]
+    evaluations = [row for row in rows if "eval/scores" in row]
+    return {
+        "script": job[0],
+        "seed": result["args"]["seed"],
+        "sampled_before": sampled[0],
+        "sampled_after": round(float(np.mean(sampled[-10:])), 4),
+        "greedy_before": round(evaluations[0]["eval/scores"], 4),
+        "greedy_after": round(evaluations[-1]["eval/scores"], 4),
+        "episode": [row["episode"] for row in rows[1:]],
+        "objective/scores": sampled,
+        "eval_episode": [row["episode"] for row in evaluations],
+        "eval_seconds": [round(row["seconds"], 2) for row in evaluations],
+        "eval/scores": [round(row["eval/scores"], 4) for row in evaluations],
+    }
+
+
+def main():
+    if "--plot" not in sys.argv:
+        jobs = [(script, f"--seed {seed} --eval-every 16") for seed in SEEDS for script in SCRIPTS]
+        write_lines(RESULT, sorted(run_all(jobs, to_curve), key=lambda curve: SCRIPTS.index(curve["script"])))
+    curves = json.loads(RESULT.read_text())
+    figure, [axes] = draw.panels(1, 3, width=3.3, sharey=True)
+    axes[0].set(title="sampled, training prompts", ylabel="right answers", ylim=(0, 1.02))
+    axes[1].set_title("greedy, held-out prompts")
+    axes[2].set(title="greedy, held-out prompts", xlabel="seconds of one core")
+    for script in SCRIPTS:
+        some = [curve for curve in curves if curve["script"] == script]
+        before, after = (np.mean([[c[f"{kind}_{when}"] for kind in ("greedy", "sampled")] for c in some], 0)
+                         for when in ("before", "after"))  # fmt: skip
+        ends = f"greedy {before[0]:.3f} -> {after[0]:.3f}, sampled {before[1]:.3f} -> {after[1]:.3f}"
+        print(f"{script}: {ends}; worst of the seeds {min(c['greedy_after'] for c in some):.3f}, ", end="")
+        print(f"{min(c['sampled_after'] for c in some):.3f}; {np.mean([c['eval_seconds'][-1] for c in some]):.0f} s")
+        style = dict(color=draw.COLORS[script], label=f"{script}.py")
+        draw.curve(axes[0], some[0]["episode"], [draw.running_mean(c["objective/scores"]) for c in some], **style)
+        greedy = [c["eval/scores"] for c in some]
+        draw.curve(axes[1], some[0]["eval_episode"], greedy, marker=".", **style)
+        draw.curve(axes[2], np.mean([c["eval_seconds"] for c in some], 0), greedy, marker=".", **style)
+    for axis in axes[:2]:
+        draw.in_thousands(axis)
+    axes[0].legend(frameon=False, loc="lower right")
+    draw.save(figure, RESULT.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

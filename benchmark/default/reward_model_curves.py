@@ -1,0 +1,103 @@
+"""What the KL term is for: each script trains on a reward model alone, and is judged by the rule.
+
+    python benchmark/default/reward_model_curves.py                   # some ten minutes on two cores
+    python benchmark/default/reward_model_curves.py --plot            # only the table and the figure again
+
+The default policy is trained on the score of the reward model (`make_reward_model.py`), on three seeds, with a KL
+coefficient that is next to nothing and with one of the right size. The held-out evaluation samples at temperature 1 and
+goes by the rule, which no run has seen: a sum is right or wrong. Its 256 samples before training are the same in all
+runs of a seed.
+
+GRPO runs without dividing scores by their group's deviation, so that its coefficient weighs KL against scores of the
+same size as in the others. It stays another one all the same: its KL is in the loss, its gradient biased (grpo.py).
+Writes reward_model_curves.json, a run a line, and .png.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import draw  # noqa: E402
+from run import run_all, write_lines  # noqa: E402
+
+RESULT = Path(__file__).with_suffix(".json")
+SEEDS = (1, 2, 3)
+KL_COEFS = (0.01, 0.3)
+SCRIPT_FLAGS = {"rloo": "", "grpo": "--scale-rewards none", "ppo": "--num-ppo-epochs 4 --learning-rate 1e-4"}
+FLAGS = (
+    "--reward none --reward-model-path benchmark/default/reward_model --total-episodes 12288 --eval-every 8 "
+    "--eval-dataset benchmark/default/eval.jsonl --eval-reward exact_match --eval-temperature 1.0 "
+    "--num-sample-generations 0"
+)
+
+
+def to_curve(job: tuple, result: dict) -> dict:
+    """A point for each evaluation; score and KL are means since the one before."""
+    curve = {"script": job[0], "kl_coef": result["args"]["kl_coef"], "seed": result["args"]["seed"]}
+    curve |= {name: [] for name in ("episode", "objective/scores", "objective/kl", "eval/scores")}
+    since = []
+    for row in result["metrics"]:
+        since += [row] * (row["iteration"] > 0)
+        if "eval/scores" in row:
+            curve["episode"].append(row["episode"])
+            curve["eval/scores"].append(round(row["eval/scores"], 4))
+            for name in ("objective/scores", "objective/kl"):
+                curve[name].append(round(float(np.mean([r[name] for r in since])), 4) if since else None)
+            since = []
+    return curve
+
+
+def of(curves: list[dict], script: str, kl_coef: float, name: str) -> np.ndarray:
+    """One metric of the runs of a setting, [seeds, evaluations]; None becomes NaN."""
+    some = [curve for curve in curves if (curve["script"], curve["kl_coef"]) == (script, kl_coef)]
+    return np.array([curve[name] for curve in some], dtype=float)
+
+
+def report(curves: list[dict]):
+    print("script  kl_coef   learned score   true score: start, highest, end    KL   (means of the seeds)")
+    for script in SCRIPT_FLAGS:
+        for kl_coef in KL_COEFS:
+            names = ("objective/scores", "eval/scores", "objective/kl")
+            learned, true, kl = (of(curves, script, kl_coef, name).mean(0) for name in names)
+            print(f"{script:6}  {kl_coef:7}   {learned[1]:5.2f} -> {learned[-1]:5.2f}   ", end="")
+            print(f"{true[0]:.3f}, {true.max():.3f}, {true[-1]:.3f}   {kl[-1]:.2f}")
+
+
+def plot(curves: list[dict]):
+    figure, axes = draw.panels(2, 3, width=3, height=2.3, sharex=True, sharey="row")
+    rows = (("objective/scores", "learned score\n(reward model, training)"), ("eval/scores", "true score\n(held-out)"))
+    for column, script in zip(axes.T, SCRIPT_FLAGS):
+        column[0].set_title(f"{script}.py {' '.join(SCRIPT_FLAGS[script].split()[:2])}", fontweight="bold")
+        for axis, (name, label) in zip(column, rows):
+            if script == "rloo":
+                axis.set_ylabel(label)
+            for kl_coef, style in zip(KL_COEFS, ("--", "-")):
+                values = of(curves, script, kl_coef, name)
+                settings = dict(color=draw.COLORS[script], ls=style, label=f"--kl-coef {kl_coef}")
+                draw.curve(axis, curves[0]["episode"], values, **settings)
+        draw.in_thousands(column[1])
+        column[1].set_ylim(0, 1)
+        column[1].axhline(np.mean([c["eval/scores"][0] for c in curves]), color="gray", lw=1, ls=":", label="before RL")
+    axes[1, 0].legend(frameon=False, fontsize=8)
+    draw.save(figure, RESULT.with_suffix(".png"))
+
+
+def main():
+    if "--plot" not in sys.argv:
+        jobs = [
+            (script, f"{FLAGS} {flags} --kl-coef {kl_coef} --seed {seed}")
+            for script, flags in SCRIPT_FLAGS.items()
+            for kl_coef in KL_COEFS
+            for seed in SEEDS
+        ]
+        write_lines(RESULT, run_all(jobs, to_curve))
+    curves = json.loads(RESULT.read_text())
+    report(curves)
+    plot(curves)
+
+
+if __name__ == "__main__":
+    main()

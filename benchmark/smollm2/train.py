@@ -1,0 +1,127 @@
+"""A 135M chat model learns a task from a rule, on a CPU, by each of the three scripts.
+
+    python benchmark/smollm2/prepare.py                               # the model and the questions, half a minute
+    python benchmark/smollm2/train.py                                 # six runs of 15 to 40 minutes of one core each
+    python benchmark/smollm2/train.py rloo 1                          # one of them; results of the others stay
+    python benchmark/smollm2/train.py --plot                          # only the figure and the table again
+
+SmolLM2-135M-Instruct on one-digit sums and differences, with the reward of chain_sum.py. Held out are 60 questions and
+their mirrors; 4 answers to each are sampled at temperature 0.8, with the same random numbers for every model, before
+and after: the share that is right, its standard error by question (answers to one question are not independent), the
+share that ends, the best constant answer. Writes results.json, a run a line, samples.jsonl, with an answer of every
+model to each question, and curves.png.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from chain_sum import score
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import draw  # noqa: E402
+from run import ROOT, SCRIPTS, read_rows, run, write_lines  # noqa: E402
+
+sys.path.insert(0, str(ROOT))
+import rloo  # noqa: E402
+
+FOLDER = Path(__file__).resolve().parent
+SEEDS = (1, 2)
+EVAL_K, TEMPERATURE, RESPONSE_LENGTH = 4, 0.8, 24
+FLAGS = (
+    "--model-path benchmark/smollm2/model --dataset benchmark/smollm2/chain_sum_train.jsonl --reward "
+    "benchmark/smollm2/chain_sum.py:score --eval-dataset benchmark/smollm2/chain_sum_eval.jsonl --eval-every 10 "
+    f"--eval-k {EVAL_K} --eval-temperature {TEMPERATURE} --temperature {TEMPERATURE} --response-length "
+    f"{RESPONSE_LENGTH} --batch-size 64 --per-device-train-batch-size 16 --total-episodes 1920 --learning-rate 1e-5 "
+    "--warmup-steps 4 --kl-coef 0.02 --missing-eos-penalty 0.5"
+)
+MORE = {"rloo": "--rloo-k 8", "grpo": "--num-generations 8", "ppo": "--num-ppo-epochs 1"}
+
+
+def held_out(model_path: Path) -> dict:
+    """Sample `EVAL_K` answers to every held-out question -> shares, and the texts of the first ones."""
+    tokenizer = rloo.AutoTokenizer.from_pretrained(model_path)
+    language_model, _ = rloo.load_model("--model-path", str(model_path), rloo.AutoModelForCausalLM, torch.float32)
+    model = rloo.CompletionModel(language_model, rloo.find_eos_ids(language_model, tokenizer, None), True)
+    prompts = rloo.load_prompts(str(FOLDER / "chain_sum_eval.jsonl"), None, tokenizer, None)
+    prompts = [prompt for prompt in prompts for _ in range(EVAL_K)]
+    uniforms = torch.from_numpy(rloo.keyed_rng(1, rloo.EVALUATION, 1000).random((len(prompts), RESPONSE_LENGTH)))
+    batch = model.sample([prompt.token_ids for prompt in prompts], uniforms, TEMPERATURE)
+    answers = tokenizer.batch_decode(rloo.trim_rows(batch["tokens"], batch["lengths"]), skip_special_tokens=True)
+    by_question = np.reshape(score(answers, [p.row["answer"] for p in prompts]), (-1, EVAL_K)).mean(1)
+    return {
+        "right": round(float(by_question.mean()), 4),
+        "standard_error": round(float(by_question.std(ddof=1) / len(by_question) ** 0.5), 4),
+        "ended": round(float(batch["ended"].float().mean()), 4),
+        "tokens": round(float(batch["lengths"].float().mean()), 2),
+        "answers": answers[::EVAL_K],
+    }
+
+
+def to_result(script: str, seed: int) -> dict:
+    """Run a script, and sample from what it trained."""
+    folder = ROOT / "runs" / f"smollm2_{script}_{seed}"
+    rows = run(script, f"{FLAGS} {MORE[script]} --seed {seed}", folder)["metrics"]
+    curve = {"script": script, "seed": seed, "flags": f"{FLAGS} {MORE[script]}", "seconds": round(rows[-1]["seconds"])}
+    for name in ("episode", "objective/scores", "objective/kl", "val/num_eos_tokens", "response_length_mean"):
+        curve[name] = [round(row[name], 4) for row in rows[1:]]
+    for name in ("episode", "eval/scores", "eval/best_of_k"):
+        curve[name.replace("episode", "eval_episode")] = [round(row[name], 4) for row in rows if "eval/scores" in row]
+    return curve | {"after": held_out(folder / "model")}
+
+
+def plot(results: list[dict]):
+    figure, [[right, ends]] = draw.panels(1, 2, width=4.2)
+    rows = read_rows(FOLDER / "chain_sum_eval.jsonl")
+    answers = [row["answer"] for row in rows]
+    constant = max(map(answers.count, answers)) / len(answers)
+    for result in results:
+        label = dict(
+            color=draw.COLORS[result["script"]], label=f"{result['script']}.py" if result["seed"] == 1 else None
+        )
+        right.plot(result["eval_episode"], result["eval/scores"], ".-", **label)
+        ended = np.array(result["val/num_eos_tokens"]) / 64
+        ends.plot(result["episode"], draw.running_mean(ended, 5), lw=1.2, **label)
+        after = result["after"]
+        line = (
+            f"{result['script']}, seed {result['seed']}: right {after['right']:.2f} +- {after['standard_error']:.2f}, "
+        )
+        print(f"{line}ended {after['ended']:.2f}, {after['tokens']:.1f} tokens; {result['seconds'] / 60:.0f} minutes")
+    right.axhline(constant, color="gray", ls=":", lw=1, label="best constant answer")
+    right.set(title="SmolLM2-135M-Instruct, chain_sum", ylabel="held-out answers that are right", ylim=(0, 1))
+    ends.set(title="training, mean of 5 iterations", ylabel="answers that end", ylim=(0, 1))
+    right.legend(frameon=False)
+    for axis in (right, ends):
+        draw.in_thousands(axis)
+    draw.save(figure, FOLDER / "curves.png")
+
+
+def main():
+    path = FOLDER / "results.json"
+    asked = [word for word in sys.argv[1:] if word != "--plot"]
+    jobs = [(asked[0], int(asked[1]))] if asked else [(script, seed) for seed in SEEDS for script in SCRIPTS]
+    results = {(r["script"], r["seed"]): r for r in (json.loads(path.read_text()) if path.exists() else [])}
+    if "--plot" not in sys.argv:
+        for job in jobs:
+            results[job] = to_result(*job)
+            write_lines(
+                path, [results[key] for key in sorted(results, key=lambda key: (SCRIPTS.index(key[0]), key[1]))]
+            )
+        before = held_out(FOLDER / "model")
+        with open(FOLDER / "samples.jsonl", "w", encoding="utf-8") as file:
+            for i, row in enumerate(read_rows(FOLDER / "chain_sum_eval.jsonl")):
+                samples = {
+                    "question": row["prompt"][-1]["content"],
+                    "answer": row["answer"],
+                    "before": before["answers"][i],
+                }
+                samples |= {f"{script} {seed}": r["after"]["answers"][i] for (script, seed), r in results.items()}
+                file.write(json.dumps(samples) + "\n")
+        print(f"before: { ({name: x for name, x in before.items() if name != 'answers'}) }")
+    plot(list(results.values()))
+
+
+if __name__ == "__main__":
+    main()
