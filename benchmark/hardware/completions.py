@@ -31,7 +31,6 @@ CASES |= {
     "ppo at learning rate 1e-4, micro-batches of 64 and 16": ("ppo", "--learning-rate 1e-4", MICRO_BATCHES),
     "rloo in bfloat16, 1 and 2 processes": ("rloo", "--dtype bfloat16", PROCESSES),
     "SmolLM2, 1 and 2 processes": ("rloo", SMOLLM2, PROCESSES),
-    "SmolLM2 in bfloat16, 1 and 2 processes": ("rloo", f"{SMOLLM2} --dtype bfloat16", PROCESSES),
 }
 
 

@@ -1,0 +1,144 @@
+"""How often a judge prefers one model's completions to another's: the win rate, with its confidence interval.
+
+    python benchmark/win_rate.py --model runs/mine/model --baseline benchmark/default/policy --judge exact_match
+    python benchmark/win_rate.py --model runs/mine/model --baseline column:summary --dataset held_out.jsonl \\
+        --response-length 53 --judge judge.py:better
+
+Both models complete the same held-out prompts, as the scripts sample; `--baseline column:NAME` takes that column of the
+dataset instead. Half of the pairs, drawn by the seed, are shown in the other order, so that a judge that only likes a
+position gives 50 %; the win rate in each order is printed, too. The judge is called once, by keywords: `prompts`,
+`first` and `second`, the completions in the order shown, and a list for each other column; texts, or message lists
+where the row's prompt is one. It returns for each pair 0 (the first is better), 1 (the second), or for a tie 0.5 or
+None:
+
+    def better(first, second, **_):  # the shorter one
+        return [0.5 if len(a) == len(b) else int(len(b) < len(a)) for a, b in zip(first, second)]
+
+A tie counts half. The interval is Wilson's at 95 %, which keeps its width at 0 and 100 %; ties make it wider than it
+need be, never too narrow. Every pair is written to `--output`, so that a reader can look at what was judged.
+Takes the time of sampling, on a GPU where there is one: the first command a few seconds on one core.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import rloo  # noqa: E402
+
+
+@dataclass
+class Args:
+    model: str  # the model whose wins are counted, with its tokenizer: a folder or Hub name
+    baseline: str  # the model it is compared with, or column:NAME, the reference completions of the dataset
+    judge: str  # FILE.py:FUNCTION, package.module:FUNCTION, or exact_match (of the row's `answer`)
+    dataset: str = str(rloo.DEFAULT / "eval.jsonl")  # held-out prompts, .jsonl or NAME:SPLIT
+    num_prompts: int | None = None  # only the first so many; None: all
+    response_length: int = 8  # longest completion, in tokens, its EOS included
+    temperature: float = 0.0  # of sampling; 0 takes the most likely token
+    batch_size: int = 64  # completions sampled at once; changes memory, never the result
+    seed: int = 1  # of sampling, and of which pairs are swapped
+    output: Path = Path("runs/win_rate.jsonl")  # every pair and its verdict
+
+
+def exact_match(first: list, second: list, answer: list, **_) -> list[float]:
+    """The judge of that name: the completion that is the row's `answer`; a tie where both are, or neither."""
+    rights = rloo.exact_match(first, answer), rloo.exact_match(second, answer)
+    return [0.5 + (b - a) / 2 for a, b in zip(*rights)]
+
+
+def load_prompts(args: Args, tokenizer) -> list:
+    return rloo.load_prompts(args.dataset, None, tokenizer, None)[: args.num_prompts]
+
+
+def sample(args: Args, flag: str, path: str, index: int) -> tuple[list[str], float]:
+    """A model's completion of every prompt, and the share that ended. index: the models draw other random numbers."""
+    tokenizer = rloo.AutoTokenizer.from_pretrained(path)
+    language_model, _ = rloo.load_model(flag, path, rloo.AutoModelForCausalLM, torch.float32)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    eos_ids = rloo.find_eos_ids(language_model, tokenizer, None)
+    model, prompts = rloo.CompletionModel(language_model.to(device), eos_ids, False), load_prompts(args, tokenizer)
+    uniforms = rloo.keyed_rng(args.seed, rloo.EVALUATION, index).random((len(prompts), args.response_length))
+    completions, ended = [], []
+    for i in range(0, len(prompts), args.batch_size):
+        token_ids = [prompt.token_ids for prompt in prompts[i : i + args.batch_size]]
+        rows = torch.from_numpy(uniforms[i : i + args.batch_size]).to(device)
+        batch = model.sample(token_ids, rows, args.temperature)
+        token_ids = rloo.trim_rows(batch["tokens"], batch["lengths"])
+        completions += tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        ended += batch["ended"].tolist()
+    return completions, float(np.mean(ended))
+
+
+def judge_pairs(judge, rows: list[dict], completions: list, baselines: list, seed: int) -> list[dict]:
+    """Show every pair to the judge, half of them swapped -> of each its texts, the model's place, and its win."""
+    swapped = rloo.keyed_rng(seed, rloo.PROMPT_ORDER, 0).permutation(len(rows)) < len(rows) // 2
+    shown = [pair[::-1] if swap else pair for pair, swap in zip(zip(completions, baselines), swapped)]
+
+    def as_message(row, text):  # where the prompt is chat messages its completion is one, too, as in the scripts
+        is_chat = isinstance(row["prompt"], list) and isinstance(text, str)
+        return [{"role": "assistant", "content": text}] if is_chat else text
+
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    columns["prompts"] = columns.pop("prompt")
+    columns["first"], columns["second"] = ([as_message(*x) for x in zip(rows, texts)] for texts in zip(*shown))
+    verdicts = judge(**columns)
+    if len(verdicts) != len(rows):
+        raise ValueError(f"the judge returned {len(verdicts)} verdicts for {len(rows)} pairs")
+    pairs = []
+    for i, verdict in enumerate(verdicts):
+        if verdict not in (0, 0.5, 1, None):
+            pair = f"pair {i}, {shown[i][0]!r} and {shown[i][1]!r} for {rows[i]['prompt']!r}"
+            raise ValueError(f"{pair}: the judge said {verdict!r}, not 0, 1, or for a tie 0.5 or None")
+        of_second = 0.5 if verdict is None else float(verdict)  # its share of the win
+        texts = dict(prompt=rows[i]["prompt"], model=completions[i], baseline=baselines[i])
+        place, win = ("second", of_second) if swapped[i] else ("first", 1 - of_second)
+        pairs.append(dict(pair=i, **texts, model_shown=place, win=win))
+    return pairs
+
+
+def interval(win_rate: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a mean of `count` numbers from 0 to 1. Their variance is at most p (1 - p), which it is
+    where none is a tie: the interval holds all p that are less than z standard errors of their own from the mean."""
+    z = 1.959964
+    center = (win_rate + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z / (1 + z**2 / count) * (win_rate * (1 - win_rate) / count + z**2 / (4 * count**2)) ** 0.5
+    return min(win_rate, max(0.0, center - half)), max(win_rate, min(1.0, center + half))  # whatever rounding does
+
+
+def main(args: Args) -> tuple[float, float, float]:
+    """Sample, judge, print and write -> the win rate and its interval."""
+    rloo.transformers.utils.logging.disable_progress_bar()
+    if args.judge == "none":
+        raise ValueError("--judge none: not FILE.py:FUNCTION, package.module:FUNCTION or exact_match")
+    judge = exact_match if args.judge == "exact_match" else rloo.load_reward("--judge", args.judge)
+    rows = [prompt.row for prompt in load_prompts(args, tokenizer=None)]
+    column = args.baseline.removeprefix("column:") if args.baseline.startswith("column:") else None
+    if column is not None and column not in rows[0]:
+        raise ValueError(f"--baseline {args.baseline}: the columns of {args.dataset} are {', '.join(rows[0])}")
+    completions, ended = sample(args, "--model", args.model, 0)
+    of_baseline = ([row[column] for row in rows], None) if column else sample(args, "--baseline", args.baseline, 1)
+    pairs = judge_pairs(judge, rows, completions, of_baseline[0], args.seed)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text("".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs), encoding="utf-8")
+
+    wins = np.array([pair["win"] for pair in pairs])
+    low, high = interval(wins.mean(), len(wins))
+    print(f"{args.model} against {args.baseline}, {len(wins):,} pairs:")
+    print(f"win rate {100 * wins.mean():.1f} %, 95 % interval {100 * low:.1f} to {100 * high:.1f} %", end="")
+    print(f"; {(wins == 1).sum()} won, {(wins == 0.5).sum()} tied, {(wins == 0).sum()} lost")
+    for place in ("first", "second"):
+        at_place = [pair["win"] for pair in pairs if pair["model_shown"] == place]
+        print(f"shown {place}: {100 * np.mean(at_place):.1f} % of {len(at_place)}" if at_place else "", end="; ")
+    baseline_ended = "" if column else f", of the baseline's {100 * of_baseline[1]:.0f} %"
+    print(f"{100 * ended:.0f} % of the model's completions ended{baseline_ended}; pairs in {args.output}")
+    return float(wins.mean()), low, high
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
