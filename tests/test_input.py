@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import sys
 from collections import Counter
@@ -97,6 +98,19 @@ def test_the_command_line_shows_them_with_status_2(script, capsys):
             tyro.cli(script.Args, args=line.split())
         assert stopped.value.code == 2
         assert line.split()[0] in capsys.readouterr().err, line
+    with pytest.raises(SystemExit):
+        tyro.cli(script.Args, args=["--learning-rat", "1"])
+    assert "--learning-rate" in capsys.readouterr().err  # a misspelt flag names the right one
+
+
+@only("rloo", "grpo")
+def test_a_groups_size_has_two_names(script, capsys):
+    """RLOO's and GRPO's flag for k, each in the other, too; --help has them side by side."""
+    for flag in ("--rloo-k", "--num-generations"):
+        assert tyro.cli(script.Args, args=[flag, "8"]).k == 8
+    with pytest.raises(SystemExit):
+        tyro.cli(script.Args, args=["--help"])
+    assert re.search("--rloo-k.*--num-generations|--num-generations.*--rloo-k", capsys.readouterr().out)
 
 
 @one_text

@@ -29,7 +29,7 @@ from run import SCRIPTS, run_all, write_lines  # noqa: E402
 
 RESULT = Path(__file__).with_suffix(".json")
 SEEDS = (1, 2, 3, 4, 5)
-SHORT = "--total-episodes 8192 --num-sample-generations 0"
+SHORT = "--num-sample-generations 0 --total-episodes"
 MODEL = "--reward none --reward-model-path benchmark/default/reward_model --eval-reward exact_match"
 LENGTH = "--reward benchmark/ablations/rewards.py:by_length --response-length 24"
 CONTAINS = "--reward benchmark/ablations/rewards.py:contains --response-length 16 --eval-reward exact_match"
@@ -143,9 +143,9 @@ def main():
     args = parser.parse_args()
     results = json.loads(RESULT.read_text()) if RESULT.exists() else []
     for study in [] if args.plot else args.only:
-        jobs, labels = [], []
+        jobs, labels, episodes = [], [], 8192 if study in ("kl", "eos") else 4096
         for script, label, flags in STUDIES[study]:
-            jobs += [(script, f"{SHORT} {flags} --seed {seed}") for seed in SEEDS]
+            jobs += [(script, f"{SHORT} {episodes} {flags} --seed {seed}") for seed in SEEDS]
             labels += [label] * len(SEEDS)
         by_job = dict(zip(jobs, labels))
         new = run_all(jobs, lambda job, result, study=study, by_job=by_job: to_result(study, by_job[job], job, result))
