@@ -4,20 +4,24 @@ run("rloo", "--rloo-k 2 --seed 3")["metrics"]                     # in a folder 
 run_all([("rloo", "--seed 1"), ("ppo", "--seed 1")])              # as many at once as there are cores
 """
 
+import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import traceback
 from pathlib import Path
 
 import numpy as np
+import tyro
 import yaml
 
 BENCHMARK = Path(__file__).resolve().parent
 ROOT = BENCHMARK.parent
 SCRIPTS = ("rloo", "grpo", "ppo")
+DEFAULTS = dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -49,25 +53,43 @@ def run(script: str, flags: str = "", folder: Path | None = None, launcher=(), *
         folder = Path(folder or f"{temporary}/run")
         path = script if str(script).endswith(".py") else ROOT / f"{script}.py"
         command = [sys.executable, *launcher, str(path), *flags.split(), "--output-dir", str(folder)]
-        defaults = dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
         finished = subprocess.run(
-            command, capture_output=True, text=True, cwd=ROOT, env=os.environ | defaults | environment
+            command, capture_output=True, text=True, cwd=ROOT, env=os.environ | DEFAULTS | environment
         )
         if finished.returncode:
             raise SystemExit(f"{' '.join(command)}\nfailed:\n{finished.stdout[-2000:]}\n{finished.stderr[-4000:]}")
         return read_run(folder) | dict(output=finished.stdout)
 
 
-def run_all(jobs: list[tuple], finish=lambda job, result: result) -> list:
+def run_forked(job: tuple[str, str]) -> dict:
+    """`run(*job)` inside this process, which has imported the libraries already: a start costs nothing."""
+    script, flags = job
+    path = Path(script if script.endswith(".py") else ROOT / f"{script}.py")
+    sys.path.insert(0, str(path.parent))
+    module = importlib.import_module(path.stem)
+    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
+        os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
+        try:
+            module.main(tyro.cli(module.Args, args=[*flags.split(), "--output-dir", f"{folder}/run"]))
+        except (Exception, SystemExit):
+            raise RuntimeError(
+                f"{script} {flags}\n{traceback.format_exc()}{Path(log.name).read_text()[-4000:]}"
+            ) from None
+        return read_run(f"{folder}/run")
+
+
+def run_all(jobs: list[tuple[str, str]], finish=lambda job, result: result) -> list:
     """`run(*job)` of every job, as many at once as there are cores -> what `finish(job, result)` makes of each."""
-
-    def one(job):
-        result = finish(job, run(*job))
-        print(f"{' '.join(map(str, job))}: done", file=sys.stderr, flush=True)
-        return result
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(one, jobs))
+    os.chdir(ROOT)
+    os.environ |= DEFAULTS
+    for library in ("accelerate", "transformers.models.llama.modeling_llama", "torch.utils.checkpoint"):
+        importlib.import_module(library)
+    results = []
+    with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as pool:
+        for job, result in zip(jobs, pool.imap(run_forked, jobs, chunksize=1)):
+            results.append(finish(job, result))
+            print(f"{' '.join(job)}: done", file=sys.stderr, flush=True)
+    return results
 
 
 def write_lines(path: Path, rows: list):
