@@ -1,0 +1,114 @@
+"""Do Tally's RLOO and GRPO learn as TRL's do? The default policy, prompts and reward, 16,384 episodes, ten seeds each.
+
+    OMP_NUM_THREADS=1 python benchmark/parity/learning.py             # an hour on one core; what is done is kept
+    OMP_NUM_THREADS=1 python benchmark/parity/learning.py --seeds 2
+
+In the environment of trl_trainer.py, which lists every setting and what TRL's default for it is. k = 4, batch 64, so
+256 rollouts of one update each; exact_match of rloo.py is the reward function of both programs. Prompts are drawn
+anew in every epoch and completions sampled by each program with its own random numbers, so that curves can be compared
+only as distributions; replay.py gives both the same completions.
+
+Writes learning.json (a line for a run, `right` being the right ones of an iteration's 64 completions; then a line for
+each test) and learning.png. The score is the mean of the last ten iterations, the area the mean of all 256; p is that
+of Welch's test, two-sided, and `difference` Tally less TRL with its 95 % interval.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import trl_trainer  # first: it makes the modules below importable
+from draw import COLORS, GRAY, curve, in_thousands, panels, running_mean, save
+from run import read_rows, run, write_lines
+from scipy.stats import ttest_ind
+
+from rloo import exact_match
+
+HERE = Path(__file__).resolve().parent
+BATCH, ITERATIONS = 64, 256
+
+
+def train_tally(algorithm: str, seed: int) -> list[float]:
+    """The score of each iteration of the default run."""
+    result = run(algorithm, f"--seed {seed} --num-sample-generations 1")
+    return [row["objective/scores"] for row in result["metrics"] if row["iteration"] > 0]
+
+
+def train_trl(algorithm: str, seed: int) -> list[float]:
+    """The score of each iteration of TRL's run."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = dict(rows=read_rows(trl_trainer.TRAIN_ROWS), reward=exact_match, folder=folder)
+        trainer = trl_trainer.make_trainer(algorithm, **data, batch=BATCH, max_steps=ITERATIONS, seed=seed)
+        trainer.train()
+        return [row["reward"] for row in trainer.state.log_history if "reward" in row]
+
+
+TRAIN = {"tally": train_tally, "trl": train_trl}
+
+
+def measure(path: Path, seeds: int) -> list[dict]:
+    """The runs that `path` lacks, each written to it as it ends -> all of them."""
+    rows = [row for row in json.loads(path.read_text()) if "seed" in row] if path.exists() else []
+    done = {(row["program"], row["algorithm"], row["seed"]) for row in rows}
+    jobs = [(p, a, seed) for seed in range(1, seeds + 1) for a in ("rloo", "grpo") for p in TRAIN]
+    for program, algorithm, seed in (job for job in jobs if job not in done):
+        began = time.time()
+        scores = TRAIN[program](algorithm, seed)
+        if len(scores) != ITERATIONS:
+            raise SystemExit(f"{program} {algorithm} {seed}: {len(scores)} iterations")
+        row = dict(program=program, algorithm=algorithm, seed=seed, score=float(np.mean(scores[-10:])))
+        row |= dict(area=float(np.mean(scores)), right=[round(score * BATCH) for score in scores])
+        rows.append(row)
+        write_lines(path, rows)
+        print(f"{program} {algorithm} {seed}: {row['score']:.3f}, {time.time() - began:.0f} s", file=sys.stderr)
+    return rows
+
+
+def compare(rows: list[dict], algorithm: str, name: str) -> dict:
+    """Welch's test of `name` between the runs of the two programs."""
+    tally, trl = ([r[name] for r in rows if (r["program"], r["algorithm"]) == (p, algorithm)] for p in TRAIN)
+    test = ttest_ind(tally, trl, equal_var=False)
+    low, high = test.confidence_interval(0.95)
+    row = dict(algorithm=algorithm, test=name, seeds=len(tally))
+    row |= {p: [float(np.mean(x)), float(np.std(x, ddof=1))] for p, x in zip(TRAIN, (tally, trl))}
+    difference = [float(x) for x in (np.mean(tally) - np.mean(trl), low, high)]
+    return row | dict(difference=difference, t=float(test.statistic), p=float(test.pvalue))
+
+
+def draw(path: Path, rows: list[dict]):
+    figure, axes = panels(1, 2, width=4.2, height=3.2, sharey=True)
+    for axis, algorithm in zip(axes[0], ("rloo", "grpo")):
+        for program, color, label in (("trl", GRAY, "TRL 1.16"), ("tally", COLORS[algorithm], "Tally")):
+            mine = [r for r in rows if (r["program"], r["algorithm"]) == (program, algorithm)]
+            scores = [running_mean(np.array(r["right"]) / BATCH) for r in mine]
+            label = f"{label}, {len(mine)} seeds"
+            curve(axis, BATCH * np.arange(1, ITERATIONS + 1), scores, color=color, label=label)
+        axis.set_title(algorithm.upper())
+        axis.legend(loc="lower right", frameon=False)
+        in_thousands(axis)
+    axes[0, 0].set_ylabel("sampled score, mean of ten iterations")
+    axes[0, 0].set_ylim(0, 1)
+    save(figure, path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=10)
+    args = parser.parse_args()
+    path = HERE / "learning.json"
+    rows = measure(path, args.seeds)
+    tests = [compare(rows, algorithm, name) for algorithm in ("rloo", "grpo") for name in ("score", "area")]
+    write_lines(path, rows + tests)
+    draw(HERE / "learning.png", rows)
+    for row in tests:
+        (tally, _), (trl, _), (difference, low, high) = row["tally"], row["trl"], row["difference"]
+        line = f"{row['algorithm']} {row['test']:5}: Tally {tally:.4f}, TRL {trl:.4f}, difference {difference:+.4f} "
+        print(line + f"({low:+.4f} to {high:+.4f}), p = {row['p']:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""TRL's own reward functions, unchanged, as `--reward` of Tally's scripts: the same numbers as TRL logs?
+
+    OMP_NUM_THREADS=1 python benchmark/parity/rewards.py              # two minutes on one core
+
+In the environment of trl_trainer.py. A tiny random model with a chat template, whose vocabulary is made for these
+functions, samples 256 completions of up to 12 tokens for chat prompts; rloo.py and grpo.py are run on them by their
+command line, with `--reward trl.rewards:think_format_reward` and the like, or, for the functions that a call makes,
+`--reward benchmark/parity/trl_rewards.py:repetition`. Then TRL's trainer is run on the same completions (all that is
+replaced is its `_generate_single_turn`) with the same functions. Compared: what TRL's `_calculate_rewards` gives every
+completion with Tally's score, and the mean that TRL logs with Tally's `objective/scores`. One prompt in eight has a
+solution that math_verify cannot read, for which accuracy rewards return None: Tally counts 0, TRL leaves the completion
+out of the mean that it logs, with which `of_opinions` is compared.
+
+Writes rewards.json, a line for each script and function; exit status 1 where a number differs.
+"""
+
+import itertools
+import json
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import transformers
+import trl_rewards
+import trl_trainer  # first: it makes the modules below importable
+from run import run, write_lines
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from trl import rewards as trl_own
+
+HERE = Path(__file__).resolve().parent
+VOCAB = ["<pad>", "<eos>", "<think>", "</think>", "\\boxed{2}", "\\boxed{3}", "1", "2", "+", "=", " ", "?", "!"]
+TEMPLATE = "{% for m in messages %}?{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"
+OWN, MADE = (
+    ("think_format_reward", "accuracy_reward", "reasoning_accuracy_reward"),
+    ("repetition", "overlong", "cosine"),
+)
+EPISODES, K, RESPONSE_LENGTH = 256, 4, 12
+
+
+def save_model(folder: Path):
+    """A random model, nearly uniform, and a tokenizer with a chat template."""
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCAB)}))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"</?think>|\\boxed\{\d\}|[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    shape = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(VOCAB), bos_token_id=None, eos_token_id=1, pad_token_id=0, **shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def make_rows() -> list[dict]:
+    """16 sums as chat prompts; of every eighth the solution cannot be read."""
+    sums = ["+".join(terms) for n in (2, 3) for terms in itertools.product("12", repeat=n)] + [
+        "1+1=",
+        "1+2=",
+        "2+1=",
+        "=",
+    ]
+    rows = [
+        {"prompt": [{"role": "user", "content": text}], "solution": f"${2 + i % 2}$"} for i, text in enumerate(sums)
+    ]
+    for row in rows[::8]:
+        row["solution"] = "nothing"
+    return rows
+
+
+def run_tally(script: str, spec: str, folder: Path) -> tuple[list[dict], float]:
+    """The script's rollout, and the mean score that it logs."""
+    flags = f"--model-path {folder / 'model'} --dataset {folder / 'prompts.jsonl'} --reward {spec} --save-rollouts "
+    flags += f"--total-episodes {EPISODES} --batch-size {EPISODES} --response-length {RESPONSE_LENGTH}"
+    result = run(script, flags)
+    return result["rollouts"], result["metrics"][-1]["objective/scores"]
+
+
+def run_trl(algorithm: str, reward, rollout: list[dict], rows: list[dict], folder: Path) -> tuple[torch.Tensor, float]:
+    """What TRL's trainer gives the completions of Tally's rollout, NaN for None, and the mean reward that it logs."""
+    model, kept = folder / "model", []
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rendered = dict(tokenize=False, add_generation_prompt=True)
+    row_of = {tokenizer.apply_chat_template(row["prompt"], **rendered): row for row in rows}
+    drawn, completion_ids = [row_of[row["prompt"]] for row in rollout[::K]], [row["token_ids"] for row in rollout]
+    size = dict(batch=EPISODES, max_steps=1, max_completion_length=RESPONSE_LENGTH, shuffle_dataset=False)
+    with tempfile.TemporaryDirectory(dir=folder) as output:
+        trainer = trl_trainer.make_trainer(algorithm, drawn, reward, output, model, **size)
+        calculate = trainer._calculate_rewards
+        with patch.object(trainer, "_calculate_rewards", lambda *inputs: kept.append(calculate(*inputs)) or kept[-1]):
+            trainer._generate_single_turn = lambda *_: completion_ids if algorithm == "rloo" else (completion_ids, None)
+            trainer.train()
+    return kept[0][:, 0], next(row["reward"] for row in trainer.state.log_history if "reward" in row)
+
+
+def compare(script: str, name: str, rows: list[dict], folder: Path) -> dict:
+    spec = f"trl.rewards:{name}" if name in OWN else f"{HERE / 'trl_rewards.py'}:{name}"
+    rollout, mean = run_tally(script, spec, folder)
+    theirs, logged = run_trl(script, getattr(trl_own if name in OWN else trl_rewards, name), rollout, rows, folder)
+    ours, has_opinion = torch.tensor([row["score"] for row in rollout]), ~theirs.isnan()
+    row = dict(script=script, reward=name, completions=len(ours), none=int((~has_opinion).sum()))
+    row |= dict(differ=int((ours != theirs)[has_opinion].sum()), not_0_for_none=int((ours != 0)[~has_opinion].sum()))
+    of_opinions = ours[has_opinion].mean().item()  # what TRL logs
+    row |= dict(mean=mean, of_opinions=of_opinions, trl=logged, mean_difference=abs(of_opinions - logged))
+    return row | dict(values=len(set(ours.tolist())))
+
+
+def main():
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.disable_progress_bar()
+    results, rows = [], make_rows()
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        save_model(folder / "model")
+        (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for script, name in itertools.product(("rloo", "grpo"), OWN + MADE):
+            row = compare(script, name, rows, folder)
+            print(json.dumps(row), flush=True)
+            results.append(row)
+    write_lines(HERE / "rewards.json", results)
+    wrong = [row for row in results if row["differ"] or row["not_0_for_none"] or row["mean_difference"] > 1e-6]
+    print(f"{len(results) - len(wrong)} of {len(results)}: the same numbers")
+    sys.exit(len(wrong) > 0)
+
+
+if __name__ == "__main__":
+    main()

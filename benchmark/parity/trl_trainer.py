@@ -1,0 +1,75 @@
+"""TRL's RLOOTrainer and GRPOTrainer, set as Tally's scripts are: what the programs of benchmark/parity/ compare with.
+
+They and Tally live in one environment, from the repository's root (the last line is for mini_batch.py's PPO):
+
+    pip install -r requirements.txt trl==1.16.0 scipy==1.17.1 math-verify==0.9.0
+    pip install --no-deps torchrl==0.14.1 tensordict==0.15.3 pyvers==0.2.3 orjson==3.13.0 cloudpickle==3.1.2
+
+`settings` is all that differs from TRL's defaults, and why:
+
+    bf16                          its default is True, on a CPU too: off, Tally's default is float32
+    gradient_checkpointing        its default is True: off, as in Tally (it changes memory, not the result)
+    disable_dropout               on, as always in Tally
+    steps_per_generation, ..      one rollout for each batch, in one micro-batch; one optimizer step for it
+    beta                          Tally's --kl-coef, RLOO 0.01 and GRPO 0 (TRL's RLOO: 0.05)
+    loss_type                     GRPO: grpo (TRL's default is dapo)
+    learning_rate, num_generations, max_completion_length, max_steps
+                                  Tally's, 1e-4 (TRL's 1e-6), 4 (GRPO 8, RLOO 2), 8 (GRPO 256, RLOO 512)
+    logging_steps                 1, as in Tally
+
+The same by default in both: a linear schedule to 0 without warm-up, AdamW with betas 0.9 and 0.999, epsilon 1e-8 and no
+weight decay, max_grad_norm 1, one update a rollout, cliprange 0.2, scale_rewards group, temperature 1, no top-p, no
+top-k, prompts in a new order each epoch (each program's own).
+"""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / "benchmark"), str(ROOT)]  # run.py and draw.py; the scripts
+os.environ["HF_HUB_OFFLINE"] = "1"  # the model is a folder; a model card's template is not needed
+
+from datasets import Dataset  # noqa: E402
+from transformers import PrinterCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
+
+TRAINERS = {"rloo": (RLOOConfig, RLOOTrainer), "grpo": (GRPOConfig, GRPOTrainer)}
+POLICY, TRAIN_ROWS = ROOT / "benchmark" / "default" / "policy", ROOT / "benchmark" / "default" / "train.jsonl"
+
+
+def settings(algorithm: str, folder, batch: int = 64, **changes) -> dict:
+    """The arguments of RLOOConfig or GRPOConfig, Tally's defaults and `changes`."""
+    chosen = dict(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=False,
+        model_init_kwargs={"dtype": "float32"},
+        gradient_checkpointing=False,
+        disable_dropout=True,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=1,
+        steps_per_generation=1,
+        num_generations=4,
+        max_completion_length=8,
+        beta=0.01 if algorithm == "rloo" else 0.0,
+        learning_rate=1e-4,
+        # nothing is written or shown
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    chosen |= dict(loss_type="grpo") if algorithm == "grpo" else {}
+    return chosen | changes
+
+
+def make_trainer(algorithm: str, rows: list[dict], reward, folder, model=POLICY, callbacks=(), **changes):
+    """A trainer of TRL's, unchanged, on `rows` with `reward` (one function, or several)."""
+    config, trainer_class = TRAINERS[algorithm]
+    args = config(**settings(algorithm, folder, **changes))
+    data = dict(reward_funcs=reward, train_dataset=Dataset.from_list(rows), callbacks=list(callbacks))
+    trainer = trainer_class(model=str(model), args=args, **data)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
