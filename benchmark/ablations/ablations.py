@@ -9,7 +9,7 @@
     epochs           PPO epochs times mini-batches, PPO
     loss             ways to add up token losses, where half of the prompts pay for long answers and half for short ones
     clip             the clip range where a rollout makes eight updates, RLOO
-    eos              a reward that does not mind what comes after the answer: with and without --missing-eos-penalty
+    eos              a judge that likes long answers: with and without --missing-eos-penalty, RLOO
     learning_rate    all three scripts over a hundredfold range of learning rates
 
 As many runs at once as there are cores, of one thread each. Writes ablations.json, a run a line with its scores at the
@@ -32,7 +32,7 @@ SEEDS = (1, 2, 3, 4, 5)
 SHORT = "--num-sample-generations 0 --total-episodes"
 MODEL = "--reward none --reward-model-path benchmark/default/reward_model --eval-reward exact_match"
 LENGTH = "--reward benchmark/ablations/rewards.py:by_length --response-length 24"
-CONTAINS = "--reward benchmark/ablations/rewards.py:contains --response-length 16 --eval-reward exact_match"
+JUDGE = "--reward benchmark/variants/long_judge.py:score --eval-reward exact_match"
 RATES = (1e-5, 5e-5, 2e-4, 1e-3)
 STUDIES = {  # name: [(script, label, flags)]
     "group": [("rloo", f"k = {k}", f"--rloo-k {k}") for k in (2, 4, 8, 16)],
@@ -48,7 +48,7 @@ STUDIES = {  # name: [(script, label, flags)]
     "clip": [
         ("rloo", f"{clip:g}", f"--num-ppo-epochs 4 --num-mini-batches 2 --cliprange {clip}") for clip in (0.05, 0.2, 10)
     ],
-    "eos": [("rloo", f"penalty {p}", f"{CONTAINS} --missing-eos-penalty {p}") for p in (0, 1)],
+    "eos": [("rloo", f"penalty {p}", f"{JUDGE} --missing-eos-penalty {p}") for p in (0, 1)],
     "learning_rate": [(script, f"{rate:g}", f"--learning-rate {rate}") for script in SCRIPTS for rate in RATES],
 }
 SENTENCES = {  # what the page says over each figure
@@ -57,7 +57,7 @@ SENTENCES = {  # what the page says over each figure
     "epochs": "PPO epochs x mini-batches",
     "loss": "GRPO's losses, answers of 3 to 24 tokens",
     "clip": "clip range, eight updates per rollout",
-    "eos": "a reward that does not mind listing guesses",
+    "eos": "a judge that likes length, and the EOS trick",
     "learning_rate": "learning rate",
 }
 
@@ -152,7 +152,8 @@ def main():
         results = [r for r in results if r["study"] != study] + new
         write_lines(RESULT, sorted(results, key=lambda r: list(STUDIES).index(r["study"])))
     report(results)
-    plot(results)
+    if {r["study"] for r in results} == STUDIES.keys():
+        plot(results)
 
 
 if __name__ == "__main__":
