@@ -173,7 +173,8 @@ def test_the_launcher_takes_its_words(models):
 
 
 # =================================================== runs ===================================================
-@pytest.mark.parametrize("name", ["rloo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "ppo"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_one_iteration_with_every_flag(name, here, capsys):
     """The command runs, uses each flag as it was given, scores as a plain pass does, and leaves a model that loads."""
     args, metrics, output_dir = run_command(name, save_rollouts=True)

@@ -9,7 +9,7 @@
     epochs           PPO epochs times mini-batches, PPO
     loss             ways to add up token losses, where half of the prompts pay for long answers and half for short ones
     clip             the clip range where a rollout makes eight updates, RLOO
-    eos              a judge that likes long answers: with and without --missing-eos-penalty, RLOO
+    eos              a judge that likes long answers: with and without --missing-eos-penalty, GRPO
     learning_rate    all three scripts over a hundredfold range of learning rates
 
 As many runs at once as there are cores, of one thread each. Writes ablations.json, a run a line with its scores at the
@@ -31,7 +31,7 @@ RESULT = Path(__file__).with_suffix(".json")
 SEEDS = (1, 2, 3, 4, 5)
 SHORT = "--num-sample-generations 0 --total-episodes"
 MODEL = "--reward none --reward-model-path benchmark/default/reward_model --eval-reward exact_match"
-LENGTH = "--reward benchmark/ablations/rewards.py:by_length --response-length 24"
+LENGTH = "--reward benchmark/ablations/rewards.py:by_length --response-length 16 --num-ppo-epochs 2"
 JUDGE = "--reward benchmark/variants/long_judge.py:score --eval-reward exact_match"
 RATES = (1e-5, 5e-5, 2e-4, 1e-3)
 STUDIES = {  # name: [(script, label, flags)]
@@ -48,14 +48,14 @@ STUDIES = {  # name: [(script, label, flags)]
     "clip": [
         ("rloo", f"{clip:g}", f"--num-ppo-epochs 4 --num-mini-batches 2 --cliprange {clip}") for clip in (0.05, 0.2, 10)
     ],
-    "eos": [("rloo", f"penalty {p}", f"{JUDGE} --missing-eos-penalty {p}") for p in (0, 1)],
+    "eos": [("grpo", f"penalty {p}", f"{JUDGE} --missing-eos-penalty {p}") for p in (0, 1)],
     "learning_rate": [(script, f"{rate:g}", f"--learning-rate {rate}") for script in SCRIPTS for rate in RATES],
 }
 SENTENCES = {  # what the page says over each figure
     "group": "k completions per prompt, equal episodes",
     "kl": "a reward model, and the truth, by KL coefficient",
     "epochs": "PPO epochs x mini-batches",
-    "loss": "GRPO's losses, answers of 3 to 24 tokens",
+    "loss": "GRPO's losses, answers of 3 to 16 tokens",
     "clip": "clip range, eight updates per rollout",
     "eos": "a judge that likes length, and the EOS trick",
     "learning_rate": "learning rate",
@@ -112,7 +112,7 @@ def plot(results: list[dict]):
         pairs = {
             "loss": [("grpo", "right", "right answers"), ("grpo", "ended", "ended")],
             "kl": [("rloo", "scores", "learned score"), ("rloo", "held_out", "right, held-out")],
-            "eos": [("rloo", "scores", "score"), ("rloo", "held_out", "right, alone"), ("rloo", "ended", "ended")],
+            "eos": [("grpo", "held_out", "right, held-out"), ("grpo", "ended", "ended")],
             "learning_rate": [(script, "held_out", f"{script}.py") for script in SCRIPTS],
         }[study]
         for (script, name, label), other in zip(pairs, draw.OTHERS):
@@ -143,7 +143,7 @@ def main():
     args = parser.parse_args()
     results = json.loads(RESULT.read_text()) if RESULT.exists() else []
     for study in [] if args.plot else args.only:
-        jobs, labels, episodes = [], [], 8192 if study in ("kl", "eos") else 4096
+        jobs, labels, episodes = [], [], 8192 if study in ("kl", "eos", "loss") else 4096
         for script, label, flags in STUDIES[study]:
             jobs += [(script, f"{SHORT} {episodes} {flags} --seed {seed}") for seed in SEEDS]
             labels += [label] * len(SEEDS)
