@@ -1,7 +1,7 @@
 """A 135M chat model learns a task from a rule, on a CPU, by each of the three scripts.
 
     python benchmark/smollm2/prepare.py                               # the model and the questions, half a minute
-    python benchmark/smollm2/train.py                                 # six runs of 15 to 40 minutes of one core each
+    python benchmark/smollm2/train.py                                 # six runs of 20 to 40 minutes of one core each
     python benchmark/smollm2/train.py rloo 1                          # one of them; results of the others stay
     python benchmark/smollm2/train.py --plot                          # only the figure and the table again
 
@@ -100,6 +100,8 @@ def plot(results: list[dict]):
 
 def main():
     path = FOLDER / "results.json"
+    if not (FOLDER / "model").exists():
+        raise SystemExit("train.py: there is no model yet; run python benchmark/smollm2/prepare.py first")
     asked = [word for word in sys.argv[1:] if word != "--plot"]
     jobs = [(asked[0], int(asked[1]))] if asked else [(script, seed) for seed in SEEDS for script in SCRIPTS]
     results = {(r["script"], r["seed"]): r for r in (json.loads(path.read_text()) if path.exists() else [])}
