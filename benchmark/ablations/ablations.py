@@ -48,16 +48,16 @@ STUDIES = {  # name: [(script, label, flags)]
     "clip": [
         ("rloo", f"{clip:g}", f"--num-ppo-epochs 4 --num-mini-batches 2 --cliprange {clip}") for clip in (0.05, 0.2, 10)
     ],
-    "eos": [("grpo", f"penalty {p}", f"{JUDGE} --missing-eos-penalty {p}") for p in (0, 1)],
+    "eos": [("grpo", f"EOS penalty {p}", f"{JUDGE} --missing-eos-penalty {p}") for p in (0, 1)],
     "learning_rate": [(script, f"{rate:g}", f"--learning-rate {rate}") for script in SCRIPTS for rate in RATES],
 }
 SENTENCES = {  # what the page says over each figure
-    "group": "k completions per prompt, equal episodes",
-    "kl": "a reward model, and the truth, by KL coefficient",
-    "epochs": "PPO epochs x mini-batches",
-    "loss": "GRPO's losses, answers of 3 to 16 tokens",
-    "clip": "clip range, eight updates per rollout",
-    "eos": "a judge that likes length, and the EOS trick",
+    "group": "RLOO: k completions per prompt",
+    "kl": "RLOO: a reward model, and the truth",
+    "epochs": "PPO: epochs x mini-batches",
+    "loss": "GRPO's losses, length pays on half the prompts",
+    "clip": "RLOO: clip range, eight updates a rollout",
+    "eos": "GRPO: a judge that likes length",
     "learning_rate": "learning rate",
 }
 

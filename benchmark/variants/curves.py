@@ -88,7 +88,7 @@ def main():
     panels = [(name, "eval/scores") for name in VARIANTS] + [("overlong_punishment", "response_length_mean")]
     for axis, (name, metric) in zip(axes, panels, strict=True):
         script, _, _, label = VARIANTS[name]
-        for where, color, text in (("original", draw.COLORS[script], f"{script}.py"), (name, draw.OTHERS[3], label)):
+        for where, color, text in (("original", draw.COLORS[script], f"{script}.py"), (name, draw.OTHERS[0], label)):
             some = [c for c in curves if (c["variant"], c["script"]) == (where, script)]
             values = [c[metric] for c in some]
             draw.curve(axis, some[0]["episode"], values, color, text)
