@@ -55,7 +55,7 @@ SENTENCES = {  # what the page says over each figure
     "group": "RLOO: k completions per prompt",
     "kl": "RLOO: a reward model, and the truth",
     "epochs": "PPO: epochs x mini-batches",
-    "loss": "GRPO's losses, length pays on half the prompts",
+    "loss": "GRPO: losses, where length pays",
     "clip": "RLOO: clip range, eight updates a rollout",
     "eos": "GRPO: a judge that likes length",
     "learning_rate": "learning rate",
