@@ -690,7 +690,7 @@ def main(args: Args):
     # accelerate silently runs one process of `accelerate launch --cpu`, and processes that don't see each other
     launched_more = {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1 + launched_more)):
-        raise RuntimeError("processes don't see each other: without GPUs, ACCELERATE_USE_CPU=true torchrun starts them")
+        raise RuntimeError("fewer processes than launched: without GPUs, ACCELERATE_USE_CPU=true torchrun starts all")
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         configure_deepspeed(accelerator, args)
     plan = batch_arithmetic(args, len(prompts), accelerator.num_processes)
@@ -931,7 +931,7 @@ def main(args: Args):
     progress.close()
     line = f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs; "
     if is_main:
-        history = [json.loads(line) for line in open(output_dir / "metrics.jsonl", encoding="utf-8")]
+        history = [json.loads(row) for row in open(output_dir / "metrics.jsonl", encoding="utf-8")]
         sampled, held_out = ([row[x] for row in history if x in row] for x in ("objective/scores", "eval/scores"))
         if held_out:
             line += f"held-out score at temperature {args.eval_temperature:g} {held_out[0]:.3f} -> {held_out[-1]:.3f}, "

@@ -353,12 +353,9 @@ def test_schedule_is_transformers_own_over_exactly_the_steps(script, run, monkey
 UNEVEN = dict(batch_size=6, num_mini_batches=2, num_ppo_epochs=2, num_train_epochs=3.0, warmup_steps=2)
 
 
-LAUNCHES = [*((name, 2) for name in MODULES), *((name, 3) for name in conftest.SCRIPTS[:1])]
-FAST = (conftest.SCRIPTS[0], 2)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "script, processes", [pytest.param(*x, marks=[] if x == FAST else pytest.mark.slow) for x in LAUNCHES]
+    "script, processes", [*((name, 2) for name in MODULES), *((x, 3) for x in conftest.SCRIPTS[:1])]
 )
 def test_processes_change_no_count(script, run, world, tmp_path, processes):
     """Several processes make the steps, use the rates and ask for the scores of one, and are the run of one, with sizes

@@ -211,7 +211,7 @@ def test_processes_that_think_they_are_alone_are_refused(script, world, tmp_path
     if finished.returncode == 0:
         assert {call["world_size"] for call in read_jsonl(tmp_path / "calls.jsonl")} == {2}
     else:
-        assert "see each other" in finished.stderr and "ACCELERATE_USE_CPU=true torchrun" in finished.stderr
+        assert "fewer processes" in finished.stderr and "ACCELERATE_USE_CPU=true torchrun" in finished.stderr
         assert not (tmp_path / "out").exists()
 
 
@@ -222,7 +222,7 @@ def test_a_launch_that_starts_one_process_is_refused(script, run, monkeypatch, t
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     expected = run(script)[1]
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    with pytest.raises(RuntimeError, match="see each other.*ACCELERATE_USE_CPU=true torchrun"):
+    with pytest.raises(RuntimeError, match="fewer processes.*ACCELERATE_USE_CPU=true torchrun"):
         run(script, output_dir=str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     monkeypatch.setenv("WORLD_SIZE", "1")
