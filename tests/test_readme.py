@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import HERE, one_text
+from conftest import HERE, one_text, only
 
 README = (HERE / "README.md").read_text(encoding="utf-8")
 BY_CI = ("pip install -r requirements.txt && python rloo.py", "pip install -r requirements.txt && pytest")
@@ -103,19 +103,6 @@ def run_as_two_machines(clone, command):
     assert other.wait(timeout=60) == 0 and "2 x cpu" in output
 
 
-def run_variant(clone, command):
-    """The three lines around the variant, of which the second trains."""
-    apply = command if command.startswith("git apply b") else None
-    lines = [line for line in commands() if "variants/" in line]
-    if apply:
-        original = (clone.folder / "grpo.py").read_text()
-        clone(lines[0])
-        assert (clone.folder / "grpo.py").read_text() != original
-        clone(f"{lines[1].replace('8192', '64')} --overlong-cache 4")
-        clone(lines[2])
-        assert (clone.folder / "grpo.py").read_text() == original
-
-
 RUNS = {  # the beginning of a command, and how it is run
     "python rloo.py --plan": run_plan,
     "python rloo.py --output-dir runs/mine": run_and_resume,
@@ -123,14 +110,16 @@ RUNS = {  # the beginning of a command, and how it is run
     "accelerate launch rloo.py --rloo-k 4 --model-path": run_with_your_own,
     "accelerate launch rloo.py --rloo-k 4": run_with_few_episodes,
     "torchrun --nnodes 2": run_as_two_machines,
-    "git apply": run_variant,
-    "python grpo.py": run_variant,
 }
 
 
 @one_text
 @pytest.mark.slow
-@pytest.mark.parametrize("command", commands(), ids=lambda command: shlex.split(command)[0] + command[-20:])
+@pytest.mark.parametrize(
+    "command",
+    [line for line in commands() if "variants/" not in line],
+    ids=lambda command: shlex.split(command)[0] + command[-20:],
+)
 def test_every_command_of_the_readme(script, command, clone):
     """Or its paragraph says that it was not run here."""
     if command in BY_CI:
@@ -140,6 +129,22 @@ def test_every_command_of_the_readme(script, command, clone):
     else:
         run = next(how for beginning, how in RUNS.items() if command.startswith(beginning))  # StopIteration: add a line
         run(clone, command)
+
+
+@only("grpo")
+@pytest.mark.slow
+def test_the_variant_of_the_readme(script, clone):
+    """Its lines are the patch's; it is applied, trained, and taken back by the three commands."""
+    patch = (HERE / "benchmark/variants/overlong_punishment.patch").read_text()
+    lines = re.findall(r"^    (\+ .*|\+def .*)$", README, re.M)
+    assert len(lines) == 5 and all(f"\n{line}\n" in patch for line in lines)
+    apply, train, take_back = [line for line in commands() if "variants/" in line]
+    original = (clone.folder / "grpo.py").read_text()
+    clone(apply)
+    assert (clone.folder / "grpo.py").read_text() != original
+    assert "64 episodes" in clone(f"{train.replace('8192', '64')} --overlong-cache 4")
+    clone(take_back)
+    assert (clone.folder / "grpo.py").read_text() == original
 
 
 @one_text
