@@ -677,9 +677,9 @@ def main(args: Args):
     dtype, float32 = getattr(torch, args.dtype), torch.float32  # of frozen weights; of those that are trained
     policy, _ = load_model("--model-path", args.model_path, AutoModelForCausalLM, dtype if args.lora_r else float32)
     eos_ids = find_eos_ids(policy, tokenizer, args.stop_token_id)
-    longest = max(len(p.token_ids) for p in prompts + eval_prompts) + args.response_length
-    if longest > (getattr(policy.config, "max_position_embeddings", None) or math.inf):
-        raise ValueError(f"--response-length: with the longest prompt {longest} tokens, more than the model has")
+    needed = max(len(p.token_ids) for p in prompts + eval_prompts) + args.response_length
+    if needed > (getattr(policy.config, "max_position_embeddings", None) or math.inf):
+        raise ValueError(f"--response-length: with the longest prompt {needed} tokens, more than the model has")
     if args.gradient_checkpointing:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if args.lora_r is not None:
@@ -754,7 +754,7 @@ def main(args: Args):
         return {"eval/scores": scores.mean().item(), "eval/best_of_k": scores.amax(1).mean().item()}
 
     # ------------------------------------------------- loop --------------------------------------------------
-    step, size, is_checked = state["step"], args.per_device_train_batch_size, False
+    step, pass_size, is_checked = state["step"], args.per_device_train_batch_size, False
     progress = tqdm(total=plan.steps, initial=step, unit="step", disable=not is_main, dynamic_ncols=True)
     if eval_prompts and state["iteration"] == 0:
         metrics = {"iteration": 0, "step": 0, "episode": 0, "epoch": 0.0} | evaluate(0)
@@ -770,12 +770,12 @@ def main(args: Args):
         drawn = [prompts[i] for i in positions for _ in range(args.k)]  # [batch]
         batch = generate(drawn, SAMPLING, iteration, args.temperature)
         # micro-batches are sorted by this: equal within a group, so that it stays together and its prompt runs once
-        longest = batch.lengths.cpu().view(-1, args.k).amax(1).repeat_interleave(args.k)
-        sort_lengths = batch.prompt_lengths + longest  # [batch]
+        group_lengths = batch.lengths.cpu().view(-1, args.k).amax(1).repeat_interleave(args.k)
+        sort_lengths = batch.prompt_lengths + group_lengths  # [batch]
         if reference is not None:
             ref_pass = functools.partial(completion_pass, CompletionModel.logprobs, reference, batch)
             with torch.no_grad(), as_reference():
-                ref_logprobs = on_all_processes(accelerator, ref_pass, sort_lengths, size)  # [batch, response]
+                ref_logprobs = on_all_processes(accelerator, ref_pass, sort_lengths, pass_size)  # [batch, response]
 
         # ---- 7b  score, less the penalty; reward
         scores, parts = score_episodes(accelerator, batch, reward, score_by_model, f"iteration {iteration}")
@@ -807,7 +807,7 @@ def main(args: Args):
             trained = mini_batch[(advantages[mini_batch] != 0).cpu()]
             passes = trained if len(trained) else mini_batch[:1]  # one at least: gradients are zero then, never None
             new_logprobs = torch.zeros_like(batch.logprobs)  # [batch, response]: this process's rows, then all
-            for micro_batch, weights, is_last in micro_batches(accelerator, passes, sort_lengths, size):
+            for micro_batch, weights, is_last in micro_batches(accelerator, passes, sort_lengths, pass_size):
                 # processes exchange gradients in the last pass only; DeepSpeed takes its step in it
                 accelerator.gradient_state._set_sync_gradients(is_last)
                 with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
