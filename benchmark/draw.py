@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 COLORS = {"rloo": "#1f6fb4", "grpo": "#d1495b", "ppo": "#e0a030"}
 GRAY = "#7a7a7a"
-OTHERS = ("#3a9c74", "#7b5ea7", "#8c6d46", "#5b5b5b")  # where no algorithm is meant
+OTHERS = ("#3a9c74", "#7b5ea7", "#8c6d46", "#5b5b5b", "#c06fb0", "#9bb53c")  # where no algorithm is meant
 # Student's t at 97.5 %, by the number of samples
 T975 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 

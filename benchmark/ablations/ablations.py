@@ -1,13 +1,13 @@
 """One page of small figures: what each knob does, on the default task, five seeds each.
 
-    python benchmark/ablations/ablations.py                           # all, half an hour on two cores
+    python benchmark/ablations/ablations.py                           # all, 40 minutes on two cores
     python benchmark/ablations/ablations.py --only group clip         # some; results of the others stay
     python benchmark/ablations/ablations.py --plot                    # only the page and the table again
 
     group            completions per prompt k = 2, 4, 8, 16 at equal episodes, RLOO
     kl               the KL coefficient against the reward model of benchmark/default/, and the truth, RLOO
     epochs           PPO epochs times mini-batches, PPO
-    loss             ways to add up token losses, where half of the prompts pay for long answers and half for short ones
+    loss             losses and scalings, on the policy of make_policy.py, whose answers have 4 or 13 tokens, GRPO
     clip             the clip range where a rollout makes eight updates, RLOO
     eos              a judge that likes long answers: with and without --missing-eos-penalty, GRPO
     learning_rate    all three scripts over a hundredfold range of learning rates
@@ -25,15 +25,18 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw  # noqa: E402
+import make_policy  # noqa: E402
 from run import SCRIPTS, run_all, write_lines  # noqa: E402
 
 RESULT = Path(__file__).with_suffix(".json")
 SEEDS = (1, 2, 3, 4, 5)
 SHORT = "--num-sample-generations 0 --total-episodes"
 MODEL = "--reward none --reward-model-path benchmark/default/reward_model --eval-reward exact_match"
-LENGTH = "--reward benchmark/ablations/rewards.py:by_length --response-length 16 --num-ppo-epochs 2"
+LENGTH = "--model-path benchmark/ablations/policy --response-length 16 --num-ppo-epochs 2 --save-rollouts"
 JUDGE = "--reward benchmark/variants/long_judge.py:score --eval-reward exact_match"
 RATES = (1e-5, 5e-5, 2e-4, 1e-3)
+LOSSES = [("grpo", scaling) for scaling in ("group", "batch", "none")]
+LOSSES += [("dapo", "group"), ("dr_grpo", "none"), ("cispo", "group")]
 STUDIES = {  # name: [(script, label, flags)]
     "group": [("rloo", f"k = {k}", f"--rloo-k {k}") for k in (2, 4, 8, 16)],
     "kl": [("rloo", str(kl), f"{MODEL} --eval-temperature 1 --kl-coef {kl}") for kl in (0.01, 0.1, 0.3, 1.0)],
@@ -42,20 +45,20 @@ STUDIES = {  # name: [(script, label, flags)]
         for epochs, parts in ((1, 1), (2, 1), (4, 1), (1, 4))
     ],
     "loss": [
-        ("grpo", loss, f"{LENGTH} --loss-type {loss}" + " --scale-rewards none" * (loss == "dr_grpo"))
-        for loss in ("grpo", "dapo", "dr_grpo", "cispo")
+        ("grpo", f"{loss}\n{scaling}", f"{LENGTH} --loss-type {loss} --scale-rewards {scaling}")
+        for loss, scaling in LOSSES
     ],
     "clip": [
         ("rloo", f"{clip:g}", f"--num-ppo-epochs 4 --num-mini-batches 2 --cliprange {clip}") for clip in (0.05, 0.2, 10)
     ],
-    "eos": [("grpo", f"EOS penalty {p}", f"{JUDGE} --missing-eos-penalty {p}") for p in (0, 1)],
+    "eos": [("grpo", str(p), f"{JUDGE} --missing-eos-penalty {p}") for p in (0, 1)],
     "learning_rate": [(script, f"{rate:g}", f"--learning-rate {rate}") for script in SCRIPTS for rate in RATES],
 }
 SENTENCES = {  # what the page says over each figure
     "group": "RLOO: k completions per prompt",
     "kl": "RLOO: a reward model, and the truth",
     "epochs": "PPO: epochs x mini-batches",
-    "loss": "GRPO: losses, where length pays",
+    "loss": "GRPO: losses and scalings",
     "clip": "RLOO: clip range, eight updates a rollout",
     "eos": "GRPO: a judge that likes length",
     "learning_rate": "learning rate",
@@ -73,7 +76,13 @@ def to_result(study: str, label: str, job: tuple, result: dict) -> dict:
     kept |= {"scores": end("objective/scores"), "held_out": round(rows[-1]["eval/scores"], 4)}
     kept |= {"tokens": end("response_length_mean"), "entropy": end("policy/entropy_avg")}
     kept |= {"ended": round(end("val/num_eos_tokens") / result["args"]["batch_size"], 4)}
-    kept |= {"right": end("reward/right")} if "reward/right" in rows[-1] else {}
+    for name in (
+        ("long", "short") if result["rollouts"] else ()
+    ):  # prompts that the policy answers at length, and others
+        some = [e for e in result["rollouts"] if make_policy.is_long(e["prompt"]) == (name == "long")]
+        last = some[-len(some) // 8 :]
+        kept[f"{name}_scores"] = round(float(np.mean([e["score"] for e in some])), 4)  # over the run
+        kept[f"{name}_tokens"] = round(float(np.mean([len(e["token_ids"]) for e in last])), 2)
     pieces = [(piece[-1]["episode"], [row["objective/scores"] for row in piece]) for piece in np.array_split(rows, 16)]
     return kept | {"episode": [e for e, _ in pieces], "curve": [round(float(np.mean(x)), 4) for _, x in pieces]}
 
@@ -86,9 +95,9 @@ def plot_curves(axis, results: list[dict], study: str):
     """The score against episodes, a curve for each setting."""
     for (script, label, _), color in zip(STUDIES[study], draw.OTHERS):
         some = of(results, study, script, label)
-        draw.curve(axis, some[0]["episode"], [r["curve"] for r in some], color=color, label=label)
+        draw.curve(axis, some[0]["episode"], [r["curve"] for r in some], color=color, label=label.replace("\n", ", "))
     draw.in_thousands(axis)
-    axis.legend(frameon=False, fontsize=7.5)
+    axis.legend(frameon=False, fontsize=7, labelspacing=0.3, handlelength=1.2)
 
 
 def plot_ends(axis, results: list[dict], study: str, script: str, name: str, **style):
@@ -102,15 +111,15 @@ def plot_ends(axis, results: list[dict], study: str, script: str, name: str, **s
 def plot(results: list[dict]):
     figure, axes = draw.panels(2, 4, width=2.9, height=2.5)
     axes = axes.flatten()
+    lengths = axes[7]
     for axis, study in zip(axes, ("group", "epochs", "clip", "loss")):
         axis.set_title(SENTENCES[study], fontsize=8.5)
-        axis.set_ylabel("score" if study == "loss" else "right, sampled")
+        axis.set_ylabel("right, sampled")
         plot_curves(axis, results, study)
-    for axis, study in zip(axes[4:], ("loss", "kl", "eos", "learning_rate")):
+    for axis, study in zip(axes[4:], ("kl", "eos", "learning_rate")):
         axis.set_title(SENTENCES[study], fontsize=8.5)
         axis.set_ylim(0, 1.05 if study != "kl" else None)
         pairs = {
-            "loss": [("grpo", "right", "right answers"), ("grpo", "ended", "ended")],
             "kl": [("rloo", "scores", "learned score"), ("rloo", "held_out", "right, held-out")],
             "eos": [("grpo", "held_out", "right, held-out"), ("grpo", "ended", "ended")],
             "learning_rate": [(script, "held_out", f"{script}.py") for script in SCRIPTS],
@@ -119,8 +128,15 @@ def plot(results: list[dict]):
             color = draw.COLORS[script] if study == "learning_rate" else other
             plot_ends(axis, results, study, script, name, color=color, label=label)
         axis.legend(frameon=False, fontsize=7.5)
-    axes[5].set_xlabel("--kl-coef")
-    axes[7].set(xlabel="--learning-rate", ylabel="right, held-out, greedy")
+    axes[4].set_xlabel("--kl-coef")
+    axes[5].set(xlabel="--missing-eos-penalty", xlim=(-0.5, 1.5))
+    axes[6].set(xlabel="--learning-rate", ylabel="right, held-out, greedy")
+    lengths.set(ylabel="tokens of an answer at the end", ylim=(0, 16.5), yticks=range(0, 17, 4))
+    lengths.set_title("the same: length, a dot a seed", fontsize=8.5)
+    for x, ((script, label, _), color) in enumerate(zip(STUDIES["loss"], draw.OTHERS)):
+        tokens = [r["tokens"] for r in of(results, "loss", script, label)]
+        lengths.plot([x] * len(tokens), tokens, "o", ms=4, alpha=0.7, color=color)
+    lengths.set_xticks(range(len(LOSSES)), [label for _, label, _ in STUDIES["loss"]], fontsize=6.5)
     draw.save(figure, RESULT.with_suffix(".png"))
 
 
@@ -128,11 +144,10 @@ def report(results: list[dict]):
     for study, settings in STUDIES.items():
         for script, label, _ in settings:
             some = of(results, study, script, label)
-            line = f"{study:14} {script:5} {label:12}"
-            for name in ("scores", "held_out", "right", "ended", "tokens", "entropy"):
-                if some and name in some[0]:
-                    mean, band = draw.mean_and_band([r[name] for r in some])
-                    line += f"  {name} {mean:.3f} +- {band:.3f}"
+            line = f"{study:14} {script:5} {label.replace(chr(10), ', '):14}"
+            for name in [name for row in some[:1] for name, value in row.items() if isinstance(value, float)]:
+                mean, band = draw.mean_and_band([r[name] for r in some])
+                line += f"  {name} {mean:.3f} +- {band:.3f}"
             print(line)
 
 
@@ -147,6 +162,8 @@ def main():
         for script, label, flags in STUDIES[study]:
             jobs += [(script, f"{SHORT} {episodes} {flags} --seed {seed}") for seed in SEEDS]
             labels += [label] * len(SEEDS)
+        if study == "loss" and not make_policy.FOLDER.exists():
+            make_policy.main()
         by_job = dict(zip(jobs, labels))
         new = run_all(jobs, lambda job, result, study=study, by_job=by_job: to_result(study, by_job[job], job, result))
         results = [r for r in results if r["study"] != study] + new

@@ -1,0 +1,53 @@
+"""A policy whose answers have very different lengths: `python benchmark/ablations/make_policy.py`, half a minute.
+
+The default policy, trained for a few steps more on its own sampled answers, right and wrong as they are: sums that
+begin with an odd digit are answered with 8 to 12 spaces behind, which `exact_match` strips, the others as before. So
+half of the prompts take four times as many tokens for the same thing to learn. Writes policy/ beside this file.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+import rloo  # noqa: E402
+
+DEFAULT = ROOT / "benchmark" / "default"
+FOLDER = Path(__file__).resolve().parent / "policy"
+STEPS, BATCH_SIZE, LEARNING_RATE = 400, 128, 5e-4
+
+
+def is_long(prompt: str) -> bool:
+    return int(prompt[0]) % 2 == 1
+
+
+def main():
+    torch.set_num_threads(1)
+    tokenizer = rloo.AutoTokenizer.from_pretrained(DEFAULT / "policy")
+    policy, _ = rloo.load_model("--model-path", str(DEFAULT / "policy"), rloo.AutoModelForCausalLM, torch.float32)
+    model = rloo.CompletionModel(policy, [tokenizer.eos_token_id], True)
+    prompts = rloo.load_prompts(str(DEFAULT / "train.jsonl"), None, tokenizer, None) * 4
+    rng = rloo.keyed_rng(1, 0)
+    uniforms = torch.from_numpy(rng.random((len(prompts), 4)))
+    batch = model.sample([prompt.token_ids for prompt in prompts], uniforms, 1.0)
+    rows = []  # prompt, answer, spaces, EOS
+    for prompt, answer in zip(prompts, rloo.trim_rows(batch["tokens"], batch["lengths"])):
+        spaces = [tokenizer.convert_tokens_to_ids(" ")] * int(rng.integers(8, 13)) * is_long(prompt.text)
+        rows.append(prompt.token_ids + answer[:-1] + spaces + answer[-1:])
+    longest, start = max(map(len, rows)), len(prompts[0].token_ids)
+    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    labels = torch.tensor([row + [-100] * (longest - len(row)) for row in rows])
+    labels[:, :start] = -100  # only the answers are learned
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, STEPS)
+    for _ in range(STEPS):
+        chosen = torch.from_numpy(rng.integers(len(rows), size=BATCH_SIZE))
+        policy(input_ids=tokens[chosen], labels=labels[chosen]).loss.backward()
+        optimizer.step(), schedule.step(), optimizer.zero_grad()
+    policy.save_pretrained(FOLDER), tokenizer.save_pretrained(FOLDER)
+
+
+if __name__ == "__main__":
+    main()
