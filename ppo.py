@@ -81,7 +81,7 @@ class Args:
     model_path: str = str(DEFAULT / "policy")  # the policy, with its tokenizer: a folder or Hub name
     lora_r: int | None = None  # train LoRA adapters of this rank on all linear layers; needs peft (arXiv 2106.09685)
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, the same result
-    ref_model_path: str | None = None  # the reference model of the KL term; None: the policy before training
+    ref_model_path: str | None = None  # reference of the KL, only logged at --kl-coef 0; None: --model-path
     dataset: str = str(DEFAULT / "train.jsonl")  # .jsonl file or Hub dataset NAME:SPLIT, each row with a `prompt`
     max_prompt_length: int | None = None  # drop prompts of more tokens than this; None: no limit
     reward: str = "exact_match"  # exact_match (of the row's `answer`), FILE.py:FUNCTION, package.module:FUNCTION, none
@@ -127,7 +127,7 @@ class Args:
     k = property(lambda self: 1)  # episodes of a group
     # optimizer
     lr_scheduler_type: Literal[  # learning-rate schedule over all optimizer steps, by its name in transformers
-        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+        "linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt"
     ] = "linear"
     learning_rate: float = 5e-5  # AdamW's learning rate, at its highest
     weight_decay: float = 0.0  # AdamW's decoupled weight decay, of all parameters
@@ -697,7 +697,7 @@ def load_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path):
         state |= json.loads(file.read_text())
     for file in map(output_dir.joinpath, JSONL_FILES):
         if accelerator.is_main_process and file.exists() and (output_dir / "args.yaml").exists():
-            os.truncate(file, state["jsonl_sizes"].get(file.name, 0))
+            os.truncate(file, state.get("jsonl_sizes", {}).get(file.name, 0))
     accelerator.print(f"--resume: {state['iteration']} iterations are done", flush=True)
 
 
@@ -753,9 +753,9 @@ def main(args: Args):
     if args.eval_dataset is not None:
         eval_prompts = load_prompts(args.eval_dataset, eval_reward, tokenizer, args.max_prompt_length)
 
-    # turn off what the launcher may ask of accelerate: `autocast` and `micro_batches` below do both
-    settings = dict(mixed_precision="no", gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1))
-    accelerator = Accelerator(log_with=args.log_with, project_dir=args.output_dir or "runs", **settings)
+    # turn off what the launcher may ask of accelerate: `autocast` and `micro_batches` below do both; mps has no float64
+    settings = dict(mixed_precision="no", log_with=args.log_with, project_dir="runs", cpu=torch.mps.is_available())
+    accelerator = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1), **settings)
     device, is_main = accelerator.device, accelerator.is_main_process
     # accelerate silently runs one process of `accelerate launch --cpu`, and processes that don't see each other
     launched_more = {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
@@ -769,7 +769,7 @@ def main(args: Args):
     output_dir = args.output_dir or f"runs/{Path(__file__).stem}__{args.seed}__{int(started)}"
     output_dir = Path(gather_object([output_dir])[0])  # the clocks of two processes may differ
     accelerator.print(f"{accelerator.num_processes} x {device.type}, {args.dtype}; writing to {output_dir}", flush=True)
-    holds_run = gather_object([(output_dir / "args.yaml").exists()])
+    holds_run = gather_object([any((output_dir / name).exists() for name in ("args.yaml", "model"))])
     if len(set(holds_run)) > 1:
         raise ValueError(f"--output-dir {output_dir}: only some machines see the run in it; use a disk that all share")
     if holds_run[0]:
@@ -796,7 +796,7 @@ def main(args: Args):
     reference, as_reference = None, contextlib.nullcontext
     if args.kl_coef > 0 and args.lora_r is not None and args.ref_model_path is None:
         reference, as_reference = trained_model, policy.disable_adapter
-    elif args.kl_coef > 0:
+    elif args.kl_coef > 0 or args.ref_model_path is not None:
         path = args.ref_model_path or args.model_path
         ref_model, _ = load_model("--ref-model-path", path, AutoModelForCausalLM, dtype)
         if ref_model.config.vocab_size != policy.config.vocab_size:
@@ -812,10 +812,12 @@ def main(args: Args):
     model, optimizer = accelerator.prepare(trained_model, optimizer)  # `trained_model` in DDP, FSDP2, DeepSpeed
 
     # all that an iteration hands to the next, besides weights and optimizer; a checkpoint's state.json
-    state = {"iteration": 0, "step": 0, "jsonl_sizes": {}, "run_id": f"{output_dir.name}-{int(started)}"}
+    state = {"iteration": 0, "step": 0, "num_prompts": len(prompts), "run_id": f"{output_dir.name}-{int(started)}"}
     state |= {"kl_coef": args.kl_coef, "score_count": 0, "score_mean": 0.0, "score_squares": 0.0}
     if args.resume:
         load_checkpoint(accelerator, state, output_dir)
+        if state["num_prompts"] != len(prompts):
+            raise ValueError(f"--dataset {args.dataset}: {len(prompts)} prompts, the run had {state['num_prompts']}")
         scheduler.last_epoch = state["step"]  # the rate is a function of it
     accelerator.project_configuration.logging_dir = str(output_dir)
     config = {name: value for name, value in vars(args).items() if value is not None}  # tensorboard takes no None
@@ -894,8 +896,10 @@ def main(args: Args):
         scores, parts = score_episodes(accelerator, batch, reward, score_by_model, f"iteration {iteration}")
         scores = scores - args.missing_eos_penalty * ~batch.ended  # [batch]
         update_moments(state, scores)
-        deviation = math.sqrt(state["score_squares"] / state["score_count"] + 1e-8)
-        scores = (scores - state["score_mean"] * args.score_norm) / (deviation if args.score_scaling else 1.0)
+        deviation = math.sqrt(state["score_squares"] / state["score_count"])
+        scores = scores - state["score_mean"] * args.score_norm
+        if args.score_scaling and deviation > 1e-4:  # else all scores so far are equal
+            scores = scores / deviation
         if args.score_clip is not None:
             scores = scores.clamp(-args.score_clip, args.score_clip)
         rewards = torch.zeros_like(batch.logprobs)  # [batch, response]
@@ -1005,10 +1009,10 @@ def main(args: Args):
         accelerator.log(metrics, step=episode)
         append_jsonl(accelerator, output_dir / "metrics.jsonl", [metrics])
         columns = dict(iteration=[iteration] * num_episodes, index=range(num_episodes), prompt=[p.text for p in drawn])
-        columns |= dict(completion=batch.completions, score=scores.tolist())
-        columns |= dict(token_ids=batch.token_ids, logprobs=trim_rows(batch.logprobs, batch.lengths))
-        columns["ref_logprobs"] = trim_rows(ref_logprobs, batch.lengths) if reference else [None] * num_episodes
+        columns |= dict(completion=batch.completions, score=scores.tolist(), token_ids=batch.token_ids)
+        columns["logprobs"] = trim_rows(batch.logprobs, batch.lengths)
         columns["advantage"] = trim_rows(advantages, batch.lengths)
+        columns["ref_logprobs"] = trim_rows(ref_logprobs, batch.lengths) if reference else [None] * num_episodes
         columns |= dict(values=trim_rows(values, batch.lengths), returns=trim_rows(returns, batch.lengths))
         rows = [dict(zip(columns, entries)) for entries in zip(*columns.values())]
         if args.save_rollouts:

@@ -139,8 +139,9 @@ MUTATIONS = [Mutation(*fields) for fields in (
     # resuming
     ("resumed without the schedule's position", "rloo", 'scheduler.last_epoch = state["step"]',
      "scheduler.last_epoch = 0", RESUME + "a_run_killed_in_every_phase"),
-    ("what was written after the checkpoint kept", "rloo", 'os.truncate(file, state["jsonl_sizes"].get(file.name, 0))',
-     "pass", RESUME + "a_run_killed_in_every_phase"),
+    ("what was written after the checkpoint kept", "rloo",
+     'os.truncate(file, state.get("jsonl_sizes", {}).get(file.name, 0))', "pass",
+     RESUME + "a_run_killed_in_every_phase"),
 )]
 # fmt: on
 

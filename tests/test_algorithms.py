@@ -54,12 +54,12 @@ def test_rlhf_reward_is_its_two_parts(script, run, world):
         assert line["objective/rlhf_reward"] == pytest.approx(total, rel=1e-6)
 
 
-def test_no_kl_loads_no_reference(script, run, monkeypatch):
-    """kl_coef 0 loads no reference model and logs no KL; any other loads one."""
+def test_no_kl_loads_no_reference(script, run, world, monkeypatch):
+    """kl_coef 0 loads no reference model and logs no KL; any other does, and so does naming one."""
     loaded = record_calls(monkeypatch, script, "load_model")
-    for kl_coef, expected in ((0.0, 0), (0.1, 1)):
+    for kl_coef, path, expected in ((0.0, None, 0), (0.1, None, 1), (0.0, world.reference, 1)):
         loaded.clear()
-        _, metrics, output_dir = run(script, kl_coef=kl_coef, total_episodes=12)
+        _, metrics, output_dir = run(script, kl_coef=kl_coef, ref_model_path=path, total_episodes=12)
         assert [call.args[0] for call in loaded].count("--ref-model-path") == expected
         assert ("objective/kl" in metrics[0]) == bool(expected)
         assert (read_jsonl(output_dir / "rollouts.jsonl")[0]["ref_logprobs"] is not None) == bool(expected)
@@ -441,6 +441,13 @@ def test_ppo_scales_scores_by_all_scores_so_far(script, run):
             expected /= statistics.pstdev(so_far) if flags.get("score_scaling") else 1
             limit = flags.get("score_clip", math.inf)
             assert got == pytest.approx(min(max(expected, -limit), limit), rel=1e-4, abs=1e-5)
+
+
+@only("ppo")
+def test_equal_scores_have_no_deviation_to_divide_by(script, run, world):
+    """All scores are 5 so far: --score-scaling leaves them, instead of multiplying them by what rounding left."""
+    metrics = run(script, reward=world.reward("five"), score_scaling=True)[1]
+    assert [row["objective/scores"] for row in metrics] == [5.0] * len(metrics)
 
 
 @only("ppo")

@@ -268,13 +268,17 @@ def test_a_template_that_refuses_is_heard(script, refuses, tmp_path):
 
 # ================================================== folders =================================================
 @one_text
-def test_a_folder_that_holds_a_run_is_refused(script, run):
-    """And left as it was."""
+def test_a_folder_that_holds_a_run_is_refused(script, run, tmp_path):
+    """And left as it was; so is one that holds a model, which the run would have to rename its own over."""
     folder = run(script, total_episodes=3)[2]
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match="--output-dir .*: already holds a run; --resume continues it"):
         run(script, total_episodes=3, output_dir=str(folder))
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    with pytest.raises(ValueError, match="--output-dir .*: already holds a run"):
+        run(script, total_episodes=3, output_dir=str(tmp_path / "out"))
+    assert not list((tmp_path / "out" / "model").iterdir())
 
 
 @one_text

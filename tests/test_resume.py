@@ -297,6 +297,20 @@ def test_another_run_is_refused(script, run, world, monkeypatch, tmp_path):
     assert contents(stopped) == before
 
 
+@one_text
+def test_a_dataset_that_grew_is_another_run(script, run, world, monkeypatch, tmp_path):
+    """Its prompts' order, epochs and schedule would be others."""
+    dataset = shutil.copy(world.dataset(7), tmp_path / "growing.jsonl")
+    flags = SAVING | dict(dataset=str(dataset))
+    stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
+    first = Path(dataset).read_text()
+    Path(dataset).write_text(first + first)
+    with pytest.raises(ValueError, match=f"--dataset {dataset}: 14 prompts, the run had 7"):
+        run(script, output_dir=str(stopped), resume=True, **flags)
+    Path(dataset).write_text(first)
+    run(script, output_dir=str(stopped), resume=True, **flags)
+
+
 @only("grpo", "ppo")
 def test_flags_that_do_not_make_another_run_may_change(script, run, world, monkeypatch, tmp_path, expected):
     """Memory, and what is shown or kept, but not what is computed."""

@@ -299,7 +299,7 @@ def test_what_a_run_writes(script, run, world, capsys):
     assert closing.split(" in ")[0] in card and f"torch {torch.__version__}" in card
 
     rollouts = read_jsonl(output_dir / "rollouts.jsonl")
-    columns = "iteration index prompt completion score token_ids logprobs ref_logprobs advantage".split()
+    columns = "iteration index prompt completion score token_ids logprobs advantage ref_logprobs".split()
     assert list(rollouts[0]) == columns + ["values", "returns"] * (script.__name__ == "ppo")
     assert len(rollouts) == metrics[-1]["episode"]
     samples = read_jsonl(output_dir / "samples.jsonl")
