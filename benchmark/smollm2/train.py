@@ -1,7 +1,7 @@
 """A 135M chat model learns a task from a rule, on a CPU, by each of the three scripts.
 
     python benchmark/smollm2/prepare.py                               # the model and the questions, half a minute
-    python benchmark/smollm2/train.py                                 # six runs of 20 to 40 minutes of one core each
+    python benchmark/smollm2/train.py                                 # six runs, 20 minutes of one core each, PPO 50
     python benchmark/smollm2/train.py rloo 1                          # one of them; results of the others stay
     python benchmark/smollm2/train.py --plot                          # only the figure and the table again
 
@@ -92,7 +92,7 @@ def plot(results: list[dict]):
     right.axhline(constant, color="gray", ls=":", lw=1, label="best constant answer")
     right.set(title="SmolLM2-135M-Instruct, chain_sum", ylabel="held-out answers that are right", ylim=(0, 1))
     ends.set(title="training, mean of 5 iterations", ylabel="answers that end", ylim=(0, 1))
-    right.legend(frameon=False)
+    right.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.12))
     for axis in (right, ends):
         draw.in_thousands(axis)
     draw.save(figure, FOLDER / "curves.png")
