@@ -623,8 +623,11 @@ def save_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path):
 def load_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path):
     """Load the newest whole checkpoint, where there is one, and its state into `state`; cut off what came after."""
     for file in sorted(output_dir.glob("checkpoints/*/state.json"))[-1:]:
+        saved = json.loads(file.read_text())
+        if saved["num_prompts"] != state["num_prompts"]:
+            raise ValueError(f"--dataset: {state['num_prompts']} prompts, the run had {saved['num_prompts']}")
         accelerator.load_state(str(file.parent))
-        state |= json.loads(file.read_text())
+        state |= saved
     for file in map(output_dir.joinpath, JSONL_FILES):
         if accelerator.is_main_process and file.exists() and (output_dir / "args.yaml").exists():
             os.truncate(file, state.get("jsonl_sizes", {}).get(file.name, 0))
@@ -742,8 +745,6 @@ def main(args: Args):
     state = {"iteration": 0, "step": 0, "num_prompts": len(prompts), "run_id": f"{output_dir.name}-{int(started)}"}
     if args.resume:
         load_checkpoint(accelerator, state, output_dir)
-        if state["num_prompts"] != len(prompts):
-            raise ValueError(f"--dataset {args.dataset}: {len(prompts)} prompts, the run had {state['num_prompts']}")
         scheduler.last_epoch = state["step"]  # the rate is a function of it
     accelerator.project_configuration.logging_dir = str(output_dir)
     config = {name: value for name, value in vars(args).items() if value is not None}  # tensorboard takes no None
@@ -801,7 +802,7 @@ def main(args: Args):
 
     for iteration in range(state["iteration"] + 1, plan.iterations + 1):
         # ---- 7a  rollout: k completions of each drawn prompt, side by side; then every process holds the whole batch
-        rollout_started = time.perf_counter()
+        rollout_start = time.perf_counter()
         num_episodes = args.batch_size if iteration < plan.iterations else plan.last_batch_size
         first_prompt = (iteration - 1) * plan.prompts_per_iteration  # a position in the endless stream of epochs
         positions = draw_prompts(args.seed, len(prompts), first_prompt, num_episodes // args.k)
@@ -824,7 +825,7 @@ def main(args: Args):
         included = batch.ended | (not args.mask_truncated_completions)  # [batch]
 
         # ---- 7d  optimize
-        train_started, updates = time.perf_counter(), []  # the metrics of each update
+        train_start, updates = time.perf_counter(), []  # the metrics of each update
         single_update = args.num_ppo_epochs * min(args.num_mini_batches, num_episodes) == 1  # p_old is p_new
         ppo_epochs = [draw_mini_batches(args, iteration, epoch, num_episodes) for epoch in range(args.num_ppo_epochs)]
 
@@ -891,8 +892,7 @@ def main(args: Args):
         episode = (iteration - 1) * args.batch_size + num_episodes
         epoch = episode / (args.k * len(prompts))
         metrics = {"iteration": iteration, "step": step, "episode": episode, "epoch": epoch, "lr": learning_rate}
-        metrics["time/rollout_s"] = train_started - rollout_started
-        metrics["time/train_s"] = time.perf_counter() - train_started
+        metrics |= {"time/rollout_s": train_start - rollout_start, "time/train_s": time.perf_counter() - train_start}
         metrics["eps"] = num_episodes / (metrics["time/rollout_s"] + metrics["time/train_s"])
         metrics["objective/scores"] = scores.mean().item()
         metrics["objective/entropy"] = -batch.logprobs.sum(1).mean().item()  # an estimate, per episode

@@ -303,10 +303,13 @@ def test_a_dataset_that_grew_is_another_run(script, run, world, monkeypatch, tmp
     dataset = shutil.copy(world.dataset(7), tmp_path / "growing.jsonl")
     flags = SAVING | dict(dataset=str(dataset))
     stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
-    first = Path(dataset).read_text()
+    with open(stopped / "metrics.jsonl", "a") as file:
+        file.write('{"iteration": 3}\n')  # written after the checkpoint
+    first, before = Path(dataset).read_text(), contents(stopped)
     Path(dataset).write_text(first + first)
-    with pytest.raises(ValueError, match=f"--dataset {dataset}: 14 prompts, the run had 7"):
+    with pytest.raises(ValueError, match="--dataset: 14 prompts, the run had 7"):
         run(script, output_dir=str(stopped), resume=True, **flags)
+    assert contents(stopped) == before
     Path(dataset).write_text(first)
     run(script, output_dir=str(stopped), resume=True, **flags)
 

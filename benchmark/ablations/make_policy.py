@@ -1,4 +1,4 @@
-"""A policy whose answers have very different lengths: `python benchmark/ablations/make_policy.py`, half a minute.
+"""A policy whose answers have very different lengths: `python benchmark/ablations/make_policy.py`, two minutes.
 
 The default policy, trained for a few steps more on its own sampled answers, right and wrong as they are: sums that
 begin with an odd digit are answered with 8 to 12 spaces behind, which `exact_match` strips, the others as before. So
