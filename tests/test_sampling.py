@@ -359,3 +359,23 @@ def test_evaluation_does_not_move_training(script, run, world):
     flags = dict(eval_dataset=world.dataset(5, seed=9), eval_every=1, eval_temperature=1.0)
     runs = [run(script, batch_size=6, **more)[2] / "rollouts.jsonl" for more in ({}, flags)]
     assert runs[0].read_text() == runs[1].read_text()
+
+
+@one_text
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_weights_laid_out_by_column_sample_the_same_and_are_put_back(script, architecture):
+    """On a CPU `sampling_weights` changes the layout alone, a head that shares the embedding included; afterwards each
+    weight is in its old memory: DeepSpeed's and DDP's buffers look into it."""
+    model = script.CompletionModel(make_model(architecture, tie_word_embeddings=True), [EOS], shares_prompts=True)
+    before = {name: (weight.data_ptr(), weight.stride(), weight.clone()) for name, weight in model.named_parameters()}
+    prompts, uniforms = [encode(prompt) for prompt in PROMPTS], random_uniforms(len(PROMPTS), 12)
+    expected = model.sample(prompts, uniforms, 1.0)
+    with script.sampling_weights(SimpleNamespace(is_fsdp2=False), model):
+        changed = {name for name, weight in model.named_parameters() if weight.stride() != before[name][1]}
+        assert len(changed) == (15 if architecture == "llama" else 1)  # seven a layer and the head; GPT-2's own: as is
+        got = model.sample(prompts, uniforms, 1.0)
+    assert torch.equal(got["tokens"], expected["tokens"])
+    assert torch.allclose(got["logprobs"], expected["logprobs"], atol=1e-5)
+    for name, weight in model.named_parameters():
+        pointer, stride, values = before[name]
+        assert (weight.data_ptr(), weight.stride()) == (pointer, stride) and torch.equal(weight, values)

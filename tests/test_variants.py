@@ -159,7 +159,7 @@ def test_overlong_punishment_keeps_completions_short(train):
 def test_sampler_weights_let_a_bfloat16_sampler_train_in_float32(train):
     """A sampler of another precision stops the original; the variant learns, with weights near 1, not equal to it."""
     patch = (VARIANTS / "sampler_weights.patch").read_text()
-    [was], [line] = (re.findall(rf"^{sign}( +with whole_weights.*\n)", patch, re.M) for sign in ("-", r"\+"))
+    [was], [line] = (re.findall(rf"^{sign}( +with sampling_weights.*\n)", patch, re.M) for sign in ("-", r"\+"))
     refused = train(None, "--total-episodes 256", script="rloo", edit=lambda text: text.replace(was, line))
     assert re.search(r"sampling and training give log-probabilities 0\.\d+ apart", refused.error)
     variant = train("sampler_weights", "--total-episodes 2048")
