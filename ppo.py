@@ -1,620 +1,932 @@
-"""PPO, proximal policy optimization, for language models, in one file.
+"""PPO (proximal policy optimization) for language models, in one file.
 
-One completion y per prompt x. Every token is an action, with a value V_t learned beside the policy:
+For every prompt x, the policy samples one completion y. Both together are an episode. Each token
+is one action. A value model predicts the sum of the rewards from a token on.
 
-    reward      R_t   = -kl_coef * [log p(y_t | ..) - log p_ref(y_t | ..)], plus score(x, y) at the last token
-    advantage   A_t   = sum_l (gamma * lam)^l delta_{t+l} with delta_t = R_t + gamma * V_{t+1} - V_t, then whitened
-    return      G_t   = A_t + V_t, before whitening
-    ratio       r_t   = exp(log p_new(y_t | ..) - log p_old(y_t | ..))
-    loss        L     = mean over the mini-batch's tokens of max(-A_t r_t, -A_t clip(r_t, 1 - c, 1 + c))
-                        + vf_coef * 0.5 * max((v_t - G_t)^2, (clip(v_t, V_t - c_v, V_t + c_v) - G_t)^2)
+    reward      R_t = -kl_coef * [log p_old(y_t) - log p_ref(y_t)], plus score(x, y) at the last t
+    advantage   A_t = sum_i (gamma lam)^i delta_{t+i} with delta_t = R_t + gamma V_{t+1} - V_t
+    return      G_t = A_t + V_t; after this, A_t is whitened: shifted and scaled over the batch
+    ratio       r_t = p_new(y_t) / p_old(y_t)
+    loss        L   = mean over the tokens of the mini-batch of
+                      [max(-A_t r_t, -A_t clip(r_t, 1 - c, 1 + c))
+                       + vf_coef / 2 * max((v_t - G_t)^2, (clip(v_t, V_t - d, V_t + d) - G_t)^2)]
 
-V_t is read one position before token t (of the first: at the last prompt token); after the last token it is 0.
+p(y_t) is the probability of token t, given the prompt and the tokens before it. p_old is the
+policy that sampled the completion. p_new is the policy that is being trained. p_ref is a frozen
+reference model. V_t is the value before the updates, and v_t is the value that is being trained.
+Both are read at the token before y_t. After the last token the value is 0. c is --cliprange, and d
+is --cliprange-value.
 
-Launch ppo.py:
-    python ppo.py                                                     # the embedded policy learns two-digit sums
-    python ppo.py --plan 8                                            # the arithmetic for 8 processes, nothing is run
-    accelerate launch ppo.py --kl-coef 0.05                           # on a cluster
-    torchrun --nproc-per-node 2 ppo.py                                # ACCELERATE_USE_CPU=true where there is no GPU
+In the first update of a batch every ratio is 1. Then the gradient of the policy loss is the mean
+over the tokens of -A_t * grad log p_new(y_t).
 
-How it differs from rloo.py and grpo.py: one completion per prompt, a value model and GAE, KL in each token's reward.
-Papers: Schulman et al. 2017, arXiv 1707.06347; Ziegler et al. 2019, arXiv 1909.08593; Huang et al. 2024, The N+
-Implementation Details of RLHF with PPO, arXiv 2403.17031.
-To change: the reward, `--reward`; the baseline, `gae`; the loss, `ppo_losses` in 7d; sampling, `sample`.
-Every count is made in `batch_arithmetic`, every random number by `keyed_rng`; after 7a each process holds all episodes.
-Left out on purpose: encoder-decoder models, pushing to a hub, inference servers (put one in `sample`), tools, images.
+The words: an iteration samples one batch of episodes and trains on it. A mini-batch holds the
+episodes of one optimizer step, on all processes together. A micro-batch holds the episodes of one
+forward and backward pass on one process. A PPO epoch is one pass over the batch.
+
+How to run it:
+    python ppo.py                         # trains the small built-in policy on two-digit sums
+    python ppo.py --plan 8                # prints all counts of a run on 8 processes, and stops
+    accelerate launch ppo.py              # with GPUs, on all of them
+    ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 ppo.py    # two processes without GPUs
+
+How to read it: first comes the lecture, sections 1 to 5. It explains the algorithm and the loop.
+Then comes the machinery, sections 6 to 11. You can skip it on a first reading.
+
+    what you look for              where it is             how to change it
+    the reward                     main, stage 4b          --reward FILE.py:FUNCTION
+    a length penalty               main, stage 4b          subtract it from `scores`
+    an inference engine            `generate`              see there
+    every count of a run           `batch_arithmetic`
+    every random number            `keyed_rng`             change the key that it is made from
+    the advantages                 `gae`                   return other advantages
+    the loss                       `ppo_loss`              return other losses
+    an entropy bonus               `token_logprobs`        return entropies, too
+
+How it differs: rloo.py and grpo.py have no value model. They sample several completions of every
+prompt, and compare their scores.
+
+Papers: Schulman et al. 2017, arXiv 1707.06347; Ziegler et al. 2019, arXiv 1909.08593; Huang et al.
+2024, The N+ Implementation Details of RLHF with PPO, arXiv 2403.17031.
 """
 
-# ============================================== 1  imports ===============================================
 import contextlib
-import functools
 import importlib
 import itertools
 import json
 import math
 import os
-import re
 import shutil
 import sys
 import time
 import warnings
-from collections import namedtuple
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import accelerate
 import numpy as np
 import torch
 import transformers
 import tyro
 import yaml
-from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, concatenate, gather_object, recursively_apply
+from accelerate.utils import concatenate, gather_object, recursively_apply
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DynamicCache,
-)
 
 DEFAULT = Path(__file__).resolve().parent / "benchmark" / "default"
 
 
-# =============================================== 2  flags ================================================
+# ========================================= 1  flags =========================================
+Schedule = Literal[
+    "linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt"
+]
+
+
 @dataclass
 class Args:
     # run
-    seed: int = 1  # every random number is a function of this seed and of what the number is for
-    output_dir: str | None = None  # folder for all that the run writes; None: runs/<script>__<seed>__<unix time>
-    resume: bool = False  # continue the run in --output-dir from its newest whole checkpoint, or start it there
-    save_every: int | None = None  # write a checkpoint every so many iterations, and at the end; None: never
-    plan: int | None = None  # print the arithmetic for this many processes and exit; loads no model
-    dtype: Literal["float32", "bfloat16"] | None = None  # of forward passes; None: the launcher's mixed precision
+    seed: int = 1  # every random number depends on it, and on what the number is for
+    output_dir: str | None = None  # folder of the run; None: runs/<script>__<seed>__<unix time>
+    resume: bool = False  # continue from the newest checkpoint in --output-dir, if there is one
+    save_every: int | None = None  # iterations between checkpoints; None: no checkpoints
+    plan: int | None = None  # print every count for this many processes and exit; loads no model
+    dtype: Literal["float32", "bfloat16"] | None = None  # of forward passes; None: the launcher's
     # model and data
-    model_path: str = str(DEFAULT / "policy")  # the policy, with its tokenizer: a folder or Hub name
-    lora_r: int | None = None  # train LoRA adapters of this rank on all linear layers; needs peft (arXiv 2106.09685)
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, the same result
-    ref_model_path: str | None = None  # reference of the KL, only logged at --kl-coef 0; None: --model-path
-    dataset: str = str(DEFAULT / "train.jsonl")  # .jsonl file or Hub dataset NAME:SPLIT, each row with a `prompt`
-    max_prompt_length: int | None = None  # drop prompts of more tokens than this; None: no limit
-    reward: str = "exact_match"  # exact_match (of the row's `answer`), FILE.py:FUNCTION, package.module:FUNCTION, none
+    model_path: str = str(DEFAULT / "policy")  # policy and tokenizer: a folder or a Hub name
+    lora_r: int | None = None  # rank of LoRA adapters (arXiv 2106.09685); None: train all weights
+    gradient_checkpointing: bool = False  # compute activations again in the backward pass
+    ref_model_path: str | None = None  # reference model of the KL; None: --model-path
     value_model_path: str | None = None
-    """the value model before training; None: the reward model where its vocabulary is the policy's, else the policy"""
-    reward_model_path: str | None = None  # a one-label sequence classifier whose score is added to --reward
-    eval_dataset: str | None = None  # held-out prompts, as --dataset; None: the embedded ones where --dataset is, too
-    eval_every: int | None = None  # evaluate every so many iterations, besides the start and the end; None: only there
-    eval_temperature: float = 0.0  # sampling temperature of the evaluation; 0 takes the most likely token
-    eval_k: int = 1  # completions of each evaluation prompt, at an --eval-temperature above 0
-    eval_reward: str | None = None  # the evaluation's reward, as --reward; None: --reward plus --reward-model-path
+    """the value model before training; None: a copy of the reward model if that has the policy's
+    vocabulary, else a copy of the policy with a new head"""
+    dataset: str = str(DEFAULT / "train.jsonl")  # .jsonl file or Hub dataset NAME:SPLIT
+    max_prompt_length: int | None = None  # drop prompts with more tokens than this; None: no limit
+    reward: str = "exact_match"
+    """exact_match (with the row's `answer`), FILE.py:FUNCTION, package.module:FUNCTION, or none"""
+    reward_model_path: str | None = None  # one-label classifier; its score is added to --reward
+    eval_dataset: str | None = None  # held-out prompts; None: only the built-in task has some
+    eval_every: int | None = None  # iterations between evaluations; None: only at start and end
+    eval_temperature: float = 0.0  # sampling temperature of evaluations; 0: the most likely token
+    eval_k: int = 1  # completions of each evaluation prompt; needs an --eval-temperature above 0
+    eval_reward: str | None = None  # replaces --reward and --reward-model-path in evaluations
     # batch sizes
     num_train_epochs: float = 4.0  # passes over the prompts of the dataset; may be a fraction
-    total_episodes: int | None = None  # train on this many episodes, in whole groups, instead of --num-train-epochs
-    batch_size: int = 64  # episodes of an iteration; a multiple of the group size and of --num-mini-batches
-    num_mini_batches: int = 1  # optimizer steps that one pass over an iteration's batch is cut into
-    num_ppo_epochs: int = 2  # passes over each iteration's batch
-    per_device_train_batch_size: int = 64  # episodes of one pass of a model; changes memory, never the result
-    per_device_rollout_batch_size: int | None = None  # episodes sampled at once, None: all; never the result either
+    total_episodes: int | None = None  # train on this many episodes; overrides --num-train-epochs
+    batch_size: int = 64  # episodes of one iteration, on all processes together
+    num_mini_batches: int = 1  # optimizer steps in one pass over the batch
+    num_ppo_epochs: int = 2  # passes over the batch of each iteration
+    per_device_train_batch_size: int = 64  # episodes in one forward pass; fewer save memory
+    per_device_rollout_batch_size: int | None = None  # episodes sampled at once; None: no limit
     # sampling
-    response_length: int = 8  # longest completion, in tokens, its EOS included
+    response_length: int = 8  # maximum number of tokens in a completion, its EOS included
     temperature: float = 1.0  # divides the logits, in sampling and in every log-probability
-    stop_token_id: int | None = None  # a token that ends an episode, besides the model's EOS
+    stop_token_id: int | None = None  # this token ends a completion as an EOS does
     # algorithm
-    kl_coef: float = 0.01  # weight of the KL in the reward, per nat; 0: no reference (arXiv 1909.08593, eq. 2)
-    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"  # d, |d|, d^2 / 2, exp(-d) - 1 + d; d = logprob - ref_logprob
-    adaptive_kl: bool = False  # move kl_coef to bring the KL near --kl-target (arXiv 1909.08593, section 2.2)
-    kl_target: float = 6.0  # KL of an episode, in nats, that --adaptive-kl aims at
-    kl_horizon: int = 10000  # episodes over which --adaptive-kl moves the coefficient by up to a fifth
+    k = property(lambda self: 1)  # the scripts share code for groups of k completions
+    kl_coef: float = 0.01  # weight of the KL in the reward; 0: no KL and no reference model
+    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
+    """x, |x|, x^2 / 2 or exp(-x) - 1 + x, where x is logprob - ref_logprob of a token"""
+    adaptive_kl: bool = False  # change kl_coef to bring the KL near --kl-target (1909.08593, 2.2)
+    kl_target: float = 6.0  # KL of an episode, in nats, at which --adaptive-kl aims
+    kl_horizon: int = 10000  # after so many episodes, kl_coef has changed by 20 % at most
     gamma: float = 1.0  # discount of rewards, per token
-    lam: float = 0.95  # GAE's lambda: 1 is the whole return, 0 the next value (arXiv 1506.02438, eq. 16)
-    cliprange_value: float = 0.2  # clips the new value to within this of the old one (arXiv 2403.17031, detail 20)
+    lam: float = 0.95
+    """lambda of generalized advantage estimation (GAE, arXiv 1506.02438, eq. 16): 1 uses all later
+    rewards, 0 only the next reward and value"""
+    cliprange_value: float = 0.2  # clips a value to the old one - this .. + this
     vf_coef: float = 0.1  # weight of the value loss
-    target_kl: float | None = None  # end an iteration's updates where a mini-batch's approximate KL is over 1.5 of this
-    ratio_threshold: float | None = None  # drop the update of a mini-batch whose mean ratio passes this; None: never
-    whiten_advantages: bool = True  # shift and scale the advantages of the whole batch to mean 0 and variance 1
-    whiten_rewards: bool = False  # divide the tokens' rewards by their deviation; a shift would pay for length
-    score_scaling: bool = False  # divide scores by the deviation of all scores so far
-    score_norm: bool = False  # subtract the mean of all scores so far from scores
-    cliprange: float = 0.2  # clips the ratio to 1 +- this (arXiv 1707.06347, eq. 7); nothing with a single update
-    missing_eos_penalty: float = 0.0  # taken off the score of an episode that never ended (arXiv 2403.17031, detail 4)
-    score_clip: float | None = None  # clip scores to [-this, this], after --missing-eos-penalty; None: no clipping
-    k = property(lambda self: 1)  # episodes of a group
+    target_kl: float | None = None
+    """stop updating on a batch when the approximate KL from old to new policy is above 1.5 times
+    this"""
+    ratio_threshold: float | None = None  # drop an update whose mean ratio is above this
+    whiten_advantages: bool = True  # shift and scale the batch's advantages to mean 0, variance 1
+    whiten_rewards: bool = False
+    """divide rewards by their standard deviation; their mean stays, because a shift of each token's
+    reward would favour long or short completions"""
+    score_scaling: bool = False  # divide scores by the standard deviation of all scores so far
+    score_norm: bool = False  # subtract the mean of all scores so far
+    score_clip: float | None = None  # clip scores to -this .. this, as the last step
+    cliprange: float = 0.2  # clips the ratio to 1 - this .. 1 + this (arXiv 1707.06347, eq. 7)
+    missing_eos_penalty: float = 0.0
+    """subtracted from the score of a completion without EOS (arXiv 2403.17031, detail 4)"""
+    updates_per_batch = property(lambda self: self.num_ppo_epochs * self.num_mini_batches)
     # optimizer
-    lr_scheduler_type: Literal[  # learning-rate schedule over all optimizer steps, by its name in transformers
-        "linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt"
-    ] = "linear"
-    learning_rate: float = 5e-5  # AdamW's learning rate, at its highest
-    weight_decay: float = 0.0  # AdamW's decoupled weight decay, of all parameters
+    lr_scheduler_type: Schedule = "linear"  # over all optimizer steps, as in transformers
+    learning_rate: float = 5e-5  # highest learning rate of AdamW
+    weight_decay: float = 0.0  # weight decay of AdamW, on all parameters
     warmup_steps: int = 0  # optimizer steps of linear warm-up
-    max_grad_norm: float = 1.0  # clip the gradient's global norm to this; inf: no clipping
+    max_grad_norm: float = 1.0  # the gradient's norm is clipped to this; inf: no clipping
     # logging
-    log_with: str | None = None  # a tracker of accelerate besides metrics.jsonl: wandb, tensorboard, ...
-    num_sample_generations: int = 10  # how often over the run a few completions are shown and written
+    log_with: str | None = None  # a tracker beside metrics.jsonl: wandb, tensorboard, ...
+    num_sample_generations: int = 10  # number of times in a run that samples are shown and written
     save_rollouts: bool = False  # write every episode to rollouts.jsonl
 
     def __post_init__(self):
-        """Refuse what no run can use, and fill in what the launcher and other flags say."""
-        may_be_0 = "seed warmup_steps num_sample_generations stop_token_id learning_rate weight_decay kl_coef cliprange"
-        may_be_0 += " eval_temperature missing_eos_penalty cliprange_value vf_coef gamma lam"
-        for name, value in vars(self).items():
-            low = 0 if name in may_be_0.split() else 1 if isinstance(value, int) else 1e-30
-            high = math.inf if name == "max_grad_norm" else 2**32 - 1  # the seed: one word of a key of `keyed_rng`
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and not low <= value <= high:
-                wanted = "at least 0" if low == 0 else "above 0"
-                raise ValueError(f"--{name.replace('_', '-')} must be {wanted} and below 2**32, not {value}")
-        launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        self.dtype = self.dtype or {"no": "float32", "bf16": "bfloat16"}.get(launcher)
-        if self.eval_dataset is None and self.dataset == Args.dataset:
-            self.eval_dataset = str(DEFAULT / "eval.jsonl")
-        has_split = not self.eval_dataset or self.eval_dataset.endswith(".jsonl") or ":" in self.eval_dataset
-        multiple = math.lcm(self.k, self.num_mini_batches)
-        has_no_reward = "none" in (self.reward, self.eval_reward) and not self.reward_model_path
-        is_default_missing = not DEFAULT.exists() and str(DEFAULT) in self.model_path + self.dataset
-        for is_wrong, message in (
-            (max(self.gamma, self.lam) > 1, "--gamma and --lam must be at most 1"),
-            (self.adaptive_kl and self.kl_coef == 0, "--adaptive-kl needs a --kl-coef above 0 to start from"),
-            (self.batch_size % multiple, f"--batch-size must be a multiple of {multiple}: whole groups, mini-batches"),
-            (self.dtype is None, f"--dtype float32 or bfloat16, not {launcher}, the launcher's mixed precision"),
-            (has_no_reward, "--reward none and --eval-reward none need a --reward-model-path"),
-            (self.eval_every and not self.eval_dataset, "--eval-every needs an --eval-dataset"),
-            (self.eval_k > 1 and not self.eval_temperature, "--eval-k: completions are equal at --eval-temperature 0"),
-            (not has_split, "--eval-dataset must be a .jsonl file or name a split of a Hub dataset, NAME:SPLIT"),
-            (self.warmup_steps and self.lr_scheduler_type == "constant", "--warmup-steps: use constant_with_warmup"),
-            (self.resume and not self.output_dir, "--resume needs the --output-dir of the run to continue"),
-            (self.log_with not in [None, *map(str, get_available_trackers())], "--log-with: not an installed tracker"),
-            (is_default_missing, "--model-path, --dataset: copy the folder benchmark/default to beside this file"),
-        ):
-            if is_wrong:
-                raise ValueError(message)
+        fill_in_defaults(self)
+        check_flags(self)
 
 
-# ========================================== 3  batch arithmetic ==========================================
+# ===================================== 2  the arithmetic =====================================
 def batch_arithmetic(args: Args, num_prompts: int, world_size: int) -> SimpleNamespace:
-    """Every count of a run; nothing else derives one. `plan_table` parses these lines:
+    """Every count of a run. `--plan` prints them. No other place plans a count.
 
-    prompts = floor(num_train_epochs * num_prompts + 0.5), at least 1; with total_episodes: ceil(total_episodes / k)
-    episodes = prompts * k
-    prompts_per_iteration = batch_size / k
-    mini_batch_size = batch_size / num_mini_batches
-    iterations = ceil(episodes / batch_size)
-    last_batch_size = episodes - (iterations - 1) * batch_size
-    steps = num_ppo_epochs * ((iterations - 1) * num_mini_batches + min(num_mini_batches, last_batch_size))
-    epochs = prompts / num_prompts
-    gradient_accumulation_steps = ceil(ceil(mini_batch_size / world_size) / per_device_train_batch_size), at most"""
+    num_prompts: prompts in the dataset; world_size: processes
+    """
     plan = SimpleNamespace()
     if args.total_episodes is None:
         plan.prompts = max(1, math.floor(args.num_train_epochs * num_prompts + 0.5))
     else:
         plan.prompts = math.ceil(args.total_episodes / args.k)
     plan.episodes = plan.prompts * args.k
+    # Both divisions are exact: `check_flags` refuses other batch sizes.
     plan.prompts_per_iteration = args.batch_size // args.k
     plan.mini_batch_size = args.batch_size // args.num_mini_batches
     plan.iterations = math.ceil(plan.episodes / args.batch_size)
     plan.last_batch_size = plan.episodes - (plan.iterations - 1) * args.batch_size
+    # Episodes are left over, so the last batch may be smaller. A mini-batch has at least one.
     last_mini_batches = min(args.num_mini_batches, plan.last_batch_size)
-    plan.steps = args.num_ppo_epochs * ((plan.iterations - 1) * args.num_mini_batches + last_mini_batches)
+    mini_batches = (plan.iterations - 1) * args.num_mini_batches + last_mini_batches
+    plan.steps = args.num_ppo_epochs * mini_batches
     plan.epochs = plan.prompts / num_prompts
-    local_mini_batch_size = math.ceil(plan.mini_batch_size / world_size)
-    plan.gradient_accumulation_steps = math.ceil(local_mini_batch_size / args.per_device_train_batch_size)
+    # At most so many: episodes without a gradient take no pass.
+    process_share = math.ceil(plan.mini_batch_size / world_size)
+    plan.gradient_accumulation_steps = math.ceil(process_share / args.per_device_train_batch_size)
     return plan
 
 
-def plan_table(args: Args, num_prompts: int, world_size: int) -> str:
-    """`batch_arithmetic` and its formulas, with their numbers, as text that is also YAML: `name: value  # formula`."""
-    plan = vars(batch_arithmetic(args, num_prompts, world_size))
-    known = vars(args) | plan | {"k": args.k, "num_prompts": num_prompts, "world_size": world_size}
-    table = ""
-    for name, formula in re.findall(r"^ *(\w+) = (.*)$", batch_arithmetic.__doc__, re.MULTILINE):
-        formula = formula.split("; with total_episodes: ")[0 if args.total_episodes is None else -1]
-        numbers = re.sub("[a-z_]+", lambda word: str(known.get(word[0], word[0])), formula.split(", at ")[0])
-        table += f"{name + ': ' + str(plan[name]):30} # {formula} = {numbers}\n"
-    return table
+# ===================================== 3  the algorithm =====================================
+@dataclass
+class Batch:
+    """The episodes of one iteration. Every process holds all of them.
+
+    The k episodes of a group are neighbours. The axis `response` has --response-length entries.
+    Entries after the end of a completion are 0.
+    """
+
+    prompts: list["Prompt"]  # [episodes], each with row, text and token_ids
+    completions: list[str]  # [episodes], as text, without special tokens
+    token_ids: list[list[int]]  # [episodes], lists of tokens, the EOS included
+    tokens: torch.Tensor  # [episodes, response], token_ids as a tensor
+    mask: torch.Tensor  # [episodes, response], True where a token belongs to the completion
+    lengths: torch.Tensor  # [episodes], tokens of the completion, the EOS included
+    ended: torch.Tensor  # [episodes], True where the completion has an EOS or the stop token
+    logprobs: torch.Tensor  # [episodes, response], of each token, by the policy that sampled it
+    entropies: torch.Tensor  # [episodes, response], exact entropy of each token's distribution
+    pass_lengths: torch.Tensor  # [episodes], prompt and longest completion of the group, in tokens
 
 
-# What a random number is for. Keys of one purpose must be equally long: numpy takes (1, 2) for (1, 2, 0).
-PROMPT_ORDER, SAMPLING, EVALUATION, MINI_BATCHES, NEW_WEIGHTS = range(1, 6)
+@dataclass
+class LossInputs:
+    """What the loss reads besides the new log-probabilities and the new values."""
+
+    old_logprobs: torch.Tensor  # [episodes, response]
+    advantages: torch.Tensor  # [episodes, response]
+    old_values: torch.Tensor  # [episodes, response]
+    returns: torch.Tensor  # [episodes, response]
+    mask: torch.Tensor  # [episodes, response], True for tokens of the completion
+
+    def select(self, episodes: torch.Tensor) -> "LossInputs":
+        """The inputs of some episodes, by their indices."""
+        return LossInputs(**{name: tensor[episodes] for name, tensor in vars(self).items()})
 
 
-def keyed_rng(seed: int, purpose: int, *key: int) -> np.random.Generator:
-    """A generator that is a function of its key alone: not of the process, nor of what was drawn before."""
-    return np.random.default_rng([seed, purpose, *key])
+class LossTerms(NamedTuple):
+    """What the loss returns. Both losses are minimized. The rest is only logged."""
+
+    losses: torch.Tensor  # [episodes, response], 0 after the end of a completion
+    value_losses: torch.Tensor  # [episodes, response], 0 after the end of a completion
+    logratio: torch.Tensor  # [episodes, response], log of the ratio
+    is_clipped: torch.Tensor  # [episodes, response], True where the clipped term is the larger one
+    value_is_clipped: torch.Tensor  # [episodes, response], the same for the value loss
 
 
-def draw_prompts(seed: int, num_prompts: int, first: int, count: int) -> list[int]:
-    """Positions first .. first + count - 1 of the endless stream of epochs; epoch e is the permutation of (seed, e)."""
-    epochs = range(first // num_prompts, (first + count - 1) // num_prompts + 1)
-    stream = np.concatenate([keyed_rng(seed, PROMPT_ORDER, epoch).permutation(num_prompts) for epoch in epochs])
-    return stream[first % num_prompts :][:count].tolist()
+def gae(rewards, values, gamma: float, lam: float):
+    """A_t = delta_t + gamma lam A_{t+1}, delta_t = R_t + gamma V_{t+1} - V_t (1506.02438, eq. 16).
 
-
-def draw_mini_batches(args: Args, iteration: int, ppo_epoch: int, num_episodes: int) -> tuple[torch.Tensor, ...]:
-    """One PPO epoch's mini-batches: the groups in a fresh order, the k episodes of each side by side, cut into
-    near-equal pieces. Two groups of k = 2, 0 1 and 2 3, in the order 1, 0 are 2 3 0 1: mini-batches (2 3) and (0 1)."""
-    groups = keyed_rng(args.seed, MINI_BATCHES, iteration, ppo_epoch).permutation(num_episodes // args.k)
-    episodes = (torch.from_numpy(groups)[:, None] * args.k + torch.arange(args.k)).flatten()  # [num_episodes]
-    return episodes.tensor_split(min(args.num_mini_batches, num_episodes))
-
-
-def micro_batches(accelerator: Accelerator, episodes: torch.Tensor, lengths: torch.Tensor, size: int) -> list[tuple]:
-    """This process's share of `episodes` in near-equal micro-batches of at most `size`, as many on each process, sorted
-    by `lengths` [batch], so that little is padded -> the indices and weights of each, and whether it is the last.
-    Where they do not split evenly the last episode is repeated with weight 0, which changes no sum:
-    0 1 2 3 4 on 3 processes make 0 1 | 2 3 | 4 4, with weights 1 1 | 1 1 | 1 0."""
-    count = math.ceil(len(episodes) / accelerator.num_processes)
-    positions = accelerator.process_index * count + torch.arange(count)  # [share], the last ones maybe beyond the end
-    share, weights = episodes[positions.clamp(max=len(episodes) - 1)], (positions < len(episodes)).float()
-    pieces = lengths[share].argsort(stable=True).tensor_split(math.ceil(count / size))
-    return [(share[piece], weights[piece].to(accelerator.device), piece is pieces[-1]) for piece in pieces]
-
-
-def on_all_processes(accelerator: Accelerator, function, lengths: torch.Tensor, size: int):
-    """Apply `function(indices)` to every episode, in micro-batches on all processes -> on every process all the rows of
-    the tensors that it returns, in the episodes' order."""
-    pieces = [indices for indices, *_ in micro_batches(accelerator, torch.arange(len(lengths)), lengths, size)]
-    order = torch.cat(pieces).argsort(stable=True)  # back to the share's
-    share = recursively_apply(lambda x: x[order], concatenate([function(indices) for indices in pieces]))
-    return recursively_apply(lambda x: x[: len(lengths)], accelerator.gather(share))  # less the repeats at the end
-
-
-# ========================================== 4  data and reward ===========================================
-Prompt = namedtuple("Prompt", ["row", "text", "token_ids"])  # the dataset's row, its prompt as rendered, and tokenized
-
-
-def load_prompts(path: str, reward, tokenizer, max_prompt_length: int | None) -> list[Prompt]:
-    """The rows of a .jsonl file or a Hub dataset NAME:SPLIT, each with all columns, their prompts rendered by the chat
-    template and tokenized (without a tokenizer: neither). Names the line of a bad one; drops too long ones, aloud."""
-    if path.endswith(".jsonl"):
-        lines = Path(path).read_text(encoding="utf-8").rstrip("\n").split("\n")
-    else:
-        name, _, split = path.partition(":")
-        lines = importlib.import_module("datasets").load_dataset(name, split=split or "train")
-    prompts, columns = [], {}
-    for number, row in enumerate(lines, start=1):
-        try:
-            row = json.loads(row) if isinstance(row, str) else row
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not JSON ({error}); every line must be one object") from None
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), (str, list)) or not row["prompt"]:
-            raise ValueError(f"{path}:{number}: needs a `prompt`: text, or a list of chat messages")
-        if reward is exact_match and "answer" not in row:
-            raise ValueError(f"{path}:{number}: needs an `answer`, which the reward exact_match compares with")
-        text, is_chat, token_ids = row["prompt"], isinstance(row["prompt"], list), []
-        if is_chat and tokenizer is not None:
-            text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
-        if tokenizer is not None:
-            token_ids = tokenizer(text, add_special_tokens=not is_chat)["input_ids"]  # a template writes its own
-        prompts.append(Prompt(row, text, token_ids))
-        columns |= dict.fromkeys(row)
-    kept = [p._replace(row=columns | p.row) for p in prompts if len(p.token_ids) <= (max_prompt_length or math.inf)]
-    if not kept:
-        raise ValueError(f"{path}: no prompts of at most --max-prompt-length {max_prompt_length} tokens")
-    if len(kept) < len(prompts) and os.environ.get("RANK", "0") == "0":
-        print(f"{path}: {len(prompts) - len(kept)} of {len(prompts)} prompts dropped, longer than --max-prompt-length")
-    return kept
-
-
-def exact_match(completions: list, answer: list, **_) -> list[float]:
-    """1 where the completion, stripped, is the row's `answer`, else 0."""
-    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    return [float(text.strip() == str(right)) for text, right in zip(texts, answer)]
-
-
-def load_reward(flag: str, spec: str):
-    """The function that `exact_match`, FILE.py:FUNCTION or package.module:FUNCTION names; None for `none`."""
-    if spec in ("none", "exact_match"):
-        return exact_match if spec == "exact_match" else None
-    path, _, function = spec.rpartition(":")
-    if not path:
-        raise ValueError(f"{flag} {spec}: not exact_match, FILE.py:FUNCTION, package.module:FUNCTION or none")
-    if not path.endswith(".py"):
-        return getattr(importlib.import_module(path), function)
-    file = Path(path).resolve(strict=True)
-    sys.path.append(str(file.parent))  # its neighbours are importable; at the end, so that none hides a library
-    module = importlib.import_module(file.stem)
-    if Path(getattr(module, "__file__", "")).resolve() != file:
-        raise ValueError(f"{flag} {spec}: Python knows another module {file.stem}, {module}; rename yours")
-    return getattr(module, function)
-
-
-def score_episodes(accelerator: Accelerator, batch: SimpleNamespace, reward, score_by_model, where: str):
-    """Scores [episodes] on every process, and a dict of each one's summands ("": of a reward that returns a list).
-
-    Each process calls `reward` once, as TRL does: by keywords, a list for each column; its share has no repeats."""
-    everything, parts = torch.arange(len(batch.prompts)), {}  # sorted by itself: in order, in one piece
-    [(share, weights, _)] = micro_batches(accelerator, everything, lengths=everything, size=len(everything))
-    share = share[weights.cpu() > 0].tolist()
-    if share and reward is not None:
-        rows, texts = [batch.prompts[i].row for i in share], [batch.completions[i] for i in share]
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        columns["prompts"], columns["completion_ids"] = columns.pop("prompt"), [batch.token_ids[i] for i in share]
-        chats = ([{"role": "assistant", "content": text}] for text in texts)
-        columns["completions"] = [c if isinstance(r["prompt"], list) else t for r, t, c in zip(rows, texts, chats)]
-        parts = reward(**columns)
-        parts = dict(parts) if isinstance(parts, dict) else {"": parts}
-    if share and score_by_model is not None:
-        parts["reward_model"] = score_by_model(batch, share)
-    local_parts = [dict(zip(parts, values)) for values in zip(*parts.values(), strict=True)]
-    if len(local_parts) != len(share):
-        raise ValueError(f"{where}: the reward returned {len(local_parts)} scores for {len(share)} completions")
-    all_parts = gather_object([{name: float(x or 0.0) for name, x in named.items()} for named in local_parts])
-    scores = torch.tensor([sum(named.values()) for named in all_parts], device=accelerator.device)
-    for i in (~scores.isfinite()).nonzero().flatten().tolist():
-        raise ValueError(f"{where}: the score of a completion of {batch.prompts[i].text!r} is {scores[i]}")
-    return scores, all_parts
-
-
-# =============================================== 5  models ===============================================
-def load_model(flag: str, path: str, auto_class, dtype: torch.dtype, **config_changes):
-    """`from_pretrained` with every dropout at 0 -> the model in train mode, and whether its checkpoint has a `score`
-    head, as reward models have. Refuses any other weight that it lacks or has in another shape: it would be random."""
-    config = transformers.AutoConfig.from_pretrained(path, **config_changes)
-    for name, value in config.to_dict().items():
-        if "drop" in name and isinstance(value, float):
-            setattr(config, name, 0.0)
-    settings = dict(config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True)
-    model, info = auto_class.from_pretrained(path, **settings)
-    for name in sorted(info["missing_keys"] - {"score.weight"}) + sorted(name for name, *_ in info["mismatched_keys"]):
-        raise ValueError(f"{flag} {path}: its weights lack {name}, or have it in another shape")
-    return model.train(), "score.weight" not in info["missing_keys"]  # eval() would stop gradient checkpointing
-
-
-def add_lora(model, args: Args, index: int):
-    """Wrap a model with LoRA adapters whose first weights are a function of the seed and the model's index."""
-    peft = importlib.import_module("peft")
-    torch.manual_seed(int(keyed_rng(args.seed, NEW_WEIGHTS, index).integers(2**32)))
-    config = peft.LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules="all-linear")
-    return peft.get_peft_model(model, config)
-
-
-def find_eos_ids(policy, tokenizer, stop_token_id: int | None) -> list[int]:
-    """Every token that ends an episode: those of the model's configs, of the tokenizer, and --stop-token-id."""
-    found = [policy.config.eos_token_id, policy.generation_config.eos_token_id, tokenizer.eos_token_id, stop_token_id]
-    return sorted({i for ids in found if ids is not None for i in (ids if isinstance(ids, list) else [ids])})
-
-
-def pad_left(sequences: list[list[int]], device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token lists -> tokens, padded on the left by any token, and their mask, from lengths: [rows, longest] each."""
-    longest = max(len(s) for s in sequences)
-    tokens = torch.tensor([[0] * (longest - len(s)) + s for s in sequences], device=device)
-    return tokens, torch.tensor([[0] * (longest - len(s)) + [1] * len(s) for s in sequences], device=device)
-
-
-def pick_tokens(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Inverse-transform sampling: the first token whose cumulative probability is above the uniform number, [rows].
-    In float64, and with `right=True`, so that no token of probability 0 is drawn. logprobs: [rows, vocabulary]"""
-    cumulative = logprobs.double().exp().cumsum(-1)  # the last is 1, but for rounding
-    return torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True).squeeze(1)
-
-
-class CompletionModel(torch.nn.Module):
-    """A causal language model that samples completions and gives their log-probabilities. A prompt is run once for a
-    group: its keys and values are repeated for the completions, on which sampling goes on token by token, and training,
-    with gradient, with all tokens at once."""
-
-    def __init__(self, language_model, eos_ids: list[int], shares_prompts: bool):
-        """shares_prompts: in `logprobs`; else a row holds prompt and completion."""
-        super().__init__()
-        self.language_model, self.eos_ids, self.shares_prompts = language_model, eos_ids, shares_prompts
-
-    def forward(self, method, *inputs):
-        """Call a method: `forward` is all that DDP, FSDP2 and DeepSpeed see."""
-        return method(self, *inputs)
-
-    def run(self, tokens: torch.Tensor, mask: torch.Tensor, cache=None, **settings) -> torch.Tensor:
-        """Logits of `tokens` [rows, new], the last ones of rows that begin in the KV cache; mask: [rows, all]."""
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]  # whatever the padding
-        inputs = dict(attention_mask=mask, position_ids=positions, past_key_values=cache, **settings)
-        return self.language_model(tokens, use_cache=cache is not None, **inputs).logits
-
-    def run_prompts(self, prompts: list[list[int]]):
-        """Run the prompts (token lists, one per episode), equal neighbours once -> the logits of the first completion
-        token [episodes, 1, vocabulary], the KV cache, and its mask [episodes, longest prompt]."""
-        groups = [(prompt, len(list(equal))) for prompt, equal in itertools.groupby(prompts)]
-        tokens, mask = pad_left([prompt for prompt, _ in groups], self.language_model.device)
-        repeats = torch.tensor([count for _, count in groups], device=mask.device)  # [groups]
-        cache = DynamicCache(config=self.language_model.config)
-        logits = self.run(tokens, mask, cache, logits_to_keep=1)
-        cache.batch_repeat_interleave(repeats)
-        return logits.repeat_interleave(repeats, 0), cache, mask.repeat_interleave(repeats, 0)
-
-    @torch.no_grad()
-    def sample(self, prompts: list[list[int]], uniforms: torch.Tensor, temperature: float) -> dict[str, torch.Tensor]:
-        """Sample a completion for every prompt, token by token; at temperature 0 each is the most likely one.
-        prompts: token lists, one per episode; uniforms: [episodes, response_length], float64, one number per token
-        Returns tokens [episodes, response_length], 0 after the end; lengths [episodes], the EOS included; ended
-        [episodes], whether an EOS came; logprobs and entropies (exact) [episodes, response_length], 0 after the end."""
-        self.eval()  # in train mode, gradient checkpointing silently drops the KV cache
-        tokens = torch.zeros(uniforms.shape, dtype=torch.long, device=uniforms.device)
-        logprobs, entropies = torch.zeros((2, *uniforms.shape), device=uniforms.device)
-        lengths, eos_ids = torch.zeros_like(tokens[:, 0]), torch.tensor(self.eos_ids, device=uniforms.device)
-        alive = torch.arange(len(prompts), device=uniforms.device)  # the rows still in the batch: which episode each is
-        logits, cache, mask = self.run_prompts(prompts)
-        for t in range(uniforms.shape[1]):
-            vocab_logprobs = torch.log_softmax(logits[:, -1].float() / (temperature or 1.0), dim=-1)  # [alive, vocab]
-            picked = pick_tokens(vocab_logprobs, uniforms[alive, t]) if temperature else vocab_logprobs.argmax(-1)
-            tokens[alive, t], lengths[alive] = picked, t + 1
-            logprobs[alive, t] = vocab_logprobs.gather(-1, picked[:, None]).squeeze(1)
-            entropies[alive, t] = torch.special.entr(vocab_logprobs.exp()).sum(-1)  # entr(p) is -p log p
-            goes_on = ~torch.isin(picked, eos_ids)
-            if t + 1 == uniforms.shape[1] or not goes_on.any():
-                break
-            if not goes_on.all():  # finished episodes leave the batch
-                alive, picked, mask = alive[goes_on], picked[goes_on], mask[goes_on]
-                cache.batch_select_indices(goes_on.nonzero().squeeze(1))
-            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)  # [alive, prompt + sampled]
-            logits = self.run(picked[:, None], mask, cache)
-        self.train()
-        ended = torch.isin(tokens.gather(1, lengths[:, None] - 1).squeeze(1), eos_ids)
-        return dict(tokens=tokens, lengths=lengths, ended=ended, logprobs=logprobs, entropies=entropies)
-
-    def logprobs(self, prompts: list[list[int]], tokens: torch.Tensor, mask: torch.Tensor, temperature: float):
-        """Log-probability of every completion token, [episodes, response], 0 where `mask` is False.
-        prompts: token lists, one per episode; tokens, mask: [episodes, response]; temperature: divides the logits"""
-        if not self.shares_prompts:
-            prompt_ids, prompt_mask = pad_left(prompts, tokens.device)
-            rows, row_mask = torch.cat([prompt_ids, tokens[:, :-1]], 1), torch.cat([prompt_mask, mask[:, :-1]], 1)
-            logits = self.run(rows, row_mask, logits_to_keep=tokens.shape[1])  # [episodes, response, vocabulary]
-        else:
-            logits, cache, prompt_mask = self.run_prompts(prompts)
-            if tokens.shape[1] > 1:
-                more = self.run(tokens[:, :-1], torch.cat([prompt_mask, mask[:, :-1]], 1), cache)
-                logits = torch.cat([logits, more], 1)
-        logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
-        return logprobs.gather(-1, tokens[:, :, None]).squeeze(-1).masked_fill(~mask, 0.0)
-
-
-@contextlib.contextmanager
-def sampling_weights(accelerator: Accelerator, model):
-    """For all the passes inside, gather sharded weights once, instead of layer by layer for every token; on a CPU lay
-    out those of linear layers by column: a product with few rows is faster so."""
-    zero3 = getattr(getattr(model, "optimizer", None), "parameter_offload", None)  # DeepSpeed's
-    if zero3 is not None:
-        with importlib.import_module("deepspeed").zero.GatheredParameters(list(model.parameters())):
-            zero3._remove_module_hooks()  # they would release every layer
-            zero3.forward_hooks.clear(), zero3.backward_hooks.clear()
-            yield
-            zero3.setup_zero_stage3_hooks()
-    elif accelerator.is_fsdp2:
-        model.set_reshard_after_forward(False)  # the first pass gathers all
-        yield
-        model.set_reshard_after_forward(accelerator.state.fsdp_plugin.reshard_after_forward)
-        for module in filter(lambda module: hasattr(module, "reshard"), model.modules()):
-            module.reshard()
-    else:
-        kept = {m.weight: m.weight.data for m in model.modules() if isinstance(m, torch.nn.Linear) and m.weight.is_cpu}
-        for weight, data in kept.items():
-            weight.data = data.t().contiguous().t()
-        yield
-        for weight, data in kept.items():
-            weight.data = data
-
-
-def configure_deepspeed(accelerator: Accelerator, args: Args):
-    """Hand over what DeepSpeed's engine does itself: clipping, autocast, gathering the weights that are saved."""
-    config = accelerator.state.deepspeed_plugin.deepspeed_config
-    config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"] = 1, 1  # `micro_batches` has them
-    config["gradient_clipping"] = 0.0 if math.isinf(args.max_grad_norm) else args.max_grad_norm
-    config["torch_autocast"] = {"enabled": args.dtype == "bfloat16", "dtype": "bfloat16"}
-    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    # else transformers shards all that it loads, the reference too, which has no engine to gather it
-    transformers.integrations.unset_hf_deepspeed_config()
-
-
-def load_reward_model(args: Args, tokenizer, device):
-    """A one-label sequence classifier, as a function of the batch and the indices to score that gives scores.
-    It reads token ids, EOS included, where its vocabulary is the policy's; else text, with its EOS where one came."""
-    path, dtype = args.reward_model_path, getattr(torch, args.dtype)
-    model, has_head = load_model("--reward-model-path", path, AutoModelForSequenceClassification, dtype, num_labels=1)
-    if not has_head:
-        new = keyed_rng(args.seed, NEW_WEIGHTS, 0).normal(0, model.config.hidden_size**-0.5, model.score.weight.shape)
-        model.score.weight.data = torch.from_numpy(new).to(dtype)
-        print(f"warning: --reward-model-path {path} has no trained head; its scores are random", file=sys.stderr)
-    its_tokenizer, model, head = AutoTokenizer.from_pretrained(path), model.to(device), model.score
-    eos, same_vocabulary = [its_tokenizer.eos_token_id], its_tokenizer.get_vocab() == tokenizer.get_vocab()
-
-    @torch.no_grad()
-    def score(batch: SimpleNamespace, indices: list[int]) -> list[float]:
-        rows, scores, size = [], [], args.per_device_train_batch_size
-        for i in indices:
-            prompt, completion = batch.prompts[i], batch.completions[i]
-            rows.append(prompt.token_ids + batch.token_ids[i])
-            if not same_vocabulary:
-                rows[-1] = its_tokenizer(prompt.text + completion)["input_ids"]
-                if isinstance(prompt.row["prompt"], list):
-                    messages = prompt.row["prompt"] + [{"role": "assistant", "content": completion}]
-                    rows[-1] = its_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
-                rows[-1] += eos if batch.ended[i] and eos != [None] and rows[-1][-1:] != eos else []
-        for first in range(0, len(rows), size):
-            tokens, mask = pad_left(rows[first : first + size], device)
-            inputs = dict(attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), use_cache=False)
-            hidden = model.base_model(tokens, **inputs).last_hidden_state[:, -1]  # padding is on the left
-            scores += head(hidden).float().squeeze(-1).tolist()
-        return scores
-
-    return score
-
-
-# ========================================== 6  the algorithm: PPO ========================================
-class PolicyAndValue(CompletionModel):
-    """The policy and the value model, `value_trunk` and `value_head`, as one module, which rows of prompt and
-    completion run through."""
-
-    def values(self, prompts: list[list[int]], tokens: torch.Tensor, mask: torch.Tensor, _) -> torch.Tensor:
-        """A value for every completion token, read one position before it, [episodes, response], 0 where masked."""
-        prompt_ids, prompt_mask = pad_left(prompts, tokens.device)
-        row_mask = torch.cat([prompt_mask, mask[:, :-1]], 1)
-        inputs = dict(attention_mask=row_mask, position_ids=(row_mask.cumsum(-1) - 1).clamp(min=0), use_cache=False)
-        hidden = self.value_trunk(torch.cat([prompt_ids, tokens[:, :-1]], 1), **inputs).last_hidden_state
-        return self.value_head(hidden[:, -tokens.shape[1] :]).float().squeeze(-1).masked_fill(~mask, 0.0)
-
-    def logprobs_and_values(self, *inputs) -> torch.Tensor:
-        """Both, [2, episodes, response]."""
-        return torch.stack([self.logprobs(*inputs), self.values(*inputs)])
-
-
-def load_policy_and_value(policy, eos_ids: list[int], tokenizer, args: Args) -> PolicyAndValue:
-    """The value model's trunk and head, from the first there is: --value-model-path, the reward model, the policy. A
-    trunk without a head, [1, hidden], gets zeros."""
-    flag, path, head = "--value-model-path", args.value_model_path or args.model_path, None
-    if args.value_model_path is None and args.reward_model_path is not None:
-        if AutoTokenizer.from_pretrained(args.reward_model_path).get_vocab() == tokenizer.get_vocab():
-            flag, path = "--reward-model-path", args.reward_model_path
-    architectures = transformers.AutoConfig.from_pretrained(path).architectures or [""]
-    if architectures[0].endswith("ForSequenceClassification"):
-        scorer, has_head = load_model(flag, path, AutoModelForSequenceClassification, torch.float32, num_labels=1)
-        trunk, head = scorer.base_model, scorer.score.weight.data if has_head else None
-    else:
-        trunk, _ = load_model(flag, path, AutoModel, torch.float32)
-    if trunk.config.vocab_size != policy.config.vocab_size:
-        raise ValueError(f"{flag} {path}: the value model's vocabulary is not the policy's")
-    if args.gradient_checkpointing:
-        trunk.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if args.lora_r is not None:
-        trunk = add_lora(trunk, args, index=2)
-    model = PolicyAndValue(policy, eos_ids, shares_prompts=False)
-    model.value_trunk, model.value_head = trunk, torch.nn.Linear(trunk.config.hidden_size, 1)
-    torch.nn.init.zeros_(model.value_head.bias)
-    model.value_head.weight.data = torch.zeros_like(model.value_head.weight) if head is None else head
-    return model
-
-
-def token_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str) -> torch.Tensor:
-    """An estimate of KL(policy, reference) from each sampled token (Schulman 2020, Approximating KL Divergence)."""
-    d = logprobs - ref_logprobs
-    return {"k1": d, "abs": d.abs(), "k2": 0.5 * d.square(), "k3": torch.exp(-d) - 1 + d}[estimator]
-
-
-def gae(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
-    """A_t = delta_t + gamma * lam * A_{t+1} with delta_t = R_t + gamma * V_{t+1} - V_t (arXiv 1506.02438, eq. 16).
-
-    rewards, values: [episodes, tokens], both 0 after the end, so that the value after the last token is 0"""
+    rewards, values: [episodes, response]. Both are 0 after the end of a completion, so the value
+    after the last token is 0. Returns the same shape.
+    """
     advantages = torch.zeros_like(rewards)
-    next_advantage = next_value = torch.zeros_like(rewards[:, 0])
+    next_advantage = torch.zeros_like(rewards[:, 0])  # [episodes]
+    next_value = torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]  # [episodes]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
         next_advantage = delta + gamma * lam * next_advantage
         next_value = values[:, t]
         advantages[:, t] = next_advantage
     return advantages
 
 
-def clipped_value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, cliprange_value: float):
-    """0.5 * max((v - G)^2, (v_clipped - G)^2) and where the clip decides (arXiv 2403.17031, detail 20)."""
-    clipped = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
-    loss, clipped_loss = (values - returns).square(), (clipped - returns).square()
-    return 0.5 * torch.maximum(loss, clipped_loss), clipped_loss > loss
+def whiten(values):
+    """Shift and scale all entries together to mean 0 and population variance 1."""
+    return (values - values.mean()) * torch.rsqrt(values.var(correction=0) + 1e-8)
+
+
+def ppo_loss(args: Args, logprobs, values, given: LossInputs) -> LossTerms:
+    """Both losses of each token. logprobs, values: the new ones, [episodes, response]."""
+    logratio = logprobs - given.old_logprobs  # [episodes, response]
+    clip = args.cliprange
+    losses, is_clipped = clipped_policy_loss(logratio, given.advantages, clip, clip)
+    clip = args.cliprange_value
+    value_losses, value_is_clipped = clipped_value_loss(
+        values, given.old_values, given.returns, clip
+    )
+    losses = losses * given.mask
+    value_losses = value_losses * given.mask
+    return LossTerms(losses, value_losses, logratio, is_clipped, value_is_clipped)
+
+
+def clipped_value_loss(values, old_values, returns, cliprange: float):
+    """0.5 max((v - G)^2, (clip(v, V - d, V + d) - G)^2) (arXiv 2403.17031, detail 20).
+
+    Returns the losses, and True where the clipped term is larger. Shapes: [episodes, response].
+    """
+    clipped = values.clamp(old_values - cliprange, old_values + cliprange)
+    losses = (values - returns).square()
+    clipped_losses = (clipped - returns).square()
+    return 0.5 * torch.maximum(losses, clipped_losses), clipped_losses > losses
+
+
+def clipped_policy_loss(logratio, advantages, low: float, high: float):
+    """max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(logratio) (arXiv 1707.06347, eq. 7).
+
+    Returns the losses, and True where the clipped term is larger: above 1 + high for a positive
+    advantage, below 1 - low for a negative one. There the gradient is 0. Shapes: as logratio.
+    """
+    ratio = logratio.exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+# ======================================== 4  training ========================================
+def main(args: Args):
+    """Set up, train, save. Each turn of the loop is one iteration, in the stages 4a to 4f."""
+    started = time.time()
+    reward = load_reward("--reward", args.reward)
+    eval_reward = load_reward("--eval-reward", args.eval_reward or args.reward)
+    tokenizer = load_tokenizer(args)
+    prompts = load_prompts(args.dataset, reward, tokenizer, args.max_prompt_length)
+    if args.plan is not None:
+        print(plan_table(args, len(prompts), world_size=args.plan), end="")
+        return
+    eval_prompts = load_prompts(args.eval_dataset, eval_reward, tokenizer, args.max_prompt_length)
+
+    accelerator = start_accelerator(args)
+    output_dir = choose_output_dir(args, accelerator)
+    if is_finished(accelerator, output_dir):
+        return
+    policy = load_policy(args, tokenizer)
+    check_lengths(args, policy, prompts + eval_prompts)
+    add_value_model(args, policy)  # Policy and value model are one module with one optimizer.
+    reference = load_reference(args, policy, accelerator.device)  # None: there is no KL
+    scorer, eval_scorer = load_scorers(args, reward, eval_reward, tokenizer, accelerator.device)
+
+    plan = batch_arithmetic(args, len(prompts), accelerator.num_processes)
+    optimizer = load_optimizer(args, policy)
+    # The schedule does not go through `prepare`: accelerate would step it once for each process.
+    name = args.lr_scheduler_type
+    scheduler = transformers.get_scheduler(name, optimizer, args.warmup_steps, plan.steps)
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    state = first_controls(args) | load_state(args, accelerator, output_dir, len(prompts))
+    step = state["step"]
+    scheduler.last_epoch = step  # A resumed run continues the schedule at its step.
+    start_logging(args, accelerator, output_dir, state)
+    progress = start_progress_bar(accelerator, plan.steps, step)
+    if eval_prompts and state["iteration"] == 0:
+        metrics = {"iteration": 0, "step": 0, "episode": 0, "epoch": 0.0}
+        metrics |= evaluate(args, accelerator, policy, eval_prompts, eval_scorer, iteration=0)
+        write_metrics(accelerator, output_dir, metrics, progress)
+
+    for iteration in range(state["iteration"] + 1, plan.iterations + 1):
+        # ---- 4a  rollout: sample a completion of each drawn prompt, and compute its values
+        rollout_start = time.perf_counter()
+        num_episodes = args.batch_size
+        if iteration == plan.iterations:
+            num_episodes = plan.last_batch_size
+        first = (iteration - 1) * plan.prompts_per_iteration  # so many prompts were drawn before
+        positions = draw_prompts(args.seed, len(prompts), first, num_episodes // args.k)
+        drawn = [prompts[position] for position in positions]  # [groups]
+        shape = (len(drawn), args.k, args.response_length)
+        uniforms = keyed_rng(args.seed, SAMPLING, iteration).random(shape)  # a number per token
+        batch = generate(args, accelerator, policy, drawn, uniforms, args.temperature)
+        model = accelerator.unwrap_model(policy)
+        values = run_whole_batch(args, accelerator, completion_values, model, batch)
+
+        # ---- 4b  score
+        scores, parts = score_episodes(accelerator, batch, scorer, f"iteration {iteration}")
+        scores = scores - args.missing_eos_penalty * ~batch.ended  # [episodes]
+        scores = normalize_scores(args, state, scores)
+        ref_logprobs = None
+        if reference is not None:
+            ref_logprobs = run_whole_batch(args, accelerator, completion_logprobs, reference, batch)
+
+        # ---- 4c  advantages
+        rewards = torch.zeros_like(batch.logprobs)  # [episodes, response]
+        if reference is not None:
+            kl = token_kl(batch.logprobs, ref_logprobs, args.kl_estimator)
+            rewards = -state["kl_coef"] * kl
+        all_episodes = torch.arange(num_episodes, device=accelerator.device)
+        rewards[all_episodes, batch.lengths - 1] += scores  # at the last token of each completion
+        if args.whiten_rewards:
+            rewards = rewards * torch.rsqrt(rewards[batch.mask].var(correction=0) + 1e-8)
+        advantages = gae(rewards, values, args.gamma, args.lam)  # [episodes, response]
+        returns = advantages + values
+        if args.whiten_advantages:
+            advantages[batch.mask] = whiten(advantages[batch.mask])
+        loss_inputs = LossInputs(batch.logprobs, advantages, values, returns, batch.mask)
+
+        # ---- 4d  optimize
+        train_start = time.perf_counter()
+        updates = []  # the metrics of each update
+        for ppo_epoch in range(args.num_ppo_epochs):
+            for mini_batch in draw_mini_batches(args, iteration, ppo_epoch, num_episodes):
+                learning_rate = optimizer.param_groups[0]["lr"]
+                if updates_have_ended(args, updates):
+                    # --target-kl drops the rest of the updates. They still count as steps.
+                    updates.append({})
+                    scheduler.step()
+                    step += 1
+                    progress.update()
+                    continue
+                optimizer.zero_grad()
+                mini_batch_tokens = batch.lengths[mini_batch].sum()
+                results = PassResults(accelerator, num_episodes)
+                size = args.per_device_train_batch_size
+                for micro_batch in micro_batches(accelerator, mini_batch, batch.pass_lengths, size):
+                    with exchange_gradients(accelerator, policy, now=micro_batch.is_last):
+                        logprobs, new_values = completion_logprobs_and_values(
+                            args, policy, batch, micro_batch.episodes
+                        )
+                        given = loss_inputs.select(micro_batch.episodes)
+                        if args.updates_per_batch == 1:
+                            # p_new is p_old. This removes the rounding between sampling and
+                            # training: the ratio is exactly 1.
+                            given.old_logprobs = logprobs.detach()
+                        terms = ppo_loss(args, logprobs, new_values, given)
+                        losses = terms.losses + args.vf_coef * terms.value_losses
+                        # Divide by the tokens of the whole mini-batch, not of this micro-batch. So
+                        # neither micro-batches nor processes change the gradient.
+                        loss = (losses * micro_batch.is_real[:, None]).sum() / mini_batch_tokens
+                        # DDP takes the mean of the processes' gradients. We need their sum.
+                        accelerator.backward(loss * accelerator.num_processes)
+                    results.add(micro_batch, (logprobs, terms))
+                new_logprobs, terms = results.gather(mini_batch)  # of all processes
+                update = update_metrics(terms, batch.mask[mini_batch])
+                if not updates:  # before the first update, both must be equal up to rounding
+                    update |= compare_with_sampler(args, new_logprobs, batch.logprobs[mini_batch])
+                if not is_dropped(args, update):  # by --target-kl or --ratio-threshold
+                    grad_norm = float(
+                        accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+                    )
+                    update["grad_norm"] = grad_norm
+                    check_gradient(grad_norm, iteration, step)
+                    optimizer.step()
+                scheduler.step()
+                updates.append(update)
+                step += 1
+                progress.update()
+
+        # ---- 4e  log
+        episode = (iteration - 1) * args.batch_size + num_episodes
+        epoch = episode / (args.k * len(prompts))
+        metrics = {"iteration": iteration, "step": step, "episode": episode, "epoch": epoch}
+        metrics |= {"lr": learning_rate} | time_metrics(rollout_start, train_start, num_episodes)
+        metrics |= rollout_metrics(batch, scores, parts) | mean_metrics(updates)
+        if reference is not None:
+            metrics |= kl_metrics(state, scores, kl, batch.logprobs - ref_logprobs)
+            adapt_kl_coef(args, state, metrics["objective/kl"], num_episodes)
+        metrics["policy/skipped_updates"] = sum("grad_norm" not in update for update in updates)
+
+        # ---- 4f  evaluate and save
+        if eval_prompts and is_due(args.eval_every or plan.iterations, iteration, plan):
+            metrics |= evaluate(args, accelerator, policy, eval_prompts, eval_scorer, iteration)
+        write_metrics(accelerator, output_dir, metrics, progress)
+        columns = {"advantage": advantages, "ref_logprobs": ref_logprobs}
+        columns |= {"values": values, "returns": returns}
+        rows = rollout_rows(iteration, batch, scores, columns)
+        write_rollouts(args, accelerator, output_dir, plan, rows, episode)
+        state |= {"iteration": iteration, "step": step}
+        if is_due(args.save_every, iteration, plan):
+            save_checkpoint(accelerator, state, output_dir)
+
+    progress.close()
+    finish(args, accelerator, policy, output_dir, plan, started)
+    # The end of the process group can hang while a model exists, so the model is freed first.
+    policy, optimizer = accelerator.free_memory(policy, optimizer)
+    accelerator.end_training()
+
+
+# ======================================== 5  the model =======================================
+def generate(args: Args, accelerator, policy, prompts, uniforms, temperature: float) -> Batch:
+    """Sample k completions of every prompt. Each process samples a share, and then gets them all.
+
+    An inference engine takes the place of `sample` here. Give it the new weights before. It returns
+    the same tensors; if it knows no entropies, they are 0.
+    prompts: [groups]; uniforms: [groups, k, response], a random number in [0, 1) for each token
+    """
+    k = uniforms.shape[1]
+    prompts = [prompt for prompt in prompts for _ in range(k)]  # [episodes], group by group
+    uniforms = torch.from_numpy(uniforms).flatten(0, 1).to(accelerator.device)
+    prompt_lengths = torch.tensor([len(prompt.token_ids) for prompt in prompts])
+    episodes = torch.arange(len(prompts))
+    size = args.per_device_rollout_batch_size or len(prompts)
+    model = accelerator.unwrap_model(policy)
+    results = PassResults(accelerator, len(prompts))
+    with sampling_weights(accelerator, policy):
+        for micro_batch in micro_batches(accelerator, episodes, prompt_lengths, size):
+            chosen = micro_batch.episodes
+            token_ids = [prompts[i].token_ids for i in chosen]
+            # `model(function, ...)` calls `function(model, ...)`, see CompletionModel.forward.
+            results.add(micro_batch, model(sample, token_ids, uniforms[chosen], temperature))
+    samples = results.gather(episodes)
+    lengths = samples["lengths"]
+    token_ids = trim_rows(samples["tokens"], lengths)
+    # Micro-batches are sorted by pass_lengths. It is equal in a group, so a group stays together,
+    # and its prompt is run once.
+    longest = lengths.cpu().view(-1, k).amax(1).repeat_interleave(k)
+    return Batch(
+        prompts=prompts,
+        completions=model.tokenizer.batch_decode(token_ids, skip_special_tokens=True),
+        token_ids=token_ids,
+        mask=torch.arange(args.response_length, device=accelerator.device) < lengths[:, None],
+        pass_lengths=prompt_lengths + longest,
+        **samples,
+    )
+
+
+@torch.no_grad()
+def sample(model, prompts, uniforms, temperature: float) -> dict:
+    """Sample a completion of every prompt, token by token.
+
+    prompts: token lists, one per episode; uniforms: [episodes, response], one number per token;
+    temperature: 0 takes the most likely token.
+    Returns tokens, lengths, ended, logprobs and entropies, as in Batch.
+    """
+    model.eval()  # There is no dropout, but gradient checkpointing would switch off the KV cache.
+    tokens = torch.zeros(uniforms.shape, dtype=torch.long, device=uniforms.device)
+    lengths = torch.zeros_like(tokens[:, 0])
+    ended = torch.zeros_like(lengths, dtype=torch.bool)
+    logprobs = torch.zeros(uniforms.shape, device=uniforms.device)
+    entropies = torch.zeros_like(logprobs)
+    eos_ids = torch.tensor(model.eos_ids, device=uniforms.device)
+    active = torch.arange(len(prompts), device=uniforms.device)  # episodes that have not ended
+    logits, cache, mask = run_prompts(model, prompts)
+    for t in range(uniforms.shape[1]):
+        logits = logits[:, -1].float() / (temperature or 1.0)
+        log_p = torch.log_softmax(logits, dim=-1)  # [active, vocabulary]
+        if temperature > 0:
+            picked = pick_tokens(log_p, uniforms[active, t])
+        else:
+            picked = log_p.argmax(-1)
+        tokens[active, t] = picked
+        lengths[active] = t + 1
+        logprobs[active, t] = log_p.gather(-1, picked[:, None]).squeeze(1)
+        entropies[active, t] = torch.special.entr(log_p.exp()).sum(-1)  # entr(p) is -p log p
+        ended[active] = torch.isin(picked, eos_ids)
+        goes_on = ~ended[active]
+        if t + 1 == uniforms.shape[1] or not goes_on.any():
+            break
+        if not goes_on.all():  # Completions that have ended leave the batch.
+            active = active[goes_on]
+            picked = picked[goes_on]
+            mask = mask[goes_on]
+            cache.batch_select_indices(goes_on.nonzero().squeeze(1))
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)  # [active, tokens so far]
+        logits = run_tokens(model, picked[:, None], mask, cache)
+    model.train()
+    return dict(tokens=tokens, lengths=lengths, ended=ended, logprobs=logprobs, entropies=entropies)
+
+
+def pick_tokens(log_p, uniforms):
+    """Inverse transform: the first token whose cumulative probability exceeds the uniform number.
+
+    log_p: [rows, vocabulary]; uniforms: [rows]. Returns [rows].
+    """
+    cumulative = log_p.double().exp().cumsum(-1)
+    total = cumulative[:, -1:]  # 1, up to rounding
+    # right=True means strictly above. So a token of probability 0 is never picked.
+    return torch.searchsorted(cumulative, uniforms[:, None] * total, right=True).squeeze(1)
+
+
+def completion_logprobs(args: Args, model, batch: Batch, episodes):
+    """Log-probabilities of the tokens of some episodes, [episodes, response], in one pass."""
+    outputs = model(token_logprobs, *pass_inputs(batch, episodes), args.temperature)
+    return pad_columns(outputs, args.response_length)
+
+
+def token_logprobs(model, prompts, tokens, mask, temperature: float):
+    """Log-probability of every completion token, 0 where `mask` is False.
+
+    prompts: token lists, one per episode; tokens, mask: [episodes, tokens]. Returns the same shape.
+    """
+    logits = completion_logits(model, prompts, tokens, mask)  # [episodes, tokens, vocabulary]
+    log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
+    return log_p.gather(-1, tokens[:, :, None]).squeeze(-1).masked_fill(~mask, 0.0)
+
+
+def completion_values(args: Args, model, batch: Batch, episodes):
+    """Values of the tokens of some episodes, [episodes, response], in one pass."""
+    outputs = model(token_values, *pass_inputs(batch, episodes))
+    return pad_columns(outputs, args.response_length)
+
+
+def completion_logprobs_and_values(args: Args, model, batch: Batch, episodes):
+    """Log-probabilities and values, [2, episodes, response], in one pass, as DDP needs it."""
+    outputs = model(token_logprobs_and_values, *pass_inputs(batch, episodes), args.temperature)
+    return pad_columns(outputs, args.response_length)
+
+
+def token_values(model, prompts, tokens, mask):
+    """Value of every completion token, 0 where `mask` is False. The rows lack the last token, so
+    the last positions are each one before its token."""
+    rows, row_mask = join_rows(prompts, tokens, mask)
+    hidden = run_trunk(model.value_trunk, rows, row_mask)[:, -tokens.shape[1] :]
+    return model.value_head(hidden).float().squeeze(-1).masked_fill(~mask, 0.0)
+
+
+def token_logprobs_and_values(model, prompts, tokens, mask, temperature: float):
+    """Log-probabilities and values of every completion token, [2, episodes, tokens]."""
+    logprobs = token_logprobs(model, prompts, tokens, mask, temperature)
+    return torch.stack([logprobs, token_values(model, prompts, tokens, mask)])
+
+
+class MicroBatch(NamedTuple):
+    episodes: torch.Tensor  # [size], indices into the batch
+    is_real: torch.Tensor  # [size], 1.0; or 0.0 for a repeated episode, which does not count
+    is_last: bool  # True for the last micro-batch of this process
+
+
+def micro_batches(accelerator, episodes, lengths, size: int) -> list[MicroBatch]:
+    """This process's share of some episodes, in near-equal micro-batches of at most `size`.
+
+    All processes make the same number of passes, so the last episode is repeated where needed:
+    0 1 2 3 4 on 3 processes are 0 1 | 2 3 | 4 4, and is_real is 1 1 | 1 1 | 1 0.
+    episodes: indices; lengths: [episodes of the batch]; a share is sorted by it, to save padding
+    """
+    count = len(episodes)
+    if count == 0:  # One pass that does not count gives gradients of 0. They would be None.
+        episodes = torch.zeros(1, dtype=torch.long)
+    share = math.ceil(len(episodes) / accelerator.num_processes)
+    positions = accelerator.process_index * share + torch.arange(share)
+    is_real = (positions < count).float().to(accelerator.device)
+    episodes = episodes[positions.clamp(max=len(episodes) - 1)]
+    order = lengths[episodes].argsort(stable=True)
+    pieces = order.tensor_split(math.ceil(share / size))
+    return [MicroBatch(episodes[p], is_real[p], is_last=p is pieces[-1]) for p in pieces]
+
+
+# =================================== MACHINERY ===================================
+# You can skip everything below on a first reading. It loads data and models, divides the work over
+# processes, logs, saves, resumes and checks. The algorithm is complete above.
+
+
+# ==================================== 6  data and rewards ====================================
+class Prompt(NamedTuple):
+    row: dict  # the row of the dataset, with all its columns
+    text: str  # the prompt as the model reads it; a chat is rendered by its template
+    token_ids: list[int]
+
+
+def load_tokenizer(args: Args):
+    """The policy's tokenizer. --plan needs it only to drop prompts that are too long."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if args.plan is not None and args.max_prompt_length is None:
+        return None
+    return transformers.AutoTokenizer.from_pretrained(args.model_path)
+
+
+def read_rows(path: str):
+    """The rows of a .jsonl file or of a Hub dataset NAME:SPLIT. Names the line that is not JSON."""
+    if not path.endswith(".jsonl"):
+        name, _, split = path.partition(":")
+        datasets = importlib.import_module("datasets")
+        return datasets.load_dataset(name, split=split or "train")
+    rows = []
+    lines = Path(path).read_text(encoding="utf-8").rstrip("\n").split("\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            message = f"{path}:{number}: not JSON ({error}); every line must be one object"
+            raise ValueError(message) from None
+    return rows
+
+
+def load_prompts(path: str | None, reward, tokenizer, max_length: int | None) -> list[Prompt]:
+    """Read, check, render and tokenize the prompts of a dataset. None: no prompts.
+
+    Without a tokenizer they are only read and checked. Prompts over max_length tokens are dropped,
+    and their number is printed. A column that only some rows have is None in the others.
+    """
+    if path is None:
+        return []
+    prompts = []
+    columns = {}
+    for number, row in enumerate(read_rows(path), start=1):
+        prompt = row.get("prompt") if isinstance(row, dict) else None
+        if not isinstance(prompt, (str, list)) or not prompt:
+            raise ValueError(f"{path}:{number}: needs a `prompt`: text, or a list of chat messages")
+        if reward is exact_match and "answer" not in row:
+            message = "needs an `answer`, with which the reward exact_match compares"
+            raise ValueError(f"{path}:{number}: {message}")
+        columns |= dict.fromkeys(row)
+        prompts.append(tokenize_prompt(row, tokenizer))
+    kept = []
+    for prompt in prompts:
+        if len(prompt.token_ids) <= (max_length or math.inf):
+            kept.append(prompt._replace(row=columns | prompt.row))
+    if not kept:
+        raise ValueError(f"{path}: no prompt has at most --max-prompt-length {max_length} tokens")
+    if len(kept) < len(prompts) and os.environ.get("RANK", "0") == "0":
+        dropped = len(prompts) - len(kept)
+        print(f"{path}: {dropped} of {len(prompts)} prompts dropped, over --max-prompt-length")
+    return kept
+
+
+def tokenize_prompt(row: dict, tokenizer) -> Prompt:
+    """Render a row's prompt, where it is a chat, and tokenize it."""
+    text = row["prompt"]
+    if tokenizer is None:
+        return Prompt(row, text, token_ids=[])
+    is_chat = isinstance(text, list)
+    if is_chat:
+        text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
+    # A chat template writes the special tokens itself.
+    return Prompt(row, text, tokenizer(text, add_special_tokens=not is_chat)["input_ids"])
+
+
+def exact_match(completions: list, answer: list, **_) -> list[float]:
+    """1 where the completion, without spaces around it, is the row's `answer`, else 0."""
+    scores = []
+    for completion, right in zip(completions, answer):
+        text = completion if isinstance(completion, str) else completion[0]["content"]
+        scores.append(float(text.strip() == str(right)))
+    return scores
+
+
+def load_reward(flag: str, spec: str):
+    """The function that exact_match, FILE.py:FUNCTION or package.module:FUNCTION names.
+
+    None for `none`.
+    """
+    if spec == "none":
+        return None
+    if spec == "exact_match":
+        return exact_match
+    path, _, function = spec.rpartition(":")
+    if not path:
+        choices = "exact_match, FILE.py:FUNCTION, package.module:FUNCTION or none"
+        raise ValueError(f"{flag} {spec}: must be {choices}")
+    if not path.endswith(".py"):
+        return getattr(importlib.import_module(path), function)
+    file = Path(path).resolve(strict=True)
+    # The file may import its neighbours. The folder comes last, so that it hides no library.
+    sys.path.append(str(file.parent))
+    module = importlib.import_module(file.stem)
+    if Path(getattr(module, "__file__", "")).resolve() != file:
+        message = f"Python already knows another module {file.stem}, {module}; rename yours"
+        raise ValueError(f"{flag} {spec}: {message}")
+    return getattr(module, function)
+
+
+class Scorer(NamedTuple):
+    """What gives an episode its score: a function, a model, or both. Their scores are added."""
+
+    function: object  # from load_reward, or None
+    model: object  # from load_reward_model, or None
+
+
+def load_scorers(args: Args, reward, eval_reward, tokenizer, device) -> tuple[Scorer, Scorer]:
+    """The scorer of training, and that of evaluations, where --eval-reward replaces both parts."""
+    model = load_reward_model(args, tokenizer, device)
+    eval_model = model if args.eval_reward in (None, "none") else None
+    return Scorer(reward, model), Scorer(eval_reward, eval_model)
+
+
+def score_episodes(accelerator, batch: Batch, scorer: Scorer, where: str):
+    """Score the batch: every process scores its share, and gets all.
+
+    Returns the scores [episodes], and for every episode a dict of the parts of its score. The part
+    of a function that returns a list has the name "". where: the place, for an error message
+    """
+    count = math.ceil(len(batch.prompts) / accelerator.num_processes)
+    first = count * accelerator.process_index
+    share = range(len(batch.prompts))[first : first + count]
+    parts = {}
+    if share and scorer.function is not None:
+        parts = call_reward(scorer.function, batch, share)
+    if share and scorer.model is not None:
+        parts["reward_model"] = scorer.model(batch, share)
+    local_parts = []
+    for values in zip(*parts.values(), strict=True):
+        local_parts.append({name: float(value or 0.0) for name, value in zip(parts, values)})
+    if len(local_parts) != len(share):
+        message = f"the reward returned {len(local_parts)} scores for {len(share)} completions"
+        raise ValueError(f"{where}: {message}")
+    all_parts = gather_object(local_parts)
+    scores = torch.tensor([sum(named.values()) for named in all_parts], device=accelerator.device)
+    for prompt, score in zip(batch.prompts, scores.tolist()):
+        if not math.isfinite(score):
+            raise ValueError(f"{where}: the score of a completion of {prompt.text!r} is {score}")
+    return scores, all_parts
+
+
+def call_reward(function, batch: Batch, share: range) -> dict[str, list]:
+    """Call a reward function as TRL does: by keywords, with a list for each column of the rows.
+
+    Returns the lists of scores that are added, by name.
+    """
+    first = share.start
+    last = share.stop
+    prompts = batch.prompts[first:last]
+    columns = {}
+    for name in prompts[0].row:
+        columns[name] = [prompt.row[name] for prompt in prompts]
+    columns["prompts"] = columns.pop("prompt")
+    columns["completion_ids"] = batch.token_ids[first:last]
+    columns["completions"] = []
+    for prompt, text in zip(prompts, batch.completions[first:last]):
+        is_chat = isinstance(prompt.row["prompt"], list)
+        message = [{"role": "assistant", "content": text}]
+        columns["completions"].append(message if is_chat else text)
+    scores = function(**columns)
+    return dict(scores) if isinstance(scores, dict) else {"": scores}
+
+
+def load_reward_model(args: Args, tokenizer, device):
+    """A classifier with one label, as a function: of a batch and a range of episodes -> scores.
+
+    It reads token ids, the EOS included, where it has the policy's vocabulary. Otherwise it reads
+    the text, and its own EOS is appended where the episode ended. None without --reward-model-path.
+    """
+    path = args.reward_model_path
+    if path is None:
+        return None
+    dtype = getattr(torch, args.dtype)
+    model, has_head = load_model(
+        "--reward-model-path",
+        path,
+        transformers.AutoModelForSequenceClassification,
+        dtype,
+        num_labels=1,
+    )
+    if not has_head:
+        shape = model.score.weight.shape
+        scale = model.config.hidden_size**-0.5
+        new = keyed_rng(args.seed, NEW_WEIGHTS, 0).normal(0, scale, shape)
+        model.score.weight.data = torch.from_numpy(new).to(dtype)
+        message = f"--reward-model-path {path} has no trained head; its scores are random"
+        print(f"warning: {message}", file=sys.stderr)
+    model = model.to(device)
+    its_tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    same_vocabulary = its_tokenizer.get_vocab() == tokenizer.get_vocab()
+
+    @torch.no_grad()
+    def score(batch: Batch, share: range) -> list[float]:
+        rows = []
+        for i in share:
+            if same_vocabulary:
+                rows.append(batch.prompts[i].token_ids + batch.token_ids[i])
+            else:
+                rows.append(retokenize(its_tokenizer, batch, i))
+        scores = []
+        size = args.per_device_train_batch_size
+        for first in range(0, len(rows), size):
+            tokens, mask = pad_left(rows[first : first + size], device)
+            hidden = run_trunk(model.base_model, tokens, mask)[:, -1]  # padding is on the left
+            scores += model.score(hidden).float().squeeze(-1).tolist()
+        return scores
+
+    return score
+
+
+def retokenize(tokenizer, batch: Batch, i: int) -> list[int]:
+    """Episode i of the batch in the tokens of another tokenizer."""
+    prompt = batch.prompts[i]
+    completion = batch.completions[i]
+    if isinstance(prompt.row["prompt"], list):
+        messages = prompt.row["prompt"] + [{"role": "assistant", "content": completion}]
+        row = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    else:
+        row = tokenizer(prompt.text + completion)["input_ids"]
+    eos = tokenizer.eos_token_id
+    if batch.ended[i] and eos is not None and row[-1:] != [eos]:
+        row = row + [eos]
+    return row
+
+
+# ==================== 7  random numbers, and the work of each process ====================
+# What a random number is for. All keys of one purpose must have the same length: NumPy makes the
+# same generator of (1, 2) and (1, 2, 0).
+PROMPT_ORDER = 1
+SAMPLING = 2
+EVALUATION = 3
+MINI_BATCHES = 4
+NEW_WEIGHTS = 5
+
+
+def keyed_rng(seed: int, purpose: int, *key: int) -> np.random.Generator:
+    """A random generator that depends on its key alone.
+
+    It does not depend on the process, and not on what was drawn before.
+    """
+    return np.random.default_rng([seed, purpose, *key])
+
+
+def draw_prompts(seed: int, num_prompts: int, first: int, count: int) -> list[int]:
+    """The positions first .. first + count - 1 of the endless stream of epochs.
+
+    Each epoch is a permutation of the dataset, which depends on the seed and the epoch.
+    """
+    last_epoch = (first + count - 1) // num_prompts
+    stream = []
+    for epoch in range(first // num_prompts, last_epoch + 1):
+        stream += keyed_rng(seed, PROMPT_ORDER, epoch).permutation(num_prompts).tolist()
+    return stream[first % num_prompts :][:count]
+
+
+def draw_mini_batches(
+    args: Args, iteration: int, ppo_epoch: int, num_episodes: int
+) -> tuple[torch.Tensor, ...]:
+    """The mini-batches of one PPO epoch: the groups in a new order, cut into near-equal pieces.
+
+    For example, k = 2 and two groups, with the episodes 0 1 and 2 3. In the order 1, 0 they are
+    2 3 0 1, and two mini-batches are (2 3) and (0 1).
+    """
+    num_groups = num_episodes // args.k
+    order = keyed_rng(args.seed, MINI_BATCHES, iteration, ppo_epoch).permutation(num_groups)
+    episodes = torch.from_numpy(order)[:, None] * args.k + torch.arange(args.k)  # [groups, k]
+    return episodes.flatten().tensor_split(min(args.num_mini_batches, num_episodes))
+
+
+def first_controls(args: Args) -> dict:
+    """What the rules for scores and KL hand from one iteration to the next, at the beginning."""
+    return {"kl_coef": args.kl_coef, "score_count": 0, "score_mean": 0.0, "score_squares": 0.0}
+
+
+def normalize_scores(args: Args, state: dict, scores: torch.Tensor) -> torch.Tensor:
+    """--score-norm, --score-scaling and --score-clip, with the moments of all scores so far."""
+    update_moments(state, scores)
+    if args.score_norm:
+        scores = scores - state["score_mean"]
+    deviation = math.sqrt(state["score_squares"] / state["score_count"])
+    if args.score_scaling and deviation > 1e-4:  # Otherwise all scores so far are equal.
+        scores = scores / deviation
+    if args.score_clip is not None:
+        scores = scores.clamp(-args.score_clip, args.score_clip)
+    return scores
 
 
 def update_moments(state: dict, scores: torch.Tensor):
-    """Take a batch's scores into the running count, mean and sum of squared deviations (Chan et al. 1979)."""
+    """Add scores to the running count, mean and sum of squared deviations (Chan et al. 1979)."""
     scores = scores.double()
-    count, mean = state["score_count"] + len(scores), scores.mean().item()
+    count = state["score_count"] + len(scores)
+    mean = scores.mean().item()
     shift = mean - state["score_mean"]
     state["score_squares"] += (scores - mean).square().sum().item()
     state["score_squares"] += shift**2 * state["score_count"] * len(scores) / count
@@ -622,426 +934,870 @@ def update_moments(state: dict, scores: torch.Tensor):
     state["score_count"] = count
 
 
-def adapt_kl_coef(state: dict, kl: float, episodes: int, kl_target: float, kl_horizon: int):
-    """kl_coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon (arXiv 1909.08593, section 2.2)."""
-    error = min(max(kl / kl_target - 1, -0.2), 0.2)
-    state["kl_coef"] *= 1 + error * episodes / kl_horizon
+def token_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str) -> torch.Tensor:
+    """The KL to the reference, estimated from each token (Schulman 2020, Approximating KL)."""
+    d = logprobs - ref_logprobs
+    return {"k1": d, "abs": d.abs(), "k2": 0.5 * d.square(), "k3": torch.exp(-d) - 1 + d}[estimator]
 
 
-def whiten(values: torch.Tensor) -> torch.Tensor:
-    """Shift and scale to mean 0 and population variance 1, over all entries."""
-    return (values - values.mean()) * torch.rsqrt(values.var(correction=0) + 1e-8)
+def adapt_kl_coef(args: Args, state: dict, kl: float, num_episodes: int):
+    """kl_coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon (1909.08593, 2.2)."""
+    if args.adaptive_kl:
+        error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
+        state["kl_coef"] *= 1 + error * num_episodes / args.kl_horizon
 
 
-def clipped_policy_loss(logratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float):
-    """max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(logratio) (arXiv 1707.06347, eq. 7), and where the clip
-    really cuts: above with a positive advantage, below with a negative one. Shapes broadcast."""
-    ratio = logratio.exp()
-    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
-    return torch.maximum(unclipped, clipped), clipped > unclipped
+def updates_have_ended(args: Args, updates: list[dict]) -> bool:
+    """True once the approximate KL of one of an iteration's updates was too large."""
+    limit = 1.5 * (args.target_kl or math.inf)
+    return any(float(update.get("policy/approxkl_avg", 0.0)) > limit for update in updates)
 
 
-def ratio_metrics(logratio: torch.Tensor, cut: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What an update logs of its ratios, one for each unit that the algorithm clips; both [units]."""
-    return {
-        "policy/approxkl_avg": 0.5 * logratio.square().mean(),
-        "policy/clipfrac_avg": cut.float().mean(),
-        "val/ratio": logratio.exp().mean(),
-        "val/ratio_var": logratio.exp().var(correction=0),
-    }
+def is_dropped(args: Args, update: dict) -> bool:
+    """True if --target-kl or --ratio-threshold forbids this update. The weights stay then."""
+    # The schedule goes on without the optimizer, and PyTorch would warn about it.
+    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+    ratio = update["val/ratio"].item()
+    return updates_have_ended(args, [update]) or ratio > (args.ratio_threshold or math.inf)
 
 
-# ================================================ 7  main ================================================
-JSONL_FILES = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
-# Flags that may change when a run is resumed: they change what is shown and kept, or memory, never the run.
-FREE_FLAGS = """output_dir resume save_every plan gradient_checkpointing eval_dataset eval_every eval_temperature
-    eval_k eval_reward per_device_train_batch_size per_device_rollout_batch_size log_with num_sample_generations
-    save_rollouts""".split()
+class PassResults:
+    """What the micro-batches of all processes computed: tensors with one row for each episode."""
+
+    def __init__(self, accelerator, num_episodes: int):
+        self.accelerator = accelerator
+        self.num_episodes = num_episodes
+        self.micro_batches = []
+        self.tensors = []
+
+    def add(self, micro_batch: MicroBatch, tensors):
+        """Keep a tensor, or a tuple or dict of tensors, without gradient."""
+        self.micro_batches.append(micro_batch)
+        self.tensors.append(recursively_apply(torch.Tensor.detach, tensors))
+
+    def gather(self, episodes: torch.Tensor):
+        """The rows of `episodes`, in this order, on every process."""
+        passed = torch.cat([micro_batch.episodes for micro_batch in self.micro_batches])
+        is_real = torch.cat([micro_batch.is_real for micro_batch in self.micro_batches])
+        passed = passed.to(self.accelerator.device)
+        everything = (passed, is_real, concatenate(self.tensors))
+        passed, is_real, tensors = self.accelerator.gather(everything)
+        is_real = is_real > 0
+
+        def in_order(tensor):
+            rows = tensor.new_zeros((self.num_episodes, *tensor.shape[1:]))
+            rows[passed[is_real]] = tensor[is_real]
+            return rows[episodes]
+
+        return recursively_apply(in_order, tensors)
 
 
-def append_jsonl(accelerator: Accelerator, path: Path, rows: list[dict]):
-    """The main process appends a JSON object a line."""
-    if accelerator.is_main_process:
-        with open(path, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+@contextlib.contextmanager
+def exchange_gradients(accelerator, policy, now: bool):
+    """In the backward pass inside, the processes add up their gradients if `now` is True.
+
+    Once for each update is enough: in its last micro-batch. There DeepSpeed also takes its step.
+    """
+    accelerator.gradient_state._set_sync_gradients(now)
+    with contextlib.nullcontext() if now else accelerator.no_sync(policy):
+        yield
 
 
-def check_same_run(args: Args, output_dir: Path):
-    """Refuse, by name, a flag that would make the resumed run another run; one that is new since counts as default."""
-    before = yaml.safe_load((output_dir / "args.yaml").read_text())
-    for name, value in ({name: getattr(Args, name) for name in vars(args)} | before).items():
-        if name not in vars(args):
-            raise ValueError(f"--output-dir {output_dir}: holds the run of another script, which has --{name}")
-        if name not in FREE_FLAGS and value != getattr(args, name):
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: the run in {output_dir} has {value}")
+def pass_inputs(batch: Batch, episodes: torch.Tensor):
+    """Prompts, tokens and mask of some episodes, without the columns after the longest one."""
+    prompts = [batch.prompts[i].token_ids for i in episodes]
+    # At least two columns: with one, `token_logprobs` would skip its second pass, and the other
+    # processes of a sharded model would wait for it forever.
+    columns = min(max(2, int(batch.lengths[episodes].max())), batch.tokens.shape[1])
+    return prompts, batch.tokens[episodes, :columns], batch.mask[episodes, :columns]
 
 
-def save_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path):
-    """Write weights, optimizer, then `state.json`, which makes the checkpoint whole; keep the newest two whole ones."""
-    folder = output_dir / "checkpoints" / f"iteration_{state['iteration']:08d}"
-    accelerator.save_state(str(folder))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        sizes = {name: (output_dir / name).stat().st_size for name in JSONL_FILES if (output_dir / name).exists()}
-        (folder / "state.tmp").write_text(json.dumps(state | {"jsonl_sizes": sizes}))
-        (folder / "state.tmp").replace(folder / "state.json")
-        newest = sorted(folder.parent.glob("*/state.json"))[-2:]
-        for old in set(folder.parent.glob("iteration_*")) - {file.parent for file in newest}:
-            (old / "state.json").unlink(missing_ok=True)
-            shutil.rmtree(old)
+def pad_columns(tensor: torch.Tensor, columns: int) -> torch.Tensor:
+    """Fill the last axis with zeros up to a number of columns."""
+    return torch.nn.functional.pad(tensor, (0, columns - tensor.shape[-1]))
 
 
-def load_checkpoint(accelerator: Accelerator, state: dict, output_dir: Path):
-    """Load the newest whole checkpoint, where there is one, and its state into `state`; cut off what came after."""
-    for file in sorted(output_dir.glob("checkpoints/*/state.json"))[-1:]:
-        saved = json.loads(file.read_text())
-        if saved["num_prompts"] != state["num_prompts"]:
-            raise ValueError(f"--dataset: {state['num_prompts']} prompts, the run had {saved['num_prompts']}")
-        accelerator.load_state(str(file.parent))
-        state |= saved
-    for file in map(output_dir.joinpath, JSONL_FILES):
-        if accelerator.is_main_process and file.exists() and (output_dir / "args.yaml").exists():
-            os.truncate(file, state.get("jsonl_sizes", {}).get(file.name, 0))
-    accelerator.print(f"--resume: {state['iteration']} iterations are done", flush=True)
-
-
-def save_model(accelerator: Accelerator, model, policy, tokenizer, output_dir: Path, summary: str):
-    """Policy (with LoRA its adapter; its weights are among those of `model`), tokenizer, card; beside, then renamed."""
-    state_dict, prefix = accelerator.get_state_dict(model), "language_model."
-    if accelerator.is_main_process:
-        state_dict = {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}
-        policy.save_pretrained(output_dir / "model.tmp", state_dict=state_dict)
-        tokenizer.save_pretrained(output_dir / "model.tmp")
-        versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
-        (output_dir / "model.tmp" / "README.md").write_text(f"`{' '.join(sys.argv)}`: {summary}. {versions}.\n")
-        (output_dir / "model.tmp").rename(output_dir / "model")
+def pad_left(sequences: list[list[int]], device):
+    """Token lists -> tokens, padded with 0 on the left, and their mask, both [rows, longest]."""
+    longest = max(map(len, sequences))
+    tokens = []
+    mask = []
+    for sequence in sequences:
+        padding = [0] * (longest - len(sequence))
+        tokens.append(padding + sequence)
+        mask.append(padding + [1] * len(sequence))
+    return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
 
 
 def trim_rows(tensor: torch.Tensor, lengths: torch.Tensor) -> list[list]:
-    """[episodes, tokens] as lists without padding."""
+    """A tensor [episodes, tokens] as lists without padding."""
     return [row[:length] for row, length in zip(tensor.tolist(), lengths.tolist())]
 
 
-def mean_metrics(rows: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of every metric over those rows that have it."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: float(np.mean([float(row[name]) for row in rows if name in row])) for name in names}
+@torch.no_grad()
+def run_whole_batch(args: Args, accelerator, one_pass, model, batch: Batch) -> torch.Tensor:
+    """What one_pass(args, model, batch, episodes) gives for all episodes, [episodes, response].
+
+    Each process runs a share, in micro-batches, and gets everything.
+    """
+    episodes = torch.arange(len(batch.prompts))
+    size = args.per_device_train_batch_size
+    results = PassResults(accelerator, len(batch.prompts))
+    for micro_batch in micro_batches(accelerator, episodes, batch.pass_lengths, size):
+        results.add(micro_batch, one_pass(args, model, batch, micro_batch.episodes))
+    return results.gather(episodes)
 
 
-def show_samples(accelerator: Accelerator, samples: list[dict], episode: int):
-    """A few completions as a table in the terminal, and in the trackers that have tables."""
-    columns, rows = list(samples[0]), [list(sample.values()) for sample in samples]
+# ============================== 8  loading and running models ==============================
+class CompletionModel(torch.nn.Module):
+    """A causal language model with what it needs to sample completions and to compute them."""
+
+    def __init__(self, language_model, tokenizer, eos_ids: list[int], args: Args):
+        super().__init__()
+        self.language_model = language_model
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        # With gradient checkpointing there is no KV cache, which holds the shared prompts.
+        self.shares_prompts = args.k > 1 and not args.gradient_checkpointing
+        self.autocast = args.dtype == "bfloat16"
+
+    def forward(self, function, *inputs):
+        """Call `function(self, *inputs)`, for instance `sample` or `token_logprobs`.
+
+        DDP, FSDP2 and DeepSpeed see a model only through its forward, so all passes go through it.
+        One autocast around a whole function casts every weight only once.
+        """
+        device_type = self.language_model.device.type
+        with torch.autocast(device_type, torch.bfloat16, enabled=self.autocast):
+            return function(self, *inputs)
+
+
+def run_tokens(model, tokens, mask, cache, **settings) -> torch.Tensor:
+    """Logits of `tokens` [rows, new], which follow what is in the KV cache; mask: [rows, all].
+
+    Positions are counted from the mask, so padding on the left does not shift them.
+    """
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+    return model.language_model(
+        tokens,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=cache is not None,
+        **settings,
+    ).logits
+
+
+def run_prompts(model, prompts: list[list[int]]):
+    """Run the prompts; equal neighbours, as in a group, are run once and then repeated.
+
+    prompts: token lists, one per episode. Returns the logits of the first completion token
+    [episodes, 1, vocabulary], the KV cache, and its mask [episodes, longest prompt].
+    """
+    different = []
+    counts = []
+    for prompt, equal in itertools.groupby(prompts):
+        different.append(prompt)
+        counts.append(len(list(equal)))
+    tokens, mask = pad_left(different, model.language_model.device)
+    repeats = torch.tensor(counts, device=mask.device)
+    cache = transformers.DynamicCache(config=model.language_model.config)
+    logits = run_tokens(model, tokens, mask, cache, logits_to_keep=1)
+    cache.batch_repeat_interleave(repeats)
+    return logits.repeat_interleave(repeats, 0), cache, mask.repeat_interleave(repeats, 0)
+
+
+def completion_logits(model, prompts, tokens, mask) -> torch.Tensor:
+    """Logits from which each completion token was drawn, [episodes, tokens, vocabulary].
+
+    With shared prompts, a prompt is run once for all its completions, which go on from its KV
+    cache, with gradient. Otherwise each row holds a prompt and its completion.
+    """
+    if not model.shares_prompts:
+        rows, row_mask = join_rows(prompts, tokens, mask)
+        return run_tokens(model, rows, row_mask, None, logits_to_keep=tokens.shape[1])
+    logits, cache, prompt_mask = run_prompts(model, prompts)
+    if tokens.shape[1] == 1:
+        return logits
+    row_mask = torch.cat([prompt_mask, mask[:, :-1]], dim=1)
+    return torch.cat([logits, run_tokens(model, tokens[:, :-1], row_mask, cache)], dim=1)
+
+
+def join_rows(prompts, tokens, mask):
+    """Prompts and completions side by side, and their mask. The last token is left out.
+
+    The logits at a position are those of the next token.
+    """
+    prompt_tokens, prompt_mask = pad_left(prompts, tokens.device)
+    rows = torch.cat([prompt_tokens, tokens[:, :-1]], dim=1)
+    return rows, torch.cat([prompt_mask, mask[:, :-1]], dim=1)
+
+
+def run_trunk(trunk, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The last hidden states of a model without head, [rows, tokens, hidden]."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    inputs = dict(attention_mask=mask, position_ids=positions, use_cache=False)
+    return trunk(tokens, **inputs).last_hidden_state
+
+
+def load_model(flag: str, path: str, auto_class, dtype: torch.dtype, **config_changes):
+    """`from_pretrained` with all dropout off. Returns the model, and whether it has a `score` head.
+
+    Every other weight must be in the checkpoint, in the right shape. Otherwise it would be random.
+    """
+    config = transformers.AutoConfig.from_pretrained(path, **config_changes)
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    model, info = auto_class.from_pretrained(
+        path, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    missing = set(info["missing_keys"])
+    has_head = "score.weight" not in missing
+    mismatched = [name for name, *_ in info["mismatched_keys"]]
+    for name in sorted(missing - {"score.weight"}) + sorted(mismatched):
+        raise ValueError(f"{flag} {path}: {name} is missing in its weights, or has another shape")
+    # Gradient checkpointing works only in train mode. Without dropout nothing there is random.
+    return model.train(), has_head
+
+
+def load_policy(args: Args, tokenizer) -> CompletionModel:
+    """The model that is trained."""
+    dtype = torch.float32 if args.lora_r is None else getattr(torch, args.dtype)
+    model, _ = load_model("--model-path", args.model_path, transformers.AutoModelForCausalLM, dtype)
+    eos_ids = find_eos_ids(model, tokenizer, args.stop_token_id)
+    model = prepare_for_training(args, model, index=1)
+    return CompletionModel(model, tokenizer, eos_ids, args)
+
+
+def add_value_model(args: Args, policy: CompletionModel):
+    """Add the trunk and head of the value model to the module that is trained.
+
+    They come from --value-model-path, or else from the reward model, or else from the policy. A
+    model without a head gets zeros as its head.
+    """
+    flag = "--value-model-path"
+    path = args.value_model_path or args.model_path
+    if args.value_model_path is None and args.reward_model_path is not None:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.reward_model_path)
+        if tokenizer.get_vocab() == policy.tokenizer.get_vocab():
+            flag = "--reward-model-path"
+            path = args.reward_model_path
+    architectures = transformers.AutoConfig.from_pretrained(path).architectures or [""]
+    has_head = False
+    if architectures[0].endswith("ForSequenceClassification"):
+        auto_class = transformers.AutoModelForSequenceClassification
+        scorer, has_head = load_model(flag, path, auto_class, torch.float32, num_labels=1)
+        trunk = scorer.base_model
+    else:
+        trunk, _ = load_model(flag, path, transformers.AutoModel, torch.float32)
+    if trunk.config.vocab_size != policy.language_model.config.vocab_size:
+        raise ValueError(f"{flag} {path}: the value model's vocabulary is not the policy's")
+    policy.value_trunk = prepare_for_training(args, trunk, index=2)
+    policy.value_head = torch.nn.Linear(trunk.config.hidden_size, 1)
+    torch.nn.init.zeros_(policy.value_head.weight)
+    torch.nn.init.zeros_(policy.value_head.bias)
+    if has_head:
+        policy.value_head.weight.data = scorer.score.weight.data
+
+
+def prepare_for_training(args: Args, model, index: int):
+    """Turn on gradient checkpointing and add LoRA adapters, where the flags ask for them.
+
+    index: the number of the model, so that each model gets its own first adapter weights
+    """
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if args.lora_r is None:
+        return model
+    peft = importlib.import_module("peft")
+    torch.manual_seed(int(keyed_rng(args.seed, NEW_WEIGHTS, index).integers(2**32)))
+    config = peft.LoraConfig(r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules="all-linear")
+    return peft.get_peft_model(model, config)
+
+
+def load_reference(args: Args, policy: CompletionModel, device):
+    """The frozen model of the KL, which is called like the policy. None where there is no KL.
+
+    With LoRA it is the policy without its adapters, unless --ref-model-path names another model.
+    """
+    if args.kl_coef == 0 and args.ref_model_path is None:
+        return None
+    if args.lora_r is not None and args.ref_model_path is None:
+
+        def policy_without_adapters(*inputs):
+            with policy.language_model.disable_adapter():
+                return policy(*inputs)
+
+        return policy_without_adapters
+    path = args.ref_model_path or args.model_path
+    dtype = getattr(torch, args.dtype)
+    model, _ = load_model("--ref-model-path", path, transformers.AutoModelForCausalLM, dtype)
+    if model.config.vocab_size != policy.language_model.config.vocab_size:
+        raise ValueError(f"--ref-model-path {path}: its vocabulary is not the policy's")
+    return CompletionModel(model.to(device), policy.tokenizer, policy.eos_ids, args)
+
+
+def find_eos_ids(model, tokenizer, stop_token_id: int | None) -> list[int]:
+    """Every token that ends an episode: of the model, the tokenizer, and --stop-token-id."""
+    found = set()
+    of_model = model.config.eos_token_id
+    of_generation = model.generation_config.eos_token_id
+    for ids in (of_model, of_generation, tokenizer.eos_token_id, stop_token_id):
+        found |= set(ids) if isinstance(ids, list) else {ids}
+    return sorted(found - {None})
+
+
+def load_optimizer(args: Args, policy: CompletionModel) -> torch.optim.Optimizer:
+    """AdamW over all parameters that are trained."""
+    parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(
+        parameters, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
+    )
+
+
+# ============================= 9  logging, samples, checkpoints =============================
+FORMULAS = {
+    "prompts": "max(1, floor(num_train_epochs * num_prompts + 0.5)); if total_episodes is given:"
+    " ceil(total_episodes / k)",
+    "episodes": "prompts * k",
+    "prompts_per_iteration": "batch_size / k",
+    "mini_batch_size": "batch_size / num_mini_batches",
+    "iterations": "ceil(episodes / batch_size)",
+    "last_batch_size": "episodes - (iterations - 1) * batch_size",
+    "steps": "num_ppo_epochs * ((iterations - 1) * num_mini_batches"
+    " + min(num_mini_batches, last_batch_size))",
+    "epochs": "prompts / num_prompts",
+    "gradient_accumulation_steps": "at most"
+    " ceil(ceil(mini_batch_size / world_size) / per_device_train_batch_size)",
+}
+JSONL_FILES = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
+
+
+def plan_table(args: Args, num_prompts: int, world_size: int) -> str:
+    """The counts and their formulas as text that is also YAML: `name: value  # formula`."""
+    table = ""
+    for name, value in vars(batch_arithmetic(args, num_prompts, world_size)).items():
+        table += f"{name}: {value}".ljust(32) + f" # {FORMULAS[name]}\n"
+    return table
+
+
+def evaluate(
+    args: Args, accelerator, policy, prompts: list[Prompt], scorer, iteration: int
+) -> dict:
+    """The mean score of completions of the evaluation prompts, and of each prompt's best one."""
+    shape = (len(prompts), args.eval_k, args.response_length)
+    uniforms = keyed_rng(args.seed, EVALUATION, iteration).random(shape)
+    batch = generate(args, accelerator, policy, prompts, uniforms, args.eval_temperature)
+    scores, _ = score_episodes(accelerator, batch, scorer, f"evaluation {iteration}")
+    groups = scores.view(-1, args.eval_k)  # [prompts, eval_k]
+    return {"eval/scores": groups.mean().item(), "eval/best_of_k": groups.amax(1).mean().item()}
+
+
+def start_logging(args: Args, accelerator, output_dir: Path, state: dict):
+    """Start the trackers; write args.yaml and plan.yaml, and print the plan."""
+    accelerator.project_configuration.logging_dir = str(output_dir)
+    # tensorboard takes no None
+    config = {name: value for name, value in vars(args).items() if value is not None}
+    # A resumed run is the same run in wandb.
+    wandb = {"name": output_dir.name, "id": state["run_id"], "resume": "allow"}
+    accelerator.init_trackers("tally", config, init_kwargs={"wandb": wandb})
+    if accelerator.is_main_process:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        temporary = output_dir / "args.tmp"
+        temporary.write_text(yaml.safe_dump(vars(args), sort_keys=False))
+        temporary.replace(output_dir / "args.yaml")
+        table = plan_table(args, state["num_prompts"], accelerator.num_processes)
+        (output_dir / "plan.yaml").write_text(table)
+        print(table, end="", flush=True)
+
+
+def start_progress_bar(accelerator, steps: int, step: int) -> tqdm:
+    """A bar over all optimizer steps, on the main process."""
+    hidden = not accelerator.is_main_process
+    return tqdm(total=steps, initial=step, unit="step", disable=hidden, dynamic_ncols=True)
+
+
+def append_jsonl(accelerator, path: Path, rows: list[dict]):
+    """The main process appends one JSON object per line."""
+    if accelerator.is_main_process:
+        with open(path, "a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def is_due(every: int | None, iteration: int, plan: SimpleNamespace) -> bool:
+    """True every so many iterations, and at the last one. Never for None."""
+    return every is not None and (iteration % every == 0 or iteration == plan.iterations)
+
+
+def time_metrics(rollout_start: float, train_start: float, num_episodes: int) -> dict:
+    """Seconds of the rollout and of the updates, and episodes per second of both together."""
+    now = time.perf_counter()
+    return {
+        "time/rollout_s": train_start - rollout_start,
+        "time/train_s": now - train_start,
+        "eps": num_episodes / (now - rollout_start),
+    }
+
+
+def rollout_metrics(batch: Batch, scores: torch.Tensor, parts: list[dict]) -> dict:
+    """What the batch itself shows. Means are over its episodes or its tokens."""
+    metrics = {
+        "objective/scores": scores.mean().item(),
+        "objective/entropy": -batch.logprobs.sum(1).mean().item(),  # an estimate, per episode
+        "policy/entropy_avg": batch.entropies[batch.mask].mean().item(),  # exact, per token
+        "val/num_eos_tokens": int(batch.ended.sum()),
+        "response_length_mean": batch.lengths.float().mean().item(),
+    }
+    for name, mean in mean_metrics(parts).items():
+        if name:
+            metrics[f"reward/{name}"] = mean
+    return metrics
+
+
+def kl_metrics(state: dict, scores: torch.Tensor, kl_in_reward, kl: torch.Tensor) -> dict:
+    """The KL of an episode to the reference, and what it takes from the reward.
+
+    kl_in_reward: by --kl-estimator; kl: by k1; both [episodes, response]
+    """
+    non_score_reward = -state["kl_coef"] * kl_in_reward.sum(1).mean().item()
+    return {
+        "objective/kl": kl.sum(1).mean().item(),
+        "objective/kl_coef": state["kl_coef"],
+        "objective/non_score_reward": non_score_reward,
+        "objective/rlhf_reward": scores.mean().item() + non_score_reward,
+    }
+
+
+def update_metrics(terms: LossTerms, mask: torch.Tensor) -> dict:
+    """What one update logs, of all episodes, on all processes."""
+    metrics = {
+        "loss/policy_avg": terms.losses.sum() / mask.sum(),
+        "loss/value_avg": terms.value_losses.sum() / mask.sum(),
+        "val/clipfrac_avg": terms.value_is_clipped[mask].float().mean(),
+    }
+    return metrics | ratio_metrics(terms.logratio[mask], terms.is_clipped[mask])
+
+
+def ratio_metrics(logratio: torch.Tensor, is_clipped: torch.Tensor) -> dict:
+    """What an update logs of its ratios, over the units that the algorithm clips; both [units]."""
+    ratio = logratio.exp()
+    return {
+        "policy/approxkl_avg": 0.5 * logratio.square().mean(),
+        "policy/clipfrac_avg": is_clipped.float().mean(),
+        "val/ratio": ratio.mean(),
+        "val/ratio_var": ratio.var(correction=0),
+    }
+
+
+def mean_metrics(rows: list[dict[str, float]]) -> dict:
+    """The mean of each metric over the rows that have it."""
+    values = {}
+    for row in rows:
+        for name, value in row.items():
+            values.setdefault(name, []).append(float(value))
+    return {name: float(np.mean(column)) for name, column in values.items()}
+
+
+def write_metrics(accelerator, output_dir: Path, metrics: dict, progress: tqdm):
+    """Hand an iteration's metrics to the trackers, metrics.jsonl and the progress bar."""
+    accelerator.log(metrics, step=metrics["episode"])
+    append_jsonl(accelerator, output_dir / "metrics.jsonl", [metrics])
+    if "eps" in metrics:
+        score = f"{metrics['objective/scores']:.3g}"
+        progress.set_postfix(score=score, eps=f"{metrics['eps']:.3g}")
+
+
+def rollout_rows(iteration: int, batch: Batch, scores: torch.Tensor, tensors: dict) -> list[dict]:
+    """A row of rollouts.jsonl for every episode. tensors: more columns, by name; None is null."""
+    columns = {
+        "prompt": [prompt.text for prompt in batch.prompts],
+        "completion": batch.completions,
+        "score": scores.tolist(),
+        "token_ids": batch.token_ids,
+        "logprobs": trim_rows(batch.logprobs, batch.lengths),
+    }
+    for name, tensor in tensors.items():
+        if tensor is None:
+            columns[name] = [None] * len(batch.prompts)
+        elif tensor.dim() == 1:  # [episodes]
+            columns[name] = tensor.tolist()
+        else:  # [episodes, response]
+            columns[name] = trim_rows(tensor, batch.lengths)
+    rows = []
+    for index, entries in enumerate(zip(*columns.values())):
+        rows.append({"iteration": iteration, "index": index} | dict(zip(columns, entries)))
+    return rows
+
+
+def write_rollouts(args: Args, accelerator, output_dir: Path, plan, rows: list, episode: int):
+    """Append rows to rollouts.jsonl where asked; now and then show and write a few as samples."""
+    if args.save_rollouts:
+        append_jsonl(accelerator, output_dir / "rollouts.jsonl", rows)
+    iteration = rows[0]["iteration"]
+    # This is true --num-sample-generations times in a run, at equal distances.
+    if iteration * args.num_sample_generations % plan.iterations < args.num_sample_generations:
+        samples = []
+        for row in rows[:: args.k][:4]:  # one completion of a group
+            names = ("iteration", "index", "prompt", "completion", "score")
+            samples.append({name: row[name] for name in names})
+        append_jsonl(accelerator, output_dir / "samples.jsonl", samples)
+        show_samples(accelerator, samples, episode)
+
+
+def show_samples(accelerator, samples: list[dict], episode: int):
+    """A few completions as a table in the terminal, and in trackers that have tables."""
+    columns = list(samples[0])
+    rows = [list(sample.values()) for sample in samples]
     table = Table(*columns, title=f"samples at episode {episode}", title_justify="left")
     for row in rows:
         table.add_row(*map(str, row))
     with tqdm.external_write_mode():
         Console(quiet=not accelerator.is_main_process).print(table, markup=False)
-    for tracker in (tracker for tracker in accelerator.trackers if hasattr(tracker, "log_table")):
-        tracker.log_table("samples", columns=columns, data=rows, step=episode)
+    for tracker in accelerator.trackers:
+        if hasattr(tracker, "log_table"):
+            tracker.log_table("samples", columns=columns, data=rows, step=episode)
 
 
-def main(args: Args):
-    """Set up, train, save; one pass of the loop, stages 7a to 7f, is an iteration."""
-    started = time.time()
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+def save_checkpoint(accelerator, state: dict, output_dir: Path):
+    """Write weights and optimizer, then `state.json`, which makes the checkpoint whole.
 
-    # ------------------------------------------ data and arithmetic ------------------------------------------
-    reward = load_reward("--reward", args.reward)
-    eval_reward = reward if args.eval_reward is None else load_reward("--eval-reward", args.eval_reward)
-    tokenizer = None if args.plan and not args.max_prompt_length else AutoTokenizer.from_pretrained(args.model_path)
-    prompts, eval_prompts = load_prompts(args.dataset, reward, tokenizer, args.max_prompt_length), []
-    if args.plan is not None:
-        print(plan_table(args, len(prompts), world_size=args.plan), end="")
-        return
-    if args.eval_dataset is not None:
-        eval_prompts = load_prompts(args.eval_dataset, eval_reward, tokenizer, args.max_prompt_length)
-
-    # turn off what the launcher may ask of accelerate: `autocast` and `micro_batches` below do both; mps has no float64
-    settings = dict(mixed_precision="no", log_with=args.log_with, project_dir="runs", cpu=torch.mps.is_available())
-    accelerator = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1), **settings)
-    device, is_main = accelerator.device, accelerator.is_main_process
-    # accelerate silently runs one process of `accelerate launch --cpu`, and processes that don't see each other
-    launched_more = {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
-    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1 + launched_more)):
-        raise RuntimeError("fewer processes than launched: without GPUs, ACCELERATE_USE_CPU=true torchrun starts all")
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        configure_deepspeed(accelerator, args)
-        if args.target_kl or args.ratio_threshold:
-            raise ValueError("--target-kl and --ratio-threshold drop updates, which DeepSpeed cannot; use FSDP2 or DDP")
-    plan = batch_arithmetic(args, len(prompts), accelerator.num_processes)
-    output_dir = args.output_dir or f"runs/{Path(__file__).stem}__{args.seed}__{int(started)}"
-    output_dir = Path(gather_object([output_dir])[0])  # the clocks of two processes may differ
-    accelerator.print(f"{accelerator.num_processes} x {device.type}, {args.dtype}; writing to {output_dir}", flush=True)
-    holds_run = gather_object([any((output_dir / name).exists() for name in ("args.yaml", "model"))])
-    if len(set(holds_run)) > 1:
-        raise ValueError(f"--output-dir {output_dir}: only some machines see the run in it; use a disk that all share")
-    if holds_run[0]:
-        if not args.resume:
-            raise ValueError(f"--output-dir {output_dir}: already holds a run; --resume continues it")
-        check_same_run(args, output_dir)
-        if (output_dir / "model").exists():
-            accelerator.print(f"nothing to do: the run is finished, its model is in {output_dir / 'model'}")
-            accelerator.end_training()
-            return
-
-    # ------------------------------------------------ models -------------------------------------------------
-    dtype, float32 = getattr(torch, args.dtype), torch.float32  # of frozen weights; of those that are trained
-    policy, _ = load_model("--model-path", args.model_path, AutoModelForCausalLM, dtype if args.lora_r else float32)
-    eos_ids = find_eos_ids(policy, tokenizer, args.stop_token_id)
-    needed = max(len(p.token_ids) for p in prompts + eval_prompts) + args.response_length
-    if needed > (getattr(policy.config, "max_position_embeddings", None) or math.inf):
-        raise ValueError(f"--response-length: with the longest prompt {needed} tokens, more than the model has")
-    if args.gradient_checkpointing:
-        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if args.lora_r is not None:
-        policy = add_lora(policy, args, index=1)
-    trained_model = load_policy_and_value(policy, eos_ids, tokenizer, args)
-    reference, as_reference = None, contextlib.nullcontext
-    if args.kl_coef > 0 and args.lora_r is not None and args.ref_model_path is None:
-        reference, as_reference = trained_model, policy.disable_adapter
-    elif args.kl_coef > 0 or args.ref_model_path is not None:
-        path = args.ref_model_path or args.model_path
-        ref_model, _ = load_model("--ref-model-path", path, AutoModelForCausalLM, dtype)
-        if ref_model.config.vocab_size != policy.config.vocab_size:
-            raise ValueError(f"--ref-model-path {path}: its vocabulary is not the policy's")
-        reference = CompletionModel(ref_model.to(device), eos_ids, shares_prompts=False)
-    score_by_model = load_reward_model(args, tokenizer, device) if args.reward_model_path is not None else None
-    parameters = [parameter for parameter in trained_model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
-    # a run's first update may be dropped, and then only the schedule steps
-    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-    # not handed to `prepare`, which would step it once per process
-    scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, plan.steps)
-    model, optimizer = accelerator.prepare(trained_model, optimizer)  # `trained_model` in DDP, FSDP2, DeepSpeed
-
-    # all that an iteration hands to the next, besides weights and optimizer; a checkpoint's state.json
-    state = {"iteration": 0, "step": 0, "num_prompts": len(prompts), "run_id": f"{output_dir.name}-{int(started)}"}
-    state |= {"kl_coef": args.kl_coef, "score_count": 0, "score_mean": 0.0, "score_squares": 0.0}
-    if args.resume:
-        load_checkpoint(accelerator, state, output_dir)
-        scheduler.last_epoch = state["step"]  # the rate is a function of it
-    accelerator.project_configuration.logging_dir = str(output_dir)
-    config = {name: value for name, value in vars(args).items() if value is not None}  # tensorboard takes no None
-    wandb = {"name": output_dir.name, "id": state["run_id"], "resume": "allow"}  # a resumed run is the same one there
-    accelerator.init_trackers("tally", config, init_kwargs={"wandb": wandb})
-    if is_main:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / "args.tmp").write_text(yaml.safe_dump(vars(args), sort_keys=False))
-        (output_dir / "args.tmp").replace(output_dir / "args.yaml")
-        (output_dir / "plan.yaml").write_text(plan_table(args, len(prompts), accelerator.num_processes))
-        print((output_dir / "plan.yaml").read_text(), end="", flush=True)
-    autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-
-    def generate(prompts: list[Prompt], purpose: int, iteration: int, temperature: float) -> SimpleNamespace:
-        """Sample a completion for every prompt; what `sample` returns for the whole batch, and the texts."""
-        uniforms = keyed_rng(args.seed, purpose, iteration).random((len(prompts), args.response_length))
-        uniforms = torch.from_numpy(uniforms).to(device)
-
-        def sample(indices):
-            chunk = [prompts[i].token_ids for i in indices]
-            return trained_model(CompletionModel.sample, chunk, uniforms[indices], temperature)
-
-        lengths, chunk_size = torch.tensor([len(p.token_ids) for p in prompts]), args.per_device_rollout_batch_size
-        with sampling_weights(accelerator, model), autocast():  # around all tokens, so that each weight is cast once
-            columns = on_all_processes(accelerator, sample, lengths, chunk_size or len(prompts))
-        batch = SimpleNamespace(prompts=prompts, prompt_lengths=lengths, **columns)
-        batch.mask = torch.arange(args.response_length, device=device) < batch.lengths[:, None]  # [episodes, response]
-        batch.token_ids = trim_rows(batch.tokens, batch.lengths)
-        batch.completions = tokenizer.batch_decode(batch.token_ids, skip_special_tokens=True)
-        return batch
-
-    def completion_pass(method, model, batch: SimpleNamespace, indices: torch.Tensor):
-        """One pass of a model over the episodes `indices` of a batch: what a method like `logprobs` returns."""
-        longest = max(int(batch.lengths[indices].max()), min(2, args.response_length))  # 1: a pass less than others
-        tokens, mask = batch.tokens[indices, :longest], batch.mask[indices, :longest]
-        with autocast():
-            outputs = model(method, [batch.prompts[i].token_ids for i in indices], tokens, mask, args.temperature)
-        return torch.nn.functional.pad(outputs, (0, args.response_length - longest))
-
-    def evaluate(iteration: int) -> dict[str, float]:
-        """Mean score of the evaluation prompts' completions, and of each prompt's best; no penalty, no KL."""
-        drawn = [prompt for prompt in eval_prompts for _ in range(args.eval_k)]
-        batch, where = generate(drawn, EVALUATION, iteration, args.eval_temperature), f"evaluation {iteration}"
-        by_model = score_by_model if args.eval_reward in (None, "none") else None  # --eval-reward replaces it, too
-        scores = score_episodes(accelerator, batch, eval_reward, by_model, where)[0].view(-1, args.eval_k)
-        return {"eval/scores": scores.mean().item(), "eval/best_of_k": scores.amax(1).mean().item()}
-
-    # ------------------------------------------------- loop --------------------------------------------------
-    step, pass_size, is_checked = state["step"], args.per_device_train_batch_size, False
-    progress = tqdm(total=plan.steps, initial=step, unit="step", disable=not is_main, dynamic_ncols=True)
-    if eval_prompts and state["iteration"] == 0:
-        metrics = {"iteration": 0, "step": 0, "episode": 0, "epoch": 0.0} | evaluate(0)
-        accelerator.log(metrics, step=0)
-        append_jsonl(accelerator, output_dir / "metrics.jsonl", [metrics])
-
-    for iteration in range(state["iteration"] + 1, plan.iterations + 1):
-        # ---- 7a  rollout: a completion of each drawn prompt; then every process holds the whole batch
-        rollout_start = time.perf_counter()
-        num_episodes = args.batch_size if iteration < plan.iterations else plan.last_batch_size
-        first_prompt = (iteration - 1) * plan.prompts_per_iteration  # a position in the endless stream of epochs
-        positions = draw_prompts(args.seed, len(prompts), first_prompt, num_episodes // args.k)
-        drawn = [prompts[i] for i in positions for _ in range(args.k)]  # [batch]
-        batch = generate(drawn, SAMPLING, iteration, args.temperature)
-        # micro-batches are sorted by this: equal within a group, so that it stays together and its prompt runs once
-        group_lengths = batch.lengths.cpu().view(-1, args.k).amax(1).repeat_interleave(args.k)
-        sort_lengths = batch.prompt_lengths + group_lengths  # [batch]
-        with torch.no_grad():
-            value_pass = functools.partial(completion_pass, PolicyAndValue.values, trained_model, batch)
-            values = on_all_processes(accelerator, value_pass, sort_lengths, pass_size)  # [batch, response]
-        if reference is not None:
-            ref_pass = functools.partial(completion_pass, CompletionModel.logprobs, reference, batch)
-            with torch.no_grad(), as_reference():
-                ref_logprobs = on_all_processes(accelerator, ref_pass, sort_lengths, pass_size)  # [batch, response]
-
-        # ---- 7b  score, less the penalty; reward
-        scores, parts = score_episodes(accelerator, batch, reward, score_by_model, f"iteration {iteration}")
-        scores = scores - args.missing_eos_penalty * ~batch.ended  # [batch]
-        update_moments(state, scores)
-        deviation = math.sqrt(state["score_squares"] / state["score_count"])
-        scores = scores - state["score_mean"] * args.score_norm
-        if args.score_scaling and deviation > 1e-4:  # else all scores so far are equal
-            scores = scores / deviation
-        if args.score_clip is not None:
-            scores = scores.clamp(-args.score_clip, args.score_clip)
-        rewards = torch.zeros_like(batch.logprobs)  # [batch, response]
-        if reference is not None:
-            kl = batch.logprobs - ref_logprobs  # [batch, response], k1 in nats per token
-            kl_in_reward = token_kl(batch.logprobs, ref_logprobs, args.kl_estimator)
-            rewards = -state["kl_coef"] * kl_in_reward
-        rewards[torch.arange(num_episodes, device=device), batch.lengths - 1] += scores  # at the EOS or the last token
-        if args.whiten_rewards:
-            rewards = rewards * torch.rsqrt(rewards[batch.mask].var(correction=0) + 1e-8)
-
-        # ---- 7c  baseline and advantages
-        advantages = gae(rewards, values, args.gamma, args.lam)  # [batch, response]
-        returns = advantages + values
-        if args.whiten_advantages:
-            advantages[batch.mask] = whiten(advantages[batch.mask])
-
-        # ---- 7d  optimize
-        train_start = time.perf_counter()
-        updates, skipped, has_ended = [], 0, False  # the metrics of each that was measured, how many were dropped
-        single_update = args.num_ppo_epochs * min(args.num_mini_batches, num_episodes) == 1  # p_old is p_new
-        ppo_epochs = [draw_mini_batches(args, iteration, epoch, num_episodes) for epoch in range(args.num_ppo_epochs)]
-
-        def ppo_losses(episodes, logprobs, new_values):  # all [episodes, response]
-            old_logprobs = logprobs.detach() if single_update else batch.logprobs[episodes]
-            logratio, mask = logprobs - old_logprobs, batch.mask[episodes]
-            losses, cut = clipped_policy_loss(logratio, advantages[episodes], args.cliprange, args.cliprange)
-            old_values = values[episodes]
-            value_losses, value_cut = clipped_value_loss(
-                new_values, old_values, returns[episodes], args.cliprange_value
-            )
-            return losses * mask, value_losses * mask, cut[mask], value_cut[mask], logratio[mask]
-
-        for mini_batch in itertools.chain.from_iterable(ppo_epochs):
-            step += 1
-            learning_rate = optimizer.param_groups[0]["lr"]
-            if has_ended:  # by --target-kl; what is left counts as steps: the schedule and the progress bar go on
-                skipped += 1
-                scheduler.step()
-                progress.update()
-                continue
-            optimizer.zero_grad()
-            mini_batch_tokens = batch.lengths[mini_batch].sum()
-            new = torch.zeros((2, *batch.logprobs.shape), device=device)  # log-probabilities and values
-            for micro_batch, weights, is_last in micro_batches(accelerator, mini_batch, sort_lengths, pass_size):
-                # processes exchange gradients in the last pass only; DeepSpeed takes its step in it
-                accelerator.gradient_state._set_sync_gradients(is_last)
-                with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
-                    outputs = completion_pass(PolicyAndValue.logprobs_and_values, model, batch, micro_batch)
-                    losses, value_losses, *_ = ppo_losses(micro_batch, *outputs)
-                    # one denominator for all micro-batches and processes: the mini-batch's tokens
-                    loss = ((losses + args.vf_coef * value_losses) * weights[:, None]).sum() / mini_batch_tokens
-                    accelerator.backward(loss * accelerator.num_processes)  # gradients are averaged over processes
-                new.index_add_(1, micro_batch.to(device), outputs.detach() * weights[:, None])
-            new = accelerator.reduce(new, reduction="sum")[:, mini_batch]  # [2, mini-batch, response]
-            losses, value_losses, cut, value_cut, logratio = ppo_losses(mini_batch, *new)
-            update = {"loss/policy_avg": losses.sum() / mini_batch_tokens} | ratio_metrics(logratio, cut)
-            update["loss/value_avg"] = value_losses.sum() / mini_batch_tokens
-            update["val/clipfrac_avg"] = value_cut.float().mean()
-            if not updates:  # the weights are still those that sampled
-                difference = (new[0] - batch.logprobs[mini_batch]).abs().max()
-                update["val/sampling_logprob_difference"] = difference
-                if args.dtype == "float32" and not is_checked and not difference < 1e-3:  # or nan
-                    raise RuntimeError(f"sampling and training give log-probabilities {difference:.2g} apart")
-                is_checked = True
-            has_ended = args.target_kl is not None and update["policy/approxkl_avg"].item() > 1.5 * args.target_kl
-            if has_ended or update["val/ratio"].item() > (args.ratio_threshold or math.inf):
-                skipped += 1
-            else:
-                grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm))
-                if not math.isfinite(grad_norm):
-                    raise RuntimeError(f"iteration {iteration}, step {step}: the gradient norm is {grad_norm}")
-                update["grad_norm"] = grad_norm
-                optimizer.step()
-            scheduler.step()
-            updates.append(update)
-            progress.update()
-
-        # ---- 7e  log
-        episode = (iteration - 1) * args.batch_size + num_episodes
-        epoch = episode / (args.k * len(prompts))
-        metrics = {"iteration": iteration, "step": step, "episode": episode, "epoch": epoch, "lr": learning_rate}
-        metrics |= {"time/rollout_s": train_start - rollout_start, "time/train_s": time.perf_counter() - train_start}
-        metrics["eps"] = num_episodes / (metrics["time/rollout_s"] + metrics["time/train_s"])
-        metrics["objective/scores"] = scores.mean().item()
-        metrics["objective/entropy"] = -batch.logprobs.sum(1).mean().item()  # an estimate, per episode
-        metrics["policy/entropy_avg"] = batch.entropies[batch.mask].mean().item()  # exact, per token
-        metrics["val/num_eos_tokens"] = int(batch.ended.sum())
-        metrics["response_length_mean"] = batch.lengths.float().mean().item()
-        metrics["policy/skipped_updates"] = skipped
-        metrics |= mean_metrics(updates)
-        metrics |= {f"reward/{name}": mean for name, mean in mean_metrics(parts).items() if name}
-        if reference is not None:
-            metrics["objective/kl"] = kl.sum(1).mean().item()
-            metrics["objective/kl_coef"] = state["kl_coef"]
-            metrics["objective/non_score_reward"] = -state["kl_coef"] * kl_in_reward.sum(1).mean().item()
-            metrics["objective/rlhf_reward"] = metrics["objective/scores"] + metrics["objective/non_score_reward"]
-            if args.adaptive_kl:
-                adapt_kl_coef(state, metrics["objective/kl"], num_episodes, args.kl_target, args.kl_horizon)
-        progress.set_postfix(score=f"{metrics['objective/scores']:.3g}", eps=f"{metrics['eps']:.3g}")
-
-        # ---- 7f  evaluate, save
-        at_end = iteration == plan.iterations
-        if eval_prompts and (at_end or (args.eval_every is not None and iteration % args.eval_every == 0)):
-            metrics |= evaluate(iteration)
-        accelerator.log(metrics, step=episode)
-        append_jsonl(accelerator, output_dir / "metrics.jsonl", [metrics])
-        columns = dict(iteration=[iteration] * num_episodes, index=range(num_episodes), prompt=[p.text for p in drawn])
-        columns |= dict(completion=batch.completions, score=scores.tolist(), token_ids=batch.token_ids)
-        columns["logprobs"] = trim_rows(batch.logprobs, batch.lengths)
-        columns["advantage"] = trim_rows(advantages, batch.lengths)
-        columns["ref_logprobs"] = trim_rows(ref_logprobs, batch.lengths) if reference else [None] * num_episodes
-        columns |= dict(values=trim_rows(values, batch.lengths), returns=trim_rows(returns, batch.lengths))
-        rows = [dict(zip(columns, entries)) for entries in zip(*columns.values())]
-        if args.save_rollouts:
-            append_jsonl(accelerator, output_dir / "rollouts.jsonl", rows)
-        if iteration * args.num_sample_generations % plan.iterations < args.num_sample_generations:  # spread evenly
-            samples = [dict(list(row.items())[:5]) for row in rows[:: args.k][:4]]  # one of a group, up to its score
-            append_jsonl(accelerator, output_dir / "samples.jsonl", samples)
-            show_samples(accelerator, samples, episode)
-        state |= {"iteration": iteration, "step": step}
-        if args.save_every is not None and (at_end or iteration % args.save_every == 0):
-            save_checkpoint(accelerator, state, output_dir)
-
-    progress.close()
-    line = f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs; "
-    if is_main:
-        history = [json.loads(row) for row in open(output_dir / "metrics.jsonl", encoding="utf-8")]
-        sampled, held_out = ([row[x] for row in history if x in row] for x in ("objective/scores", "eval/scores"))
-        if held_out:
-            line += f"held-out score at temperature {args.eval_temperature:g} {held_out[0]:.3f} -> {held_out[-1]:.3f}, "
-        line += f"sampled score {sampled[0]:.3f} -> {np.mean(sampled[-10:]):.3f}"
-    save_model(accelerator, model, policy, tokenizer, output_dir, line)
-    accelerator.print(f"{line} in {time.time() - started:.0f} s; model in {output_dir / 'model'}", flush=True)
-    # in this order: a process group that is destroyed under a living model can hang at exit
+    The newest two whole checkpoints are kept.
+    """
+    folder = output_dir / "checkpoints" / f"iteration_{state['iteration']:08d}"
+    accelerator.save_state(str(folder))
     accelerator.wait_for_everyone()
-    model, optimizer, policy, trained_model = accelerator.free_memory(model, optimizer, policy, trained_model)
+    if not accelerator.is_main_process:
+        return
+    sizes = {}
+    for name in JSONL_FILES:
+        if (output_dir / name).exists():
+            sizes[name] = (output_dir / name).stat().st_size
+    (folder / "state.tmp").write_text(json.dumps(state | {"jsonl_sizes": sizes}))
+    (folder / "state.tmp").replace(folder / "state.json")
+    newest = [file.parent for file in sorted(folder.parent.glob("*/state.json"))[-2:]]
+    for old in folder.parent.glob("iteration_*"):
+        if old not in newest:
+            (old / "state.json").unlink(missing_ok=True)
+            shutil.rmtree(old)
+
+
+def load_state(args: Args, accelerator, output_dir: Path, num_prompts: int) -> dict:
+    """What one iteration hands to the next, besides weights and optimizer.
+
+    With --resume, load the newest whole checkpoint, and cut off what was written after it.
+    """
+    run_id = f"{output_dir.name}-{int(time.time())}"
+    state = {"iteration": 0, "step": 0, "num_prompts": num_prompts, "run_id": run_id}
+    if not args.resume:
+        return state
+    for file in sorted(output_dir.glob("checkpoints/*/state.json"))[-1:]:
+        saved = json.loads(file.read_text())
+        if saved["num_prompts"] != num_prompts:
+            before = saved["num_prompts"]
+            raise ValueError(f"--dataset: {num_prompts} prompts, but the run had {before}")
+        accelerator.load_state(str(file.parent))
+        state |= saved
+    if accelerator.is_main_process and (output_dir / "args.yaml").exists():
+        sizes = state.get("jsonl_sizes", {})
+        for name in JSONL_FILES:
+            if (output_dir / name).exists():
+                os.truncate(output_dir / name, sizes.get(name, 0))
+    accelerator.print(f"--resume: {state['iteration']} iterations are done", flush=True)
+    return state
+
+
+def finish(args: Args, accelerator, policy, output_dir: Path, plan: SimpleNamespace, started):
+    """Save the model, and print what the run did. started: when, as time.time()"""
+    summary = f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs; "
+    if accelerator.is_main_process:
+        summary += score_summary(args, output_dir)
+    save_model(accelerator, policy, output_dir, summary)
+    seconds = f"{time.time() - started:.0f} s"
+    folder = output_dir / "model"
+    accelerator.print(f"{summary} in {seconds}; model in {folder}", flush=True)
+    accelerator.wait_for_everyone()
+
+
+def score_summary(args: Args, output_dir: Path) -> str:
+    """First and last scores of metrics.jsonl, in words."""
+    sampled = []
+    held_out = []
+    for line in open(output_dir / "metrics.jsonl", encoding="utf-8"):
+        row = json.loads(line)
+        if "objective/scores" in row:
+            sampled.append(row["objective/scores"])
+        if "eval/scores" in row:
+            held_out.append(row["eval/scores"])
+    summary = f"sampled score {sampled[0]:.3f} -> {np.mean(sampled[-10:]):.3f}"
+    if held_out:
+        change = f"{held_out[0]:.3f} -> {held_out[-1]:.3f}"
+        summary = f"held-out score at temperature {args.eval_temperature:g} {change}, {summary}"
+    return summary
+
+
+def save_model(accelerator, policy, output_dir: Path, summary: str):
+    """Write policy, tokenizer and card beside `model/`, and rename the folder when it is whole."""
+    state_dict = accelerator.get_state_dict(policy)
+    if not accelerator.is_main_process:
+        return
+    weights = {}
+    for name, tensor in state_dict.items():
+        if name.startswith("language_model."):
+            weights[name.removeprefix("language_model.")] = tensor
+    model = accelerator.unwrap_model(policy)
+    folder = output_dir / "model.tmp"
+    model.language_model.save_pretrained(folder, state_dict=weights)
+    model.tokenizer.save_pretrained(folder)
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    card = f"`{' '.join(sys.argv)}`: {summary}. {versions}, accelerate {accelerate.__version__}.\n"
+    (folder / "README.md").write_text(card)
+    folder.rename(output_dir / "model")
+
+
+# ===================================== 10  sharded models =====================================
+@contextlib.contextmanager
+def sampling_weights(accelerator, model):
+    """Prepare the weights for many small passes, and put them back at the end.
+
+    Sharded weights are gathered once, not layer by layer for every token. On a CPU the weights of
+    linear layers are laid out by column, which makes a product with few rows faster.
+    """
+    if accelerator.is_fsdp2:
+        model.set_reshard_after_forward(False)  # The first pass gathers everything.
+        yield
+        model.set_reshard_after_forward(accelerator.state.fsdp_plugin.reshard_after_forward)
+        for module in model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
+        return
+    zero3 = getattr(getattr(model, "optimizer", None), "parameter_offload", None)  # of DeepSpeed
+    if zero3 is not None:
+        deepspeed = importlib.import_module("deepspeed")
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            # These hooks would release the weights of each layer after its pass.
+            zero3._remove_module_hooks()
+            zero3.forward_hooks.clear()
+            zero3.backward_hooks.clear()
+            yield
+            zero3.setup_zero_stage3_hooks()
+        return
+    linear_weights = set()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module.weight.is_cpu:
+            linear_weights.add(module.weight)
+    kept = {weight: weight.data for weight in linear_weights}
+    for weight in linear_weights:
+        weight.data = weight.data.t().contiguous().t()
+    yield
+    for weight, data in kept.items():
+        weight.data = data
+
+
+def configure_deepspeed(accelerator, args: Args):
+    """Hand over what DeepSpeed's engine does itself: clipping, autocast, gathering for saving."""
+    if args.target_kl or args.ratio_threshold:
+        message = "--target-kl and --ratio-threshold drop updates, which DeepSpeed cannot do"
+        raise ValueError(f"{message}; use FSDP2 or DDP")
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    # `micro_batches` does the accumulation.
+    config["train_micro_batch_size_per_gpu"] = 1
+    config["gradient_accumulation_steps"] = 1
+    config["gradient_clipping"] = 0.0 if math.isinf(args.max_grad_norm) else args.max_grad_norm
+    config["torch_autocast"] = {"enabled": args.dtype == "bfloat16", "dtype": "bfloat16"}
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    # Otherwise transformers would shard every model that it loads, also the reference, which has no
+    # engine to gather it.
+    transformers.integrations.unset_hf_deepspeed_config()
+
+
+# ======================================== 11  checks ========================================
+# Flags that may change when a run is resumed. They change memory, or what is shown and kept.
+FREE_FLAGS = {
+    "output_dir",
+    "resume",
+    "save_every",
+    "plan",
+    "gradient_checkpointing",
+    "eval_dataset",
+    "eval_every",
+    "eval_temperature",
+    "eval_k",
+    "eval_reward",
+    "per_device_train_batch_size",
+    "per_device_rollout_batch_size",
+    "log_with",
+    "num_sample_generations",
+    "save_rollouts",
+}
+
+MAY_BE_0 = {
+    "seed",
+    "warmup_steps",
+    "num_sample_generations",
+    "stop_token_id",
+    "learning_rate",
+    "weight_decay",
+    "kl_coef",
+    "cliprange",
+    "eval_temperature",
+    "missing_eos_penalty",
+    "cliprange_value",
+    "vf_coef",
+    "gamma",
+    "lam",
+}
+
+
+def fill_in_defaults(args: Args):
+    """Set the flags whose default depends on the launcher or on another flag."""
+    if args.dtype is None:
+        launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if launcher not in ("no", "bf16"):
+            raise ValueError(f"--dtype must be given: the launcher's {launcher} is not supported")
+        args.dtype = "bfloat16" if launcher == "bf16" else "float32"
+    if args.eval_dataset is None and args.dataset == Args.dataset:
+        args.eval_dataset = str(DEFAULT / "eval.jsonl")
+
+
+def refuse(is_wrong, message: str):
+    """Stop if flags are wrong. tyro shows the message, and the exit status is 2."""
+    if is_wrong:
+        raise ValueError(message)
+
+
+def check_flags(args: Args):
+    """Refuse flags that are out of range, or that contradict each other."""
+    for name, value in vars(args).items():
+        check_range(name, value)
+    refuse(max(args.gamma, args.lam) > 1, "--gamma and --lam must be at most 1")
+    if args.adaptive_kl and args.kl_coef == 0:
+        raise ValueError("--adaptive-kl needs a --kl-coef above 0 to start from")
+    multiple = math.lcm(args.k, args.num_mini_batches)
+    message = f"--batch-size must be a multiple of {multiple}, for whole groups and mini-batches"
+    refuse(args.batch_size % multiple, message)
+    if "none" in (args.reward, args.eval_reward) and not args.reward_model_path:
+        raise ValueError("--reward none and --eval-reward none need a --reward-model-path")
+    path = args.eval_dataset
+    refuse(args.eval_every and not path, "--eval-every needs an --eval-dataset")
+    if path and not path.endswith(".jsonl") and ":" not in path:
+        raise ValueError("--eval-dataset must be a .jsonl file, or a Hub dataset as NAME:SPLIT")
+    if args.eval_k > 1 and args.eval_temperature == 0:
+        raise ValueError("--eval-k needs an --eval-temperature above 0, or all are equal")
+    if args.warmup_steps and args.lr_scheduler_type == "constant":
+        raise ValueError("--warmup-steps needs --lr-scheduler-type constant_with_warmup")
+    refuse(args.resume and not args.output_dir, "--resume needs the --output-dir of the run")
+    if args.log_with not in [None, *map(str, accelerate.tracking.get_available_trackers())]:
+        raise ValueError(f"--log-with: {args.log_with} is not an installed tracker")
+
+
+def check_range(name: str, value):
+    """Refuse a number that its flag cannot have. 2**32: a seed is one word of a random key."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return
+    flag = f"--{name.replace('_', '-')}"
+    lowest = 1 if isinstance(value, int) else 1e-30
+    if name in MAY_BE_0:
+        refuse(not value >= 0, f"{flag} must be at least 0, not {value}")
+    else:
+        refuse(not value >= lowest, f"{flag} must be above 0, not {value}")
+    is_too_high = value >= 2**32 and name != "max_grad_norm"
+    refuse(is_too_high, f"{flag} must be below 2**32, not {value}")
+
+
+def start_accelerator(args: Args) -> accelerate.Accelerator:
+    """Start the processes' connection, and refuse a launch in which some of them are missing."""
+    accelerator = accelerate.Accelerator(
+        # The scripts do accumulation and autocast themselves, whatever the launcher is set to.
+        gradient_accumulation_plugin=accelerate.utils.GradientAccumulationPlugin(num_steps=1),
+        mixed_precision="no",
+        log_with=args.log_with,
+        project_dir="runs",
+        cpu=torch.mps.is_available(),  # Apple's GPUs have no float64, which sampling needs.
+    )
+    # accelerate can start one process where several were asked for, or several that are alone.
+    asked_for_more = {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
+    expected = int(os.environ.get("WORLD_SIZE", 1 + asked_for_more))
+    if accelerator.num_processes != expected:
+        advice = "without GPUs use ACCELERATE_USE_CPU=true torchrun"
+        raise RuntimeError(f"fewer processes than launched; {advice}")
+    if accelerator.distributed_type == accelerate.DistributedType.DEEPSPEED:
+        configure_deepspeed(accelerator, args)
+    return accelerator
+
+
+def choose_output_dir(args: Args, accelerator) -> Path:
+    """The folder of the run, the same on all processes. Only --resume may use one with a run."""
+    name = args.output_dir or f"runs/{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+    output_dir = Path(gather_object([name])[0])  # the clocks of two processes may differ
+    device = accelerator.device.type
+    processes = f"{accelerator.num_processes} x {device}, {args.dtype}"
+    accelerator.print(f"{processes}; writing to {output_dir}", flush=True)
+    holds_run = (output_dir / "args.yaml").exists() or (output_dir / "model").exists()
+    if holds_run and not args.resume:
+        raise ValueError(f"--output-dir {output_dir}: already holds a run; --resume continues it")
+    if holds_run:
+        check_same_run(args, output_dir)
+    return output_dir
+
+
+def check_same_run(args: Args, output_dir: Path):
+    """Refuse flags that would make the resumed run another run. A new flag had its default."""
+    before = {name: getattr(Args, name) for name in vars(args)}
+    before |= yaml.safe_load((output_dir / "args.yaml").read_text())
+    for name, value in before.items():
+        flag = f"--{name.replace('_', '-')}"
+        if name not in vars(args):
+            message = f"holds the run of another script, which has {flag}"
+            raise ValueError(f"--output-dir {output_dir}: {message}")
+        if name not in FREE_FLAGS and value != getattr(args, name):
+            message = f"the run in {output_dir} has {value}"
+            raise ValueError(f"{flag} {getattr(args, name)}: {message}")
+
+
+def is_finished(accelerator, output_dir: Path) -> bool:
+    """True if the run has already saved its model. Then there is nothing to do."""
+    folder = output_dir / "model"
+    if not folder.exists():
+        return False
+    accelerator.print(f"nothing to do: the run is finished, its model is in {folder}")
     accelerator.end_training()
+    return True
 
 
-# ============================================== 8  entry point ===========================================
+def check_lengths(args: Args, policy: CompletionModel, prompts: list[Prompt]):
+    """Refuse a --response-length that does not fit into the model after the longest prompt."""
+    longest = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
+    positions = getattr(policy.language_model.config, "max_position_embeddings", None)
+    if longest > (positions or math.inf):
+        message = f"with the longest prompt {longest} tokens, but the model has {positions}"
+        raise ValueError(f"--response-length: {message}")
+
+
+def compare_with_sampler(
+    args: Args, logprobs: torch.Tensor, sampler_logprobs: torch.Tensor
+) -> dict:
+    """How far the first training pass of an iteration is from the sampler, at most, for any token.
+
+    The weights are the same, so in float32 the two differ only by rounding. A larger difference
+    means that the model needs more than masks and positions. Its gradients would be wrong.
+    """
+    if len(logprobs) == 0:
+        return {}
+    difference = (logprobs - sampler_logprobs).abs().max()
+    if args.dtype == "float32" and not difference < 1e-3:  # "not" also catches nan
+        message = f"sampling and training give log-probabilities {difference:.2g} apart"
+        raise RuntimeError(message)
+    return {"val/sampling_logprob_difference": difference}
+
+
+def check_gradient(grad_norm: float, iteration: int, step: int):
+    """Stop before an update whose gradient is not finite."""
+    if not math.isfinite(grad_norm):
+        where = f"iteration {iteration}, step {step + 1}"
+        raise RuntimeError(f"{where}: the gradient norm is {grad_norm}")
+
+
 if __name__ == "__main__":
     main(tyro.cli(Args, description=__doc__))

@@ -1,11 +1,24 @@
-"""The specification of the counts: episodes, iterations, steps, epochs, schedule points, on any sizes and processes.
+"""The specification of the counts: episodes, iterations, steps, epochs, and the points of the schedule.
 
-    pytest test_accounting.py
+    pytest test_accounting.py              # the fast tests
+    pytest test_accounting.py -m slow      # more runs, and runs on several processes
 
-Every script in this folder is tested that has `Args` and `batch_arithmetic`, a copy of one (cp grpo.py mine.py) like
-the three: a run trains on exactly the episodes that were asked for, rounded up to whole groups; the progress bar ends
-at its total; the schedule has as many points as there are steps; and `--plan` has said so before. What else is tested
-is in tests/, with the helpers in tests/conftest.py.
+Start with the worked cases. You can check each of them by hand. Then episodes are counted one by one, like cards, and
+the counts are compared. Then real runs must train on exactly the planned episodes, in exactly the planned steps.
+
+Every script in this folder is tested, also your copy of one (cp grpo.py mine.py). tests/conftest.py has the helpers:
+
+    script                         one of the scripts, as a module
+    group_flag(script)             the script's name for the group size k, such as "rloo_k"; None in PPO, where k is 1
+    make_args(script, **flags)     script.Args(**flags), with `k` under the script's name for it; PPO takes no k
+    run(script, **flags)           runs script.main in this process, with a tiny model. Returns its Args, the rows of
+                                   metrics.jsonl, and the output folder. Flags that are not given are those of
+                                   base_flags(world): 7 prompts, k = 3, a batch of 12, one update for each batch.
+    updates                        a list; every optimizer step adds an entry, with its learning rate as `lr`
+    world.dataset(n)               a file with the n different prompts of make_prompts(n)
+    encode(text)                   the tokens of a text
+    record_calls(.., owner, name)  a list; every call of owner.name adds an entry with its `args` and its `result`
+    launch(script, n, folder, ..)  runs the script as a program, on n processes
 """
 
 import math
@@ -22,7 +35,8 @@ import transformers
 import yaml
 from conftest import MODULES, base_flags, compare_runs, encode, group_flag, launch, make_args, make_prompts, read_jsonl
 
-run, world, updates = conftest.run, conftest.world, conftest.updates  # fixtures
+# Tests take these as arguments. pytest finds them only under their own names in this file.
+run, world, updates = conftest.run, conftest.world, conftest.updates
 
 
 @pytest.fixture(params=MODULES)
@@ -30,47 +44,144 @@ def script(request):
     return MODULES[request.param]
 
 
-# ============================================ the arithmetic =============================================
-def deal(k, num_prompts, batch_size, num_mini_batches, num_ppo_epochs, num_train_epochs, total_episodes):
-    """A run's counts by dealing cards, one prompt at a time -> [(episodes, steps) of each iteration]."""
-    prompts = 0
-    if total_episodes is None:
-        while prompts + 0.5 <= num_train_epochs * num_prompts:
-            prompts += 1
-        prompts = max(prompts, 1)
-    else:
-        while prompts * k < total_episodes:
-            prompts += 1
-    hands, hand = [], 0
-    for _ in range(prompts):
-        hand += k
-        if hand == batch_size:
-            hands.append(hand)
-            hand = 0
-    hands += [hand] if hand else []
-    iterations = []
-    for hand in hands:
-        piles = deal_out(hand, num_mini_batches)
-        iterations.append((hand, num_ppo_epochs * sum(pile > 0 for pile in piles)))
-    return iterations
+# =========================================== 1  worked cases ============================================
+# Each case has what is given, and every count that follows from it. Where they are not given, num_mini_batches,
+# num_ppo_epochs and world_size (the number of processes) are 1, and per_device_train_batch_size is 64.
+# PPO samples one completion of each prompt. So the cases with k = 1 are for PPO, and the others for the other scripts.
+# fmt: off
+WORKED_CASES = {
+    "bug report, k = 2": (  # 490 prompts * 2 = 980 episodes. 980 / 4 = 245 iterations, and each is one step.
+        dict(num_prompts=490, k=2, num_train_epochs=1.0, batch_size=4, per_device_train_batch_size=4),
+        dict(prompts=490, episodes=980, prompts_per_iteration=2, mini_batch_size=4, iterations=245,
+             last_batch_size=4, steps=245, epochs=1.0, gradient_accumulation_steps=1)),
+    "bug report, k = 4": (  # 490 prompts * 4 = 1960 episodes. 1960 / 4 = 490 iterations, and each is one step.
+        dict(num_prompts=490, k=4, num_train_epochs=1.0, batch_size=4, per_device_train_batch_size=4),
+        dict(prompts=490, episodes=1960, prompts_per_iteration=1, mini_batch_size=4, iterations=490,
+             last_batch_size=4, steps=490, epochs=1.0, gradient_accumulation_steps=1)),
+    "bug report, PPO": (  # 490 episodes = 122 iterations * 4 + 2. The other 2 are one more iteration, number 123.
+        dict(num_prompts=490, k=1, num_train_epochs=1.0, batch_size=4, per_device_train_batch_size=4),
+        dict(prompts=490, episodes=490, prompts_per_iteration=4, mini_batch_size=4, iterations=123,
+             last_batch_size=2, steps=123, epochs=1.0, gradient_accumulation_steps=1)),
+    "README": (  # 490 prompts * 4 = 1960 episodes = 30 iterations * 64 + 40. The last iteration has 40 episodes.
+        dict(num_prompts=490, k=4, num_train_epochs=1.0, batch_size=64),
+        dict(prompts=490, episodes=1960, prompts_per_iteration=16, mini_batch_size=64, iterations=31,
+             last_batch_size=40, steps=31, epochs=1.0, gradient_accumulation_steps=1)),
+    "two mini-batches": (  # 7 * 3 = 21 episodes = 12 + 9. The mini-batches have 6, 6, 5 and 4: these are 4 steps.
+        dict(num_prompts=7, k=3, num_train_epochs=1.0, batch_size=12, num_mini_batches=2),
+        dict(prompts=7, episodes=21, prompts_per_iteration=4, mini_batch_size=6, iterations=2,
+             last_batch_size=9, steps=4, epochs=1.0, gradient_accumulation_steps=1)),
+    "two mini-batches, PPO": (  # 7 episodes = 4 + 3. The mini-batches have 2, 2, 2 and 1: these are 4 steps.
+        dict(num_prompts=7, k=1, num_train_epochs=1.0, batch_size=4, num_mini_batches=2),
+        dict(prompts=7, episodes=7, prompts_per_iteration=4, mini_batch_size=2, iterations=2,
+             last_batch_size=3, steps=4, epochs=1.0, gradient_accumulation_steps=1)),
+    "few episodes left": (  # 5 * 2 = 10 episodes = 8 + 2. Each mini-batch has one episode: 8 steps, then 2 steps.
+        dict(num_prompts=5, k=2, num_train_epochs=1.0, batch_size=8, num_mini_batches=8),
+        dict(prompts=5, episodes=10, prompts_per_iteration=4, mini_batch_size=1, iterations=2,
+             last_batch_size=2, steps=10, epochs=1.0, gradient_accumulation_steps=1)),
+    "a quarter of an epoch": (  # 0.25 * 10 = 2.5 prompts. A half is rounded up: 3 prompts * 4 = 12 episodes = 8 + 4.
+        dict(num_prompts=10, k=4, num_train_epochs=0.25, batch_size=8),
+        dict(prompts=3, episodes=12, prompts_per_iteration=2, mini_batch_size=8, iterations=2,
+             last_batch_size=4, steps=2, epochs=0.3, gradient_accumulation_steps=1)),
+    "almost nothing, PPO": (  # 0.01 * 10 = 0.1 prompts would be rounded to 0. A run has at least one prompt.
+        dict(num_prompts=10, k=1, num_train_epochs=0.01, batch_size=8),
+        dict(prompts=1, episodes=1, prompts_per_iteration=8, mini_batch_size=8, iterations=1,
+             last_batch_size=1, steps=1, epochs=0.1, gradient_accumulation_steps=1)),
+    "fewer prompts than a batch": (  # 3 * 4 = 12 episodes are one iteration. A whole batch takes 64 / 16 = 4 passes.
+        dict(num_prompts=3, k=4, num_train_epochs=1.0, batch_size=64, per_device_train_batch_size=16),
+        dict(prompts=3, episodes=12, prompts_per_iteration=16, mini_batch_size=64, iterations=1,
+             last_batch_size=12, steps=1, epochs=1.0, gradient_accumulation_steps=4)),
+    "several PPO epochs": (  # 2 * 100 * 4 = 800 episodes. 800 / 40 = 20 iterations, each of 3 * 2 steps.
+        dict(num_prompts=100, k=4, num_train_epochs=2.0, batch_size=40, num_mini_batches=2, num_ppo_epochs=3),
+        dict(prompts=200, episodes=800, prompts_per_iteration=10, mini_batch_size=20, iterations=20,
+             last_batch_size=40, steps=120, epochs=2.0, gradient_accumulation_steps=1)),
+    "several PPO epochs, PPO": (  # 10 episodes = 8 + 2. They make 4 and 2 mini-batches: 2 * (4 + 2) = 12 steps.
+        dict(num_prompts=10, k=1, num_train_epochs=1.0, batch_size=8, num_mini_batches=4, num_ppo_epochs=2),
+        dict(prompts=10, episodes=10, prompts_per_iteration=8, mini_batch_size=2, iterations=2,
+             last_batch_size=2, steps=12, epochs=1.0, gradient_accumulation_steps=1)),
+    "a number of episodes": (  # 1000 / 3 = 333.3, so it has 334 groups: 334 * 3 = 1002 episodes = 20 * 48 + 42.
+        dict(num_prompts=100, k=3, total_episodes=1000, batch_size=48),
+        dict(prompts=334, episodes=1002, prompts_per_iteration=16, mini_batch_size=48, iterations=21,
+             last_batch_size=42, steps=21, epochs=3.34, gradient_accumulation_steps=1)),
+    "three processes": (  # 10 * 2 = 20 episodes = 10 + 10. The processes get 4, 3 and 3 of 10. 4 take 2 passes of 3.
+        dict(num_prompts=10, k=2, num_train_epochs=1.0, batch_size=10, world_size=3, per_device_train_batch_size=3),
+        dict(prompts=10, episodes=20, prompts_per_iteration=5, mini_batch_size=10, iterations=2,
+             last_batch_size=10, steps=2, epochs=1.0, gradient_accumulation_steps=2)),
+}
+# fmt: on
 
 
-def deal_out(cards, piles):
-    """Cards dealt one by one to so many piles -> the size of each."""
+def script_and_case(beginning="", slow=None):
+    """Parameters of a test: each script with each of its worked cases whose name has this beginning."""
+    for name, script in MODULES.items():
+        for case, (given, _) in WORKED_CASES.items():
+            if case.startswith(beginning) and (given["k"] == 1) == (group_flag(script) is None):
+                marks = [pytest.mark.slow] if case == slow else []
+                yield pytest.param(script, case, id=f"{name}-{case}", marks=marks)
+
+
+@pytest.mark.parametrize("script, case", script_and_case())
+def test_worked_cases(script, case):
+    """The script computes exactly the counts of the table. So does the count with cards below."""
+    given, counts = WORKED_CASES[case]
+    flags = dict(num_mini_batches=1, num_ppo_epochs=1, per_device_train_batch_size=64, world_size=1) | given
+    num_prompts, world_size = flags.pop("num_prompts"), flags.pop("world_size")
+    args = make_args(script, **flags)
+    assert vars(script.batch_arithmetic(args, num_prompts, world_size)) == counts
+    assert count_with_cards(args, num_prompts, world_size) == counts
+
+
+# ========================================= 2  counting with cards =========================================
+def deal(cards, piles):
+    """Deal so many cards to so many piles, one by one. Returns the size of each pile."""
     sizes = [0] * piles
     for card in range(cards):
         sizes[card % piles] += 1
     return sizes
 
 
-def planned(args, num_prompts):
-    """What `deal` says of a run's flags."""
-    names = "k batch_size num_mini_batches num_ppo_epochs num_train_epochs total_episodes".split()
-    return deal(num_prompts=num_prompts, **{name: getattr(args, name) for name in names})
+def count_iterations(args, num_prompts):
+    """The episodes and the steps of each iteration, counted one by one. Returns [(episodes, steps), ...]."""
+    prompts = 0
+    if args.total_episodes is None:
+        while prompts + 0.5 <= args.num_train_epochs * num_prompts:
+            prompts += 1
+        prompts = max(prompts, 1)
+    else:
+        while prompts * args.k < args.total_episodes:
+            prompts += 1
+    batches = [0]
+    for _ in range(prompts):
+        if batches[-1] == args.batch_size:
+            batches.append(0)
+        batches[-1] += args.k
+    iterations = []
+    for episodes in batches:
+        mini_batches = [size for size in deal(episodes, args.num_mini_batches) if size > 0]
+        iterations.append((episodes, args.num_ppo_epochs * len(mini_batches)))
+    return iterations
 
 
-def random_config(rng):
-    """Flags of odd sizes: batches that do not divide the dataset, that are larger than it, fractions of an epoch."""
+def count_with_cards(args, num_prompts, world_size):
+    """Every count of `batch_arithmetic`, from the episodes and steps that were counted one by one."""
+    iterations = count_iterations(args, num_prompts)
+    episodes = sum(episodes for episodes, _ in iterations)
+    mini_batch_size = max(deal(args.batch_size, args.num_mini_batches))
+    process_share = max(deal(mini_batch_size, world_size))
+    return dict(
+        prompts=episodes // args.k,
+        episodes=episodes,
+        prompts_per_iteration=args.batch_size // args.k,
+        mini_batch_size=mini_batch_size,
+        iterations=len(iterations),
+        last_batch_size=iterations[-1][0],
+        steps=sum(steps for _, steps in iterations),
+        epochs=episodes / args.k / num_prompts,
+        gradient_accumulation_steps=math.ceil(process_share / args.per_device_train_batch_size),
+    )
+
+
+def random_case(rng):
+    """Flags of odd sizes, a number of prompts, and a number of processes."""
     k, num_mini_batches = rng.choice([2, 3, 4, 5, 7]), rng.choice([1, 1, 2, 3, 4, 8])
     flags = dict(k=k, num_mini_batches=num_mini_batches, num_ppo_epochs=rng.choice([1, 1, 2, 4]))
     flags["batch_size"] = math.lcm(k, num_mini_batches) * rng.choice([1, 2, 3, 5])
@@ -81,32 +192,17 @@ def random_config(rng):
 
 
 def test_batch_arithmetic_equals_dealing_cards(script):
-    """Every count of 400 odd configurations is what dealing the cards one by one gives."""
+    """The formulas give what counting one by one gives, in 400 random cases."""
     rng = random.Random(0)
     for _ in range(400):
-        flags, num_prompts, world_size = random_config(rng)
+        flags, num_prompts, world_size = random_case(rng)
         args = make_args(script, **flags)
-        plan = script.batch_arithmetic(args, num_prompts, world_size)
-        iterations = planned(args, num_prompts)
-        episodes, steps = (sum(counts) for counts in zip(*iterations))
-        largest_mini_batch = max(deal_out(args.batch_size, args.num_mini_batches))
-        largest_share = max(deal_out(largest_mini_batch, world_size))
-        expected = dict(
-            prompts=episodes // args.k,
-            episodes=episodes,
-            prompts_per_iteration=len(range(0, args.batch_size, args.k)),
-            mini_batch_size=largest_mini_batch,
-            iterations=len(iterations),
-            last_batch_size=iterations[-1][0],
-            steps=steps,
-            epochs=episodes / args.k / num_prompts,
-            gradient_accumulation_steps=len(range(0, largest_share, args.per_device_train_batch_size)),
-        )
-        assert vars(plan) == expected, (flags, num_prompts, world_size)
+        counts = vars(script.batch_arithmetic(args, num_prompts, world_size))
+        assert counts == count_with_cards(args, num_prompts, world_size), (flags, num_prompts, world_size)
 
 
 def test_what_doubles_what(script):
-    """Doubling k doubles episodes; doubling PPO epochs or mini-batches doubles steps; nothing else changes either."""
+    """Twice k gives twice the episodes. Twice the PPO epochs or mini-batches gives twice the steps."""
 
     def counts(world_size=1, **changes):
         flags = dict(k=4, batch_size=48, num_mini_batches=2, num_ppo_epochs=3, num_train_epochs=2.0)
@@ -116,141 +212,121 @@ def test_what_doubles_what(script):
     episodes, steps = counts()
     if group_flag(script):
         assert counts(k=8) == (2 * episodes, 2 * steps)
+    assert counts(num_train_epochs=4.0) == (2 * episodes, 2 * steps)
     assert counts(num_ppo_epochs=6) == (episodes, 2 * steps)
     assert counts(num_mini_batches=4) == (episodes, 2 * steps)
-    assert counts(num_train_epochs=4.0) == (2 * episodes, 2 * steps)
-    for world_size in (2, 3, 64):
+    for world_size in (2, 3, 64):  # Processes and memory flags change nothing.
         assert counts(world_size) == (episodes, steps)
     for size in (1, 3, 1000):
         assert counts(per_device_train_batch_size=size, per_device_rollout_batch_size=size) == (episodes, steps)
 
 
-REFUSED = {
-    "a part of a mini-batch": ("--batch-size", dict(batch_size=18, num_mini_batches=4)),
-    "a part of a group": ("--batch-size", dict(batch_size=13)),
-    "no batch": ("--batch-size", dict(batch_size=0)),
-    "no mini-batch": ("--num-mini-batches", dict(num_mini_batches=0)),
-    "no PPO epoch": ("--num-ppo-epochs", dict(num_ppo_epochs=0)),
-    "no epoch": ("--num-train-epochs", dict(num_train_epochs=0.0)),
-    "less than no epoch": ("--num-train-epochs", dict(num_train_epochs=-0.5)),
-    "epochs without end": ("--num-train-epochs", dict(num_train_epochs=math.inf)),
-    "epochs that are no number": ("--num-train-epochs", dict(num_train_epochs=math.nan)),
-    "no episode": ("--total-episodes", dict(total_episodes=0)),
-    "no micro-batch": ("--per-device-train-batch-size", dict(per_device_train_batch_size=0)),
-    "no rollout": ("--per-device-rollout-batch-size", dict(per_device_rollout_batch_size=-3)),
+REFUSED = {  # sizes that are refused, where a group is 3 episodes and a batch has 4 mini-batches
+    "batch_size": [0, 16, 18],  # 16 is not whole groups. 18 is whole groups, but not 4 equal mini-batches.
+    "num_mini_batches": [0],
+    "num_ppo_epochs": [0],
+    "num_train_epochs": [0.0, -0.5, math.inf, math.nan],
+    "total_episodes": [0],
+    "per_device_train_batch_size": [0],
+    "per_device_rollout_batch_size": [-3],
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_sizes_that_cannot_be_are_refused(script, case):
-    """Nothing is rounded in silence: such flags are refused, by name, where they are made."""
-    flag, sizes = REFUSED[case]
-    if case == "a part of a group" and not group_flag(script):
-        pytest.skip("a group is one episode")
-    with pytest.raises(ValueError, match=f"{flag} must"):
-        make_args(script, **dict(k=3, batch_size=12) | sizes)
+@pytest.mark.parametrize("name", REFUSED)
+def test_sizes_that_cannot_be_are_refused(script, name):
+    """A wrong size is never rounded in silence. It is refused as soon as the flags are read."""
+    for size in REFUSED[name]:
+        if size == 16 and group_flag(script) is None:
+            continue  # In PPO a group is one episode, so 16 is whole groups.
+        with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must"):
+            make_args(script, **dict(k=3, num_mini_batches=4, batch_size=12) | {name: size})
 
 
-# ========================================== what a run trains on =========================================
-@pytest.mark.parametrize("k", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_bug_report(script, run, world, monkeypatch, k):
-    """490 prompts, micro-batch 4, batch 4, one epoch: 490 k episodes in their exact steps, epoch and bar end at 1."""
-    if not group_flag(script):
-        if k > 2:
-            pytest.skip("a group is one episode")
-        k = 1
-    bars = []
-
-    class Bar(script.tqdm):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            bars.append(self)
-
-    monkeypatch.setattr(script, "tqdm", Bar)
-    sizes = dict(k=k, batch_size=4, per_device_train_batch_size=4, num_train_epochs=1.0)
-    small = dict(model_path=world.smallest, response_length=1, kl_coef=0.0)  # hundreds of iterations
-    _, metrics, output_dir = run(script, dataset=world.dataset(490), **small, **sizes)
-    episodes, steps = {1: (490, 123), 2: (980, 245), 4: (1960, 490)}[k]
-    plan = yaml.safe_load((output_dir / "plan.yaml").read_text())
-    assert (plan["episodes"], plan["steps"], plan["epochs"]) == (episodes, steps, 1)
+# ============================================== 3  real runs ==============================================
+@pytest.mark.parametrize("script, case", script_and_case("bug report", slow="bug report, k = 4"))
+def test_the_bug_report(script, run, world, monkeypatch, case):
+    """A real run of the worked case has its counts: in its files, in its last metrics and in its progress bar."""
+    given, counts = WORKED_CASES[case]
+    bars = conftest.record_calls(monkeypatch, script.tqdm, "__init__")  # args[0] is the bar.
+    flags = given | dict(model_path=world.smallest, response_length=1, kl_coef=0.0)  # These make the run fast.
+    _, metrics, output_dir = run(script, dataset=world.dataset(flags.pop("num_prompts")), **flags)
+    assert yaml.safe_load((output_dir / "plan.yaml").read_text()) == counts
+    steps, episodes = counts["steps"], counts["episodes"]
     last = metrics[-1]
     assert (last["iteration"], last["step"], last["episode"], last["epoch"]) == (steps, steps, episodes, 1)
-    assert len(metrics) == steps
+    assert len(metrics) == steps  # Each iteration is one step.
     assert len(read_jsonl(output_dir / "rollouts.jsonl")) == episodes
-    assert [(bar.total, bar.n) for bar in bars] == [(steps, steps)]
-
-
-def episode_of(prompt_ids, token_ids):
-    return tuple(prompt_ids), tuple(token_ids)
+    assert [(call.args[0].total, call.args[0].n) for call in bars] == [(steps, steps)]
 
 
 def record_passes(script, monkeypatch):
-    """The episodes of every training pass of a run -> a list, filled as it runs: (iteration, prompt, tokens)."""
+    """Returns a list. Each training pass of a run adds (iteration, prompt, completion) for each of its episodes."""
     passes, iteration, forward = [], 0, script.CompletionModel.forward
 
-    def recorded(self, method, *inputs):
+    def recorded(self, function, *inputs):  # All passes of a model go through its forward.
         nonlocal iteration
-        iteration += method.__name__ == "sample"  # all of an iteration at once
-        if torch.is_grad_enabled() and method.__name__ != "sample":
+        if function is script.sample:  # It is called once for each iteration.
+            iteration += 1
+        elif torch.is_grad_enabled():
             prompts, tokens, mask, _ = inputs
-            rows = [row[row_mask].tolist() for row, row_mask in zip(tokens, mask)]
-            passes.extend((iteration, *episode_of(*episode)) for episode in zip(prompts, rows))
-        return forward(self, method, *inputs)
+            for prompt, row, row_mask in zip(prompts, tokens, mask):
+                passes.append((iteration, tuple(prompt), tuple(row[row_mask].tolist())))
+        return forward(self, function, *inputs)
 
     monkeypatch.setattr(script.CompletionModel, "forward", recorded)
     return passes
 
 
 def check_run(args, metrics, output_dir, num_prompts):
-    """The lines of metrics.jsonl and rollouts.jsonl hold what the flags asked for, dealt card by card -> the steps."""
+    """Compare what a run wrote with the count one by one. Returns the number of steps."""
     step = episode = 0
-    iterations = planned(args, num_prompts)
+    iterations = count_iterations(args, num_prompts)
     for row, (episodes, steps) in zip(metrics, iterations, strict=True):
         step, episode = step + steps, episode + episodes
         assert (row["step"], row["episode"]) == (step, episode)
         assert row["epoch"] == pytest.approx(episode / args.k / num_prompts)
     rollouts = read_jsonl(output_dir / "rollouts.jsonl")
-    positions = [(i, j) for i, (episodes, _) in enumerate(iterations, start=1) for j in range(episodes)]
+    positions = [(i, index) for i, (episodes, _) in enumerate(iterations, start=1) for index in range(episodes)]
     assert [(row["iteration"], row["index"]) for row in rollouts] == positions
+    # Every prompt is drawn once in each whole epoch, and some prompts are drawn once more.
     used = Counter(row["prompt"] for row in rollouts)
-    whole, rest = divmod(episode // args.k, num_prompts)
-    times = [args.k * (whole + 1)] * rest + [args.k * whole] * (num_prompts - rest)
-    assert sorted((used[prompt] for prompt in make_prompts(num_prompts)), reverse=True) == times
-    assert used.total() == episode
-    for position in range(0, len(rollouts), args.k):
-        assert len({row["prompt"] for row in rollouts[position : position + args.k]}) == 1  # groups side by side
+    whole_epochs, rest = divmod(episode // args.k, num_prompts)
+    expected = [args.k * (whole_epochs + 1)] * rest + [args.k * whole_epochs] * (num_prompts - rest)
+    assert sorted((used[prompt] for prompt in make_prompts(num_prompts)), reverse=True) == expected
+    for first in range(0, len(rollouts), args.k):  # The k episodes of a group are neighbours.
+        assert len({row["prompt"] for row in rollouts[first : first + args.k]}) == 1
     return step
 
 
-REAL_RUNS = {
-    "leftovers": (7, dict(k=3, batch_size=6, num_mini_batches=2, num_ppo_epochs=2, num_train_epochs=2.0)),
-    "one-group-left": (7, dict(k=2, batch_size=4, num_train_epochs=1.0, per_device_train_batch_size=3)),
-    "batch-over-dataset": (5, dict(k=2, batch_size=32, num_mini_batches=4, num_train_epochs=8.0)),
-    "fraction": (7, dict(k=5, batch_size=15, num_mini_batches=3, num_train_epochs=1.5)),
-    "fewer-than-mini-batches": (7, dict(k=2, batch_size=8, num_mini_batches=8, num_ppo_epochs=3, total_episodes=9)),
+REAL_RUNS = {  # a name: the number of prompts, and the flags
+    "smaller last iteration": (7, dict(k=3, batch_size=6, num_mini_batches=2, num_ppo_epochs=2, num_train_epochs=2.0)),
+    "one group left": (7, dict(k=2, batch_size=4, num_train_epochs=1.0, per_device_train_batch_size=3)),
+    "batch larger than dataset": (5, dict(k=2, batch_size=32, num_mini_batches=4, num_train_epochs=8.0)),
+    "fraction of an epoch": (7, dict(k=5, batch_size=15, num_mini_batches=3, num_train_epochs=1.5)),
+    "fewer than mini-batches": (7, dict(k=2, batch_size=8, num_mini_batches=8, num_ppo_epochs=3, total_episodes=9)),
 }
 
 
-@pytest.mark.parametrize("config", REAL_RUNS)
-def test_real_runs_train_on_exactly_what_was_asked(script, run, world, monkeypatch, updates, config):
-    """Each prompt is used exactly `epochs` times, each episode trained on exactly num_ppo_epochs times."""
-    num_prompts, flags = REAL_RUNS[config]
+@pytest.mark.parametrize("case", REAL_RUNS)
+def test_real_runs_train_on_exactly_what_was_asked(script, run, world, monkeypatch, updates, case):
+    """The run makes the planned steps, and each episode takes exactly one training pass in each PPO epoch."""
+    num_prompts, flags = REAL_RUNS[case]
     passes = record_passes(script, monkeypatch)
-    reward = world.reward("squares")  # no advantage is 0: such an episode may take no pass
+    reward = world.reward("squares")  # With it no advantage is 0. An episode with advantage 0 may take no pass.
     args, metrics, output_dir = run(script, dataset=world.dataset(num_prompts), reward=reward, **flags)
     assert len(updates) == check_run(args, metrics, output_dir, num_prompts)
     expected = Counter()
     for row in read_jsonl(output_dir / "rollouts.jsonl"):
-        expected[row["iteration"], *episode_of(encode(row["prompt"]), row["token_ids"])] += args.num_ppo_epochs
+        expected[row["iteration"], tuple(encode(row["prompt"])), tuple(row["token_ids"])] += args.num_ppo_epochs
     assert Counter(passes) == expected
 
 
 @pytest.mark.slow
 def test_random_configurations_run_as_planned(script, run, world, updates):
-    """Twenty random configurations as real runs, with leftovers of every kind."""
+    """Twenty random cases are run for real."""
     rng = random.Random(1)
     for _ in range(20):
-        flags, num_prompts, _ = random_config(rng)
+        flags, num_prompts, _ = random_case(rng)
         num_prompts = min(num_prompts, 17)
         if flags["total_episodes"] is not None:
             flags["total_episodes"] = min(flags["total_episodes"], 50)
@@ -259,166 +335,159 @@ def test_random_configurations_run_as_planned(script, run, world, updates):
         assert len(updates) == check_run(args, metrics, output_dir, num_prompts), flags
 
 
-# ==================================== prompts, mini-batches, micro-batches ===============================
+# ================================ 4  prompts, mini-batches, micro-batches ================================
 def test_an_epoch_is_a_permutation(script):
-    """The endless stream of prompts is a new permutation every epoch, wherever an iteration cuts it."""
-    stream = script.draw_prompts(1, 7, 0, 70)
-    epochs = [stream[i : i + 7] for i in range(0, 70, 7)]
+    """Each epoch has every prompt once, in a new order. It does not matter where the iterations divide the epochs."""
+    seed, num_prompts = 1, 7
+    stream = script.draw_prompts(seed, num_prompts, 0, 70)  # ten epochs
+    epochs = [stream[first : first + 7] for first in range(0, 70, 7)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 5
-    for count in (1, 5, 16):
-        cut = [p for first in range(0, 80, count) for p in script.draw_prompts(1, 7, first, count)]
-        assert cut[:70] == stream
-    assert script.draw_prompts(2, 7, 0, 70) != stream
+    for count in (1, 5, 16):  # prompts of an iteration
+        parts = [script.draw_prompts(seed, num_prompts, first, count) for first in range(0, 80, count)]
+        assert sum(parts, [])[:70] == stream
+    assert script.draw_prompts(2, num_prompts, 0, 70) != stream
 
 
 def test_mini_batches_are_near_equal_and_keep_groups(script):
-    """A PPO epoch's mini-batches hold every episode once, in near-equal sizes, groups whole where sizes allow."""
+    """The mini-batches of a PPO epoch have every episode once. The k episodes of a group stay neighbours."""
     for num_episodes, k, count in ((12, 3, 2), (12, 3, 4), (10, 2, 4), (8, 4, 3), (6, 3, 8), (2, 2, 1)):
         args = make_args(script, k=k, num_mini_batches=count, batch_size=math.lcm(k, count))
-        pieces = [piece.tolist() for piece in script.draw_mini_batches(args, 1, 0, num_episodes)]
-        order = [i for piece in pieces for i in piece]
+        mini_batches = [piece.tolist() for piece in script.draw_mini_batches(args, 1, 0, num_episodes)]
+        order = [episode for mini_batch in mini_batches for episode in mini_batch]
         assert sorted(order) == list(range(num_episodes))
-        assert sorted(map(len, pieces)) == sorted(size for size in deal_out(num_episodes, count) if size)
-        for i in range(0, num_episodes, args.k):
-            assert order[i : i + args.k] == list(range(order[i], order[i] + args.k))
-            assert order[i] % args.k == 0
+        assert sorted(map(len, mini_batches)) == sorted(size for size in deal(num_episodes, count) if size > 0)
+        for first in range(0, num_episodes, args.k):
+            assert order[first] % args.k == 0  # A group starts here.
+            assert order[first : first + args.k] == list(range(order[first], order[first] + args.k))
     args = make_args(script, k=2, batch_size=24)
-    orders = {str(script.draw_mini_batches(args, i, e, 24)) for i in range(3) for e in range(3)}
-    assert len(orders) == 9  # a fresh order in each iteration and each PPO epoch
+    orders = {str(script.draw_mini_batches(args, iteration, epoch, 24)) for iteration in range(3) for epoch in range(3)}
+    assert len(orders) == 9  # There is a new order in each iteration and each PPO epoch.
 
 
 def test_processes_share_every_episode_once(script):
-    """Whatever the number of processes and the micro-batch: each episode has weight 1 once, all make as many passes, of
-    near-equal sizes, and no more than the plan says; what is repeated has weight 0."""
+    """Each episode counts once, on any number of processes. All make the same number of passes, which the plan says."""
     for count, world_size, size in ((12, 1, 5), (12, 5, 2), (7, 3, 64), (2, 3, 1), (13, 2, 3), (1, 8, 1)):
         episodes, lengths = torch.randperm(count) + 100, torch.randint(1, 30, (count + 100,))
-        shares, weighed = [], Counter()
+        sizes_of_processes, times_counted = [], Counter()
         for rank in range(world_size):
             process = SimpleNamespace(num_processes=world_size, process_index=rank, device="cpu")
             share = script.micro_batches(process, episodes, lengths, size)
-            assert [is_last for *_, is_last in share] == [False] * (len(share) - 1) + [True]
-            sizes = [len(indices) for indices, *_ in share]
+            assert [micro_batch.is_last for micro_batch in share] == [False] * (len(share) - 1) + [True]
+            sizes = [len(micro_batch.episodes) for micro_batch in share]
             assert max(sizes) <= size and max(sizes) - min(sizes) <= 1
-            in_order = [int(lengths[i]) for indices, *_ in share for i in indices]
-            assert in_order == sorted(in_order)
-            shares.append(sizes)
-            for indices, weights, _ in share:
-                assert set(weights.tolist()) <= {0.0, 1.0} and len(indices) == len(weights)
-                weighed.update(dict.fromkeys(indices[weights > 0].tolist(), 1))
-        assert weighed == Counter(episodes.tolist())
-        assert all(sizes == shares[0] for sizes in shares)
+            in_order = [int(lengths[episode]) for micro_batch in share for episode in micro_batch.episodes]
+            assert in_order == sorted(in_order)  # Neighbours of similar lengths need less padding.
+            sizes_of_processes.append(sizes)
+            for micro_batch in share:
+                is_real = micro_batch.is_real  # 1, or 0 for a repeated episode
+                assert set(is_real.tolist()) <= {0.0, 1.0} and len(is_real) == len(micro_batch.episodes)
+                times_counted.update(micro_batch.episodes[is_real == 1].tolist())
+        assert times_counted == Counter(episodes.tolist())
+        assert all(sizes == sizes_of_processes[0] for sizes in sizes_of_processes)
         args = make_args(script, k=2, batch_size=2 * count, num_mini_batches=2, per_device_train_batch_size=size)
-        assert len(shares[0]) == script.batch_arithmetic(args, 100, world_size).gradient_accumulation_steps
+        assert len(sizes) == script.batch_arithmetic(args, 100, world_size).gradient_accumulation_steps
 
 
-# =============================================== schedule ================================================
-ANY_SCRIPT = next(iter(MODULES.values()))
-SCHEDULES = typing.get_args(typing.get_type_hints(ANY_SCRIPT.Args)["lr_scheduler_type"])
-
-
-def curve(name, learning_rate, warmup_steps, steps, get_scheduler=transformers.get_scheduler):
-    """transformers' own schedule over exactly `steps`: the rates of the updates, and the value it stands at after."""
+# ============================================== 5  the schedule ============================================
+def schedule_rates(name, learning_rate, warmup_steps, steps):
+    """The learning rate of each update in a schedule over exactly `steps`, and the value at which it stands then."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=learning_rate)
-    scheduler = get_scheduler(name, optimizer, num_warmup_steps=warmup_steps, num_training_steps=steps)
+    scheduler = transformers.get_scheduler(name, optimizer, warmup_steps, steps)
     rates = []
-    for _ in range(steps + 1):
+    for _ in range(steps):
         rates.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
-    return rates[:-1], rates[-1]
+    return rates, scheduler.get_last_lr()[0]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", typing.get_args(next(iter(MODULES.values())).Schedule))
 def test_schedule_is_transformers_own_over_exactly_the_steps(script, run, monkeypatch, updates, schedule):
-    """Every update uses its rate of the curve, the log has the iteration's last one, the end is the final value."""
-    made, warmup_steps = (
-        conftest.record_calls(monkeypatch, transformers, "get_scheduler"),
-        0 if schedule == "constant" else 3,
-    )
-    sizes = dict(batch_size=6, k=3, num_mini_batches=2, num_ppo_epochs=2, num_train_epochs=1.0)
-    flags = dict(lr_scheduler_type=schedule, warmup_steps=warmup_steps, response_length=1, kl_coef=0.0)
-    args, metrics, _ = run(script, **flags, **sizes)
-    rates, final = curve(schedule, args.learning_rate, warmup_steps, metrics[-1]["step"])
+    """Every update has its own rate of the schedule. The log has the last rate of an iteration."""
+    calls = conftest.record_calls(monkeypatch, transformers, "get_scheduler")
+    warmup_steps = 0 if schedule == "constant" else 3
+    flags = dict(k=3, batch_size=6, num_mini_batches=2, num_ppo_epochs=2, num_train_epochs=1.0, response_length=1)
+    flags |= dict(lr_scheduler_type=schedule, warmup_steps=warmup_steps, kl_coef=0.0)
+    args, metrics, _ = run(script, **flags)
+    rates, final = schedule_rates(schedule, args.learning_rate, warmup_steps, metrics[-1]["step"])
     assert [update.lr for update in updates] == pytest.approx(rates, rel=1e-9)
     assert [row["lr"] for row in metrics] == pytest.approx([rates[row["step"] - 1] for row in metrics], rel=1e-9)
-    assert made[0].result.get_last_lr()[0] == pytest.approx(final, rel=1e-9, abs=1e-15)
-    if schedule == "cosine":
+    assert calls[0].result.get_last_lr()[0] == pytest.approx(final, rel=1e-9, abs=1e-15)  # at the run's end
+    if schedule == "cosine":  # It never climbs again after the warm-up, and it ends at 0.
         assert all(after <= before for before, after in zip(rates[3:], rates[4:]))
         assert metrics[-1]["lr"] == min(row["lr"] for row in metrics)
         assert final == pytest.approx(0, abs=1e-12)
 
 
-# =============================================== processes ===============================================
-UNEVEN = dict(batch_size=6, num_mini_batches=2, num_ppo_epochs=2, num_train_epochs=3.0, warmup_steps=2)
-
-
+# ============================================ 6  several processes =========================================
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "script, processes", [*((name, 2) for name in MODULES), *((x, 3) for x in conftest.SCRIPTS[:1])]
+    "script, processes", [(name, 2) for name in MODULES] + [(name, 3) for name in conftest.SCRIPTS[:1]]
 )
 def test_processes_change_no_count(script, run, world, tmp_path, processes):
-    """Several processes make the steps, use the rates and ask for the scores of one, and are the run of one, with sizes
-    that none divides: 5 prompts, mini-batches of 3, an epoch's end within an iteration. There really are several."""
+    """A run on several processes is the run on one. Here they divide neither 5 prompts nor mini-batches of 3 nor 6."""
     script = MODULES[script]
-    sizes = UNEVEN | dict(dataset=world.dataset(5), eval_dataset=world.dataset(3, seed=4), lr_scheduler_type="cosine")
+    sizes = dict(batch_size=6, num_mini_batches=2, num_ppo_epochs=2, num_train_epochs=3.0, warmup_steps=2)
+    sizes |= dict(dataset=world.dataset(5), eval_dataset=world.dataset(3, seed=4), lr_scheduler_type="cosine")
+    # This reward function writes down who called it, for how many episodes. Its file, probe.py, also makes every
+    # process write down the last rate of its schedule.
     flags = base_flags(world) | sizes | dict(reward=f"{tmp_path / 'probe.py'}:probe", per_device_train_batch_size=1)
     output_dir = tmp_path / "out"
     finished = launch(script, processes, tmp_path, flags | dict(output_dir=output_dir))
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.startswith(f"{processes} x cpu, float32")
-
-    args, (before, *metrics) = make_args(script, **flags), read_jsonl(output_dir / "metrics.jsonl")
+    args = make_args(script, **flags)
+    before, *metrics = read_jsonl(output_dir / "metrics.jsonl")  # The first row is the evaluation before training.
     assert (before["step"], before["episode"], before["epoch"]) == (0, 0, 0)
     steps = check_run(args, metrics, output_dir, 5)
     plan = yaml.safe_load((output_dir / "plan.yaml").read_text())
     assert plan == vars(script.batch_arithmetic(args, 5, processes)) and plan["steps"] == steps
-
     calls = read_jsonl(tmp_path / "calls.jsonl")
     assert {(call["rank"], call["world_size"]) for call in calls} == {(str(i), processes) for i in range(processes)}
-    assert {call["type"] for call in calls} == {"DistributedType.MULTI_CPU"}
-    assert sum(call["count"] for call in calls) == plan["episodes"] + 2 * 3  # without repeats; evaluated twice
+    assert {call["type"] for call in calls} == {"DistributedType.MULTI_CPU"}  # There really are several processes.
+    assert sum(call["count"] for call in calls) == plan["episodes"] + 2 * 3  # two evaluations of 3 prompts; no repeats
 
-    rates, final = curve("cosine", args.learning_rate, 2, steps)
+    rates, final = schedule_rates("cosine", args.learning_rate, 2, steps)
     assert [row["lr"] for row in metrics] == pytest.approx([rates[row["step"] - 1] for row in metrics], rel=1e-9)
     for rank in range(processes):
         assert float((tmp_path / f"last_lr_{rank}").read_text()) == pytest.approx(final, abs=1e-12)
-    compare_runs(run(script, **sizes)[2], output_dir)
+    _, _, output_dir_of_one = run(script, **sizes)
+    compare_runs(output_dir_of_one, output_dir)  # the same completions, metrics and final weights
 
 
-# ================================================= --plan ================================================
+# ================================================= 7  --plan ===============================================
 def test_plan_is_yaml_and_that_of_the_run(script, run, world, monkeypatch, capsys, tmp_path):
-    """--plan prints the YAML that the run keeps as plan.yaml, with every count and its formula, and loads no model."""
+    """--plan prints every count with its formula, as YAML. A run prints the same and keeps it as plan.yaml."""
     flags = dict(num_mini_batches=2, num_ppo_epochs=3, num_train_epochs=1.5, per_device_train_batch_size=2)
     _, _, output_dir = run(script, **flags)
-    assert (output_dir / "plan.yaml").read_text() in capsys.readouterr().out  # the run prints it, too
+    plan_of_run = (output_dir / "plan.yaml").read_text()
+    assert plan_of_run in capsys.readouterr().out
+    monkeypatch.setattr(script, "load_model", None)  # --plan loads no model.
     printed = {}
     for world_size in (1, 3):
         flags |= dict(model_path="no/such/model", output_dir=str(tmp_path / "out"), plan=world_size)
-        plan_args = make_args(script, **base_flags(world) | flags)
-        monkeypatch.setattr(script, "load_model", None)
-        script.main(plan_args)
+        args = make_args(script, **base_flags(world) | flags)
+        script.main(args)
         printed[world_size] = capsys.readouterr().out
-        expected = vars(script.batch_arithmetic(plan_args, 7, world_size))
-        assert yaml.safe_load(printed[world_size]) == expected
-        for line in printed[world_size].splitlines():
-            value, formula = re.fullmatch(r"\w+: +(\S+) +# .+ = (.+)", line.replace(": ", ":  ", 1)).groups()
-            formula = re.sub(r"\b(floor|ceil)\b", r"math.\1", formula.split(", at least")[0])
-            assert eval(formula) == pytest.approx(float(value)), line  # its numbers give the count
-    assert printed[1] == (output_dir / "plan.yaml").read_text()
+        counts = count_with_cards(args, 7, world_size)
+        assert yaml.safe_load(printed[world_size]) == counts
+        for line, (name, value) in zip(printed[world_size].splitlines(), counts.items(), strict=True):
+            assert re.sub(" +", " ", line) == f"{name}: {value} # {script.FORMULAS[name]}"
+    assert printed[1] == plan_of_run
     assert printed[3] != printed[1]
     assert not (tmp_path / "out").exists()
 
 
 def test_plan_of_long_and_fractional_counts_is_yaml(script):
-    """Columns that are too narrow for a number still give one value a line."""
+    """A number that is too long for its column still leaves one value in a line."""
     args = make_args(script, k=2, batch_size=10**9, per_device_train_batch_size=1, total_episodes=10**9)
     plan = yaml.safe_load(script.plan_table(args, 7, 1))
     assert plan == vars(script.batch_arithmetic(args, 7, 1)) and plan["gradient_accumulation_steps"] == 10**9
 
 
 def test_plan_counts_only_prompts_that_stay(script, run, world, capsys):
-    """With --max-prompt-length the plan reads the tokenizer and counts what is left, as the run does."""
+    """--max-prompt-length drops long prompts. The plan counts the prompts that stay, as the run does."""
     limit = sorted(map(len, make_prompts(7)))[3]
     kept = sum(len(prompt) <= limit for prompt in make_prompts(7))
     script.main(make_args(script, **base_flags(world) | dict(plan=1, max_prompt_length=limit)))

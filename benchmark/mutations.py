@@ -1,13 +1,14 @@
-"""Proves that the tests can fail: breaks the scripts one line at a time, and names the test that must notice.
+"""Proves that the tests can fail. It breaks the scripts one line at a time, and names the test that must notice.
 
     python benchmark/mutations.py                             # all, a minute on two cores
     python benchmark/mutations.py --only "KL sign, RLOO"      # one of them
 
-Each mutation is a piece of one line of a script, what stands there instead, and a test. The script is copied into a
-folder of its own, beside the tests; there the line is changed, and the test must fail by an assertion, or because the
-scripts' own check of sampling against training stops the run, not by another error. First the same tests must pass on
-the scripts as they are. What the three scripts share is broken in one of them: a test holds its text together. Prints a
-line for each, and exits with status 1 if a mutation survives, or if its old text is not in exactly one line.
+A mutation is a piece of one line of a script, the text that replaces it, and a test. The script is copied into a folder
+of its own, beside the tests, and the line is changed there. Then the test must fail, in one of two ways: by an
+assertion, or because the script itself stops the run when sampling and training differ. Another error does not count.
+Before that, the same tests must pass on the scripts as they are. Code that the three scripts share is broken in one of
+them only, because a test keeps it equal in all three. Prints one line for each mutation. The exit status is 1 if a
+mutation survives, or if its old text does not occur exactly once.
 """
 
 import argparse
@@ -42,7 +43,7 @@ GRADIENT = GRADIENTS + "gradient_is_that_of_plain_passes"
 TWO_PROCESSES = PROCESSES + "any_hardware_gives_the_same_run[rloo]"
 GRPO_LOSSES = ALGORITHMS + "grpo_losses_by_plain_passes"
 VALUES = ALGORITHMS + "ppo_values_and_returns_by_plain_passes"
-MASK = "batch.mask = torch.arange(args.response_length, device=device) < batch.lengths[:, None]"
+MASK = "mask=torch.arange(args.response_length, device=accelerator.device) < lengths[:, None]"
 
 # name, script, old text, new text, the test that must fail
 Mutation = namedtuple("Mutation", "name script old new test")
@@ -59,50 +60,50 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("every PPO epoch in the same order", "grpo", "keyed_rng(args.seed, MINI_BATCHES, iteration, ppo_epoch)",
      "keyed_rng(args.seed, MINI_BATCHES, iteration, 0)", COUNTS + "mini_batches_are_near_equal_and_keep_groups"),
     # processes
-    ("schedule stepped once per process", "rloo", "model, optimizer = accelerator.prepare(trained_model, optimizer)",
-     "model, optimizer, scheduler = accelerator.prepare(trained_model, optimizer, scheduler)", TWO_PROCESSES),
-    ("repeated episode counted", "rloo", "(rloo_losses(micro_batch, logprobs)[0] * weights).sum()",
-     "rloo_losses(micro_batch, logprobs)[0].sum()", TWO_PROCESSES),
+    ("schedule stepped once per process", "rloo", "policy, optimizer = accelerator.prepare(policy, optimizer)",
+     "policy, optimizer, scheduler = accelerator.prepare(policy, optimizer, scheduler)", TWO_PROCESSES),
+    ("repeated episode counted", "rloo", "(terms.losses * micro_batch.is_real).sum()",
+     "terms.losses.sum()", TWO_PROCESSES),
     ("loss not times num_processes", "rloo", "accelerator.backward(loss * accelerator.num_processes)",
      "accelerator.backward(loss)", TWO_PROCESSES),
     # rollout
-    ("groups interleaved in the batch", "grpo", "[prompts[i] for i in positions for _ in range(args.k)]",
-     "[prompts[i] for _ in range(args.k) for i in positions]",
+    ("groups interleaved in the batch", "grpo", "[prompt for prompt in prompts for _ in range(k)]",
+     "[prompt for _ in range(k) for prompt in prompts]",
      REWARDS + "a_reward_that_names_its_prompt_comes_back_to_it"),
     ("sampler without temperature", "rloo", "logits[:, -1].float() / (temperature or 1.0)", "logits[:, -1].float()",
      SAMPLING + "sampling_follows_the_exact_distribution[llama-rloo]"),
     ("searchsorted from the left", "rloo", "right=True).squeeze(1)", "right=False).squeeze(1)",
      SAMPLING + "no_token_of_probability_zero_is_ever_drawn"),
-    ("the same numbers in every iteration", "rloo", "keyed_rng(args.seed, purpose, iteration).random",
-     "keyed_rng(args.seed, purpose).random", SAMPLING + "every_iteration_draws_its_own_numbers"),
+    ("the same numbers in every iteration", "rloo", "keyed_rng(args.seed, SAMPLING, iteration)",
+     "keyed_rng(args.seed, SAMPLING)", SAMPLING + "every_iteration_draws_its_own_numbers"),
     ("EOS masked out", "rloo", MASK, MASK + " - 1", GRADIENT + "[rloo-llama]"),
-    ("masked by token id", "ppo", MASK, "batch.mask = batch.tokens != 0",
+    ("masked by token id", "ppo", MASK, 'mask=samples["tokens"] != 0',
      GRADIENT + "[ppo-emits_pad]"),
     # passes
     ("dropout left on", "ppo", "setattr(config, name, 0.0)", "setattr(config, name, value)",
      LOGPROBS + "ratio_is_one_while_the_weights_stand_still[ppo-dropout]"),
     ("another group's keys and values", "rloo", "cache.batch_repeat_interleave(repeats)",
-     "cache.batch_select_indices(torch.arange(len(prompts)) % len(groups))", SHARED),
+     "cache.batch_select_indices(torch.arange(len(prompts)) % len(different))", SHARED),
     ("padding of a shared prompt seen", "rloo", "cache, mask.repeat_interleave(repeats, 0)",
      "cache, torch.ones_like(mask).repeat_interleave(repeats, 0)", SHARED),
-    ("positions count the padding", "rloo", "positions = (mask.cumsum(-1) - 1)",
-     "positions = torch.ones_like(mask).cumsum(-1).sub(1)", SHARED),
+    ("positions count the padding", "rloo", "(mask.cumsum(-1) - 1).clamp(min=0)[:, ",
+     "(torch.ones_like(mask).cumsum(-1) - 1)[:, ", SHARED),
     ("temperature missing in the passes", "rloo", "torch.log_softmax(logits.float() / temperature, dim=-1)",
      "torch.log_softmax(logits.float(), dim=-1)", SHARED),
-    ("ratio to the policy of now", "rloo", "logprobs.detach() if single_update else batch.logprobs[episodes]",
-     "logprobs.detach()", LOGPROBS + "the_ratio_moves_with_the_weights"),
+    ("ratio to the policy of now", "rloo", "if args.updates_per_batch == 1:", "if True:",
+     LOGPROBS + "the_ratio_moves_with_the_weights"),
     ("episodes that carry KL left out", "grpo", "((advantages != 0) | (reference is not None))", "(advantages != 0)",
      GRADIENTS + "episodes_that_have_a_gradient_take_a_pass"),
-    ("mean of means, RLOO", "rloo", "* weights).sum() / len(mini_batch)", "* weights).sum() / len(micro_batch)",
+    ("mean of means, RLOO", "rloo", "is_real).sum() / len(mini_batch)", "is_real).sum() / len(micro_batch.episodes)",
      MICRO_BATCH),
-    ("mean of means, PPO", "ppo", "* weights[:, None]).sum() / mini_batch_tokens",
-     "* weights[:, None]).sum() / batch.lengths[micro_batch].sum()", MICRO_BATCH),
+    ("mean of means, PPO", "ppo", "is_real[:, None]).sum() / mini_batch_tokens",
+     "is_real[:, None]).sum() / batch.lengths[micro_batch.episodes].sum()", MICRO_BATCH),
     # scores
-    ("penalty of a missing EOS after the clip", "ppo", "scores = scores.clamp(-args.score_clip, args.score_clip)",
-     "scores = scores.add(x := args.missing_eos_penalty * ~batch.ended).clamp(max=args.score_clip) - x",
+    ("penalty of a missing EOS after the clip", "ppo", "normalize_scores(args, state, scores)",
+     "normalize_scores(args, state, scores + (x := args.missing_eos_penalty * ~batch.ended)) - x",
      REWARDS + "order_of_a_score"),
-    ("reward model does not read the EOS", "rloo", "rows.append(prompt.token_ids + batch.token_ids[i])",
-     "rows.append(prompt.token_ids + batch.token_ids[i][:-1])",
+    ("reward model does not read the EOS", "rloo", "rows.append(batch.prompts[i].token_ids + batch.token_ids[i])",
+     "rows.append(batch.prompts[i].token_ids + batch.token_ids[i][:-1])",
      REWARDS + "reward_model_reads_the_episode_with_its_eos[rloo-llama-0]"),
     # algorithms
     ("baseline has the episode itself", "rloo", "baselines = (groups.sum(1, keepdim=True) - groups) / (k - 1)",
@@ -111,36 +112,35 @@ MUTATIONS = [Mutation(*fields) for fields in (
      ALGORITHMS + "rloo_with_a_single_update_is_reinforce"),
     ("deviation of the population", "grpo", "groups.std(1, keepdim=True)",
      "groups.std(1, keepdim=True, correction=0)", ALGORITHMS + "grpo_advantages_by_hand"),
-    ("dr_grpo divided by the mean length", "grpo", "(included.sum().clamp(min=1) * response_length)",
+    ("dr_grpo divided by the mean length", "grpo", "(included.sum().clamp(min=1) * args.response_length)",
      "(included.sum().clamp(min=1) * lengths.float().mean())", GRPO_LOSSES + "[dr_grpo-False-token-grpo]"),
     ("truncated episodes counted, dapo", "grpo", "return included / (included * lengths).sum().clamp(min=1)",
      "return included / lengths.sum()", GRPO_LOSSES + "[dapo-True-token-grpo]"),
     ("k3 the wrong way round", "grpo", "difference = ref_logprobs - logprobs",
      "difference = logprobs - ref_logprobs", GRPO_LOSSES + "[grpo-False-token-grpo]"),
-    ("GSPO with the sum of the log-ratio", "grpo", "keepdim=True) / batch.lengths[episodes][:, None]",
+    ("GSPO with the sum of the log-ratio", "grpo", "keepdim=True) / given.mask.sum(1, keepdim=True)",
      "keepdim=True)", GRPO_LOSSES + "[grpo-False-sequence-grpo]"),
-    ("score on the last column", "ppo",
-     "rewards[torch.arange(num_episodes, device=device), batch.lengths - 1] += scores", "rewards[:, -1] += scores",
-     VALUES + "[value_model_path-False-ppo]"),
-    ("value read one position late", "ppo", "self.value_head(hidden[:, -tokens.shape[1] :])",
-     "self.value_head(hidden.roll(-1, 1)[:, -tokens.shape[1] :])",
+    ("score on the last column", "ppo", "rewards[all_episodes, batch.lengths - 1] += scores",
+     "rewards[:, -1] += scores", VALUES + "[value_model_path-False-ppo]"),
+    ("value read one position late", "ppo", "row_mask)[:, -tokens.shape[1] :]",
+     "row_mask).roll(-1, 1)[:, -tokens.shape[1] :]",
      VALUES + "[value_model_path-False-ppo]"),
     ("returns from whitened advantages", "ppo", "advantages[batch.mask] = whiten(advantages[batch.mask])",
      "returns = values + advantages.masked_scatter_(batch.mask, whiten(advantages[batch.mask]))",
      VALUES + "[reward_model_path-True-ppo]"),
-    ("value after the end is not 0", "ppo", "next_advantage = next_value = torch.zeros_like(rewards[:, 0])",
-     "next_advantage, next_value = torch.zeros_like(rewards[:, 0]), values[:, -1]",
+    ("value after the end is not 0", "ppo", "next_value = torch.zeros_like(rewards[:, 0])",
+     "next_value = values[:, -1]",
      ALGORITHMS + "gae_equals_a_loop_over_each_episode"),
-    ("KL sign, PPO", "ppo", 'rewards = -state["kl_coef"] * kl_in_reward', 'rewards = state["kl_coef"] * kl_in_reward',
+    ("KL sign, PPO", "ppo", 'rewards = -state["kl_coef"] * kl', 'rewards = state["kl_coef"] * kl',
      ALGORITHMS + "ppo_without_values_is_reinforce_on_reward_to_go[llama-ppo]"),
-    ("--target-kl compared the wrong way round", "ppo", 'update["policy/approxkl_avg"].item() > 1.5 * args.target_kl',
-     'update["policy/approxkl_avg"].item() < 1.5 * args.target_kl',
+    ("--target-kl compared the wrong way round", "ppo", 'update.get("policy/approxkl_avg", 0.0)) > limit',
+     'update.get("policy/approxkl_avg", 0.0)) < limit',
      ALGORITHMS + "ppo_counts_dropped_updates[target_kl-ppo]"),
     # resuming
-    ("resumed without the schedule's position", "rloo", 'scheduler.last_epoch = state["step"]',
+    ("resumed without the schedule's position", "rloo", "scheduler.last_epoch = step",
      "scheduler.last_epoch = 0", RESUME + "a_run_killed_in_every_phase"),
     ("what was written after the checkpoint kept", "rloo",
-     'os.truncate(file, state.get("jsonl_sizes", {}).get(file.name, 0))', "pass",
+     "os.truncate(output_dir / name, sizes.get(name, 0))", "pass",
      RESUME + "a_run_killed_in_every_phase"),
 )]
 # fmt: on

@@ -4,19 +4,20 @@
     python benchmark/win_rate.py --model runs/mine/model --baseline column:summary --dataset held_out.jsonl \\
         --response-length 53 --judge judge.py:better
 
-Both models complete the same held-out prompts, as the scripts sample; `--baseline column:NAME` takes that column of the
-dataset instead. Half of the pairs, drawn by the seed, are shown in the other order, so that a judge that only likes a
-position gives 50 %; the win rate in each order is printed, too. The judge is called once, by keywords: `prompts`,
-`first` and `second`, the completions in the order shown, and a list for each other column; texts, or message lists
-where the row's prompt is one. It returns for each pair 0 (the first is better), 1 (the second), or for a tie 0.5 or
-None:
+Both models complete the same held-out prompts. They sample as the scripts do. With `--baseline column:NAME`, that
+column of the dataset takes the place of the second model. A seed draws half of the pairs, and these are shown in the
+other order. So a judge that only likes a position gives 50 %. The win rate in each order is printed, too.
+
+The judge is called once, by keywords. It gets `prompts`, `first` and `second`, which are the completions in the order
+shown, and a list for each other column. A completion is a text, or a list of messages if the prompt of the row is one.
+For each pair the judge returns 0 if the first is better, 1 if the second is better, and 0.5 or None for a tie:
 
     def better(first, second, **_):  # the shorter one
         return [0.5 if len(a) == len(b) else int(len(b) < len(a)) for a, b in zip(first, second)]
 
-A tie counts half. The interval is Wilson's at 95 %, which keeps its width at 0 and 100 %; ties make it wider than it
-need be, never too narrow. Every pair is written to `--output`, so that a reader can look at what was judged.
-Takes the time of sampling, on a GPU where there is one: the first command a few seconds on one core.
+A tie counts half. The interval is Wilson's at 95 %, which keeps its width at 0 and 100 %. Ties make it wider than
+necessary, but never too narrow. Every pair is written to `--output`, so that a reader can see what was judged.
+The time is that of sampling. It uses a GPU if there is one. The first command takes a few seconds on one core.
 """
 
 import json
@@ -27,6 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import tyro
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import rloo  # noqa: E402
@@ -58,17 +60,18 @@ def load_prompts(args: Args, tokenizer) -> list:
 
 def sample(args: Args, flag: str, path: str, index: int) -> tuple[list[str], float]:
     """A model's completion of every prompt, and the share that ended. index: the models draw other random numbers."""
-    tokenizer = rloo.AutoTokenizer.from_pretrained(path)
-    language_model, _ = rloo.load_model(flag, path, rloo.AutoModelForCausalLM, torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    language_model, _ = rloo.load_model(flag, path, AutoModelForCausalLM, torch.float32)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     eos_ids = rloo.find_eos_ids(language_model, tokenizer, None)
-    model, prompts = rloo.CompletionModel(language_model.to(device), eos_ids, False), load_prompts(args, tokenizer)
+    model = rloo.CompletionModel(language_model.to(device), tokenizer, eos_ids, rloo.Args())
+    prompts = load_prompts(args, tokenizer)
     uniforms = rloo.keyed_rng(args.seed, rloo.EVALUATION, index).random((len(prompts), args.response_length))
     completions, ended = [], []
     for i in range(0, len(prompts), args.batch_size):
         token_ids = [prompt.token_ids for prompt in prompts[i : i + args.batch_size]]
         rows = torch.from_numpy(uniforms[i : i + args.batch_size]).to(device)
-        batch = model.sample(token_ids, rows, args.temperature)
+        batch = rloo.sample(model, token_ids, rows, args.temperature)
         token_ids = rloo.trim_rows(batch["tokens"], batch["lengths"])
         completions += tokenizer.batch_decode(token_ids, skip_special_tokens=True)
         ended += batch["ended"].tolist()

@@ -1,12 +1,12 @@
 """What all tests share: the scripts as modules, tiny models and datasets, runs in this process and under a launcher.
 
-    pytest                 what is fast, on the CPU, without network
-    pytest -m slow         what starts several programs, or takes long
-    pytest -k rloo         one script
+    pytest                 the fast tests; they need no GPU and no network
+    pytest -m slow         the tests that start several programs or take long
+    pytest -k rloo         the tests of one script
 
-The scripts are imported, never copied. Models are tiny and random, made here, and sharp enough that a wrong position,
-temperature or mask shows. Where a test computes what a script should, it does so by the slowest and plainest way there
-is: one episode, one card, one token at a time.
+The tests import the scripts. They never copy code from them. The models are tiny and random, and they are made here.
+Their weights are large enough that a wrong position, temperature or mask changes the results clearly. Some tests
+compute what a script should compute. They do so in the slowest and plainest way: one episode and one token at a time.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-# before torch is imported: each worker of the tests has one core
+# This must come before torch is imported. Each worker of the tests has one core.
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -44,9 +44,10 @@ HERE = Path(__file__).resolve().parent.parent
 VOCAB = ["<pad>", "<eos>", *"0123456789+-= abcdef"]
 PAD, EOS = 0, 1
 
-for name in ("ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "WORLD_SIZE", "RANK", "LOCAL_RANK"):  # of a launcher
+# A launcher sets these variables. The tests begin without them.
+for name in ("ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "WORLD_SIZE", "RANK", "LOCAL_RANK"):
     os.environ.pop(name, None)
-torch.set_num_threads(1)  # the models are too small for more
+torch.set_num_threads(1)  # The models are too small to gain from more threads.
 transformers.utils.logging.disable_progress_bar()
 
 
@@ -60,15 +61,15 @@ def import_file(path):
     """A Python file as a module, imported anew."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 
 
-# every script in the folder, a copy of one among them, by name; and the three that are Tally
+# MODULES has every script in the folder by name, also your copy of one. SCRIPTS names the three of this repository.
 MODULES = {path.stem: import_file(path) for path in sorted(HERE.glob("*.py")) if is_script(path)}
 SCRIPTS = [name for name in ("rloo", "grpo", "ppo") if name in MODULES]
-gc.freeze()  # here and below: else each run, at its end, looks through all that is there
+gc.freeze()  # Here and below: otherwise the garbage collector looks through all objects at the end of each run.
 
 
 @pytest.fixture(params=SCRIPTS)
@@ -77,21 +78,21 @@ def script(request):
 
 
 def only(*names):
-    """Run a test on these scripts, where they exist."""
+    """Run a test on these scripts only, if they exist."""
     return pytest.mark.parametrize("script", [MODULES[n] for n in names if n in MODULES], ids=lambda m: m.__name__)
 
 
-one_text = only("rloo")  # what test_scripts.py holds to be the same text in all three
+one_text = only("rloo")  # For code that is the same text in all three scripts. test_scripts.py checks that it is.
 
 
 def group_flag(script):
-    """The flag that the property `k` reads; None where a group is one episode, as in PPO."""
+    """The name of the flag that the property `k` reads. None in PPO, where a group is one episode."""
     found = re.search(r"^    k = property\(lambda self: self\.(\w+)\)", Path(script.__file__).read_text(), re.M)
     return found and found[1]
 
 
 def with_group(script, flags):
-    """The flags with `k` under the name that the script has for it, or without it."""
+    """The same flags, but `k` has the name that it has in the script. PPO has no such flag, so `k` is left out."""
     flags = dict(flags)
     k, name = flags.pop("k", None), group_flag(script)
     return flags | {name: k} if name and k is not None else flags
@@ -112,7 +113,7 @@ def write_jsonl(path, rows):
 
 
 def make_rows(prompts):
-    """Dataset rows; `number` names the prompt."""
+    """Rows of a dataset. The column `number` says which prompt it is."""
     return [{"prompt": prompt, "answer": "1", "number": number} for number, prompt in enumerate(prompts)]
 
 
@@ -151,9 +152,9 @@ ARCHITECTURES = {
     "llama": (transformers.LlamaConfig, SHAPE),
     "qwen3": (transformers.Qwen3Config, GROUPED),
     "neox": (transformers.GPTNeoXConfig, SHAPE | dict(rotary_pct=1.0)),
-    # the one with absolute positions, and with every dropout on
+    # This one has absolute positions, and every dropout is on.
     "gpt2": (transformers.GPT2Config, GPT2_SHAPE | dict(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)),
-    # attention windows shorter than prompts, capped logits, a bias made from the mask
+    # These have attention windows that are shorter than prompts, capped logits, or a bias made from the mask.
     "mistral": (transformers.MistralConfig, SHAPE | dict(num_key_value_heads=1, sliding_window=4)),
     "gemma2": (transformers.Gemma2Config, GROUPED | dict(sliding_window=4)),
     "gemma3": (transformers.Gemma3TextConfig, GROUPED | dict(sliding_window=4, layer_types=GEMMA3_LAYERS)),
@@ -183,7 +184,7 @@ def save_model(folder, model, eos_ids=EOS, tokenizer=None):
 
 
 def save_classifier(folder, labels=1, pad_token_id=PAD, seed=3, tokenizer=None, **config):
-    """A reward model -> its folder, and the model."""
+    """Save a reward model. Returns its folder and the model."""
     config |= dict(num_labels=labels, pad_token_id=pad_token_id)
     model = make_model("llama", AutoModelForSequenceClassification, seed=seed, **config)
     model.save_pretrained(folder)
@@ -196,19 +197,20 @@ import os
 import numpy, torch
 
 def letters(prompts, completions, **_):
-    """Differs between the completions of a prompt and between prompts."""
+    """Other scores for each completion of a prompt, and for each prompt."""
     return [len(set(c)) + 0.3 * c.count("1") - 0.1 * len(c) * (len(p) % 3) for p, c in zip(prompts, completions)]
 
 def seldom(prompts, completions, **_):
-    """Differs between the completions of one prompt in three; equal scores whose mean rounds to another number."""
+    """Other scores for each completion of every third prompt. For the other prompts all scores are 0.1, and rounding
+    makes their mean another number."""
     return [len(set(c)) if len(p) % 3 == 0 else 0.1 for p, c in zip(prompts, completions)]
 
 def squares(prompts, **_):
-    """No score is the mean of its group's."""
+    """No score is the mean of its group."""
     return [float(i * i) for i in range(len(prompts))]
 
 def number(number, **_):
-    """Names the prompt."""
+    """The score says which prompt it is."""
     return [float(n) for n in number]
 
 def parts(completions, **_):
@@ -226,7 +228,7 @@ def five(prompts, **_):
 calls = 0
 
 def second_call(value):
-    """Fine at first, faulty when called again."""
+    """A reward function that works at its first call and fails at its second."""
     def faulty(prompts, completions, **_):
         global calls
         calls += 1
@@ -245,14 +247,14 @@ text, raises, wrong_count = second_call("one"), second_call("raises"), second_ca
 empty = second_call("empty")
 
 def other_parts(prompts, completions, **_):
-    """Names that depend on the process."""
+    """The names of the parts depend on the process."""
     return {"rank" + os.environ.get("RANK", "0"): letters(prompts, completions)}
 '''
 
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
-    """Paths of what runs read: policies, datasets, rewards."""
+    """Paths of the policies, datasets and rewards that runs read."""
     folder = tmp_path_factory.mktemp("world")
     (folder / "rewards.py").write_text(REWARDS)
     return SimpleNamespace(
@@ -267,7 +269,7 @@ def world(tmp_path_factory):
         mild=save_model(folder / "mild", make_model("llama", initializer_range=0.1), eos_ids=[EOS, 5, 9, 14]),
         many_eos=save_model(folder / "many_eos", make_model("llama"), eos_ids=[EOS, 5, 9, 14]),
         classifier=save_classifier(folder / "classifier")[0],
-        # <pad> is an ordinary token to these two policies: the one emits it, the other pads with its EOS
+        # <pad> is an ordinary token for these two policies. The first one emits it, the second one pads with its EOS.
         emits_pad=save_model(folder / "emits_pad", make_model("llama", seed=2), eos_ids=[EOS, 7]),
         pad_is_eos=save_model(
             folder / "pad_is_eos", make_model("llama", pad_token_id=EOS), tokenizer=make_tokenizer("<eos>")
@@ -277,7 +279,7 @@ def world(tmp_path_factory):
 
 # ========================================= runs in this process ==========================================
 def reset_accelerate():
-    """accelerate keeps its state in singletons: forget the run before."""
+    """Forget the run before. accelerate keeps its state in singletons."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     PartialState._reset_state()
@@ -287,7 +289,7 @@ PATH = {*sys.path, str(HERE), str(HERE / "tests")}
 
 
 def forget_imports():
-    """Forget the folders that runs added to `sys.path`, and what was imported from them."""
+    """Remove the folders that runs added to `sys.path`, and the modules that were imported from them."""
     added = set(sys.path) - PATH
     for name, module in list(sys.modules.items()) if added else []:
         if os.path.dirname(getattr(module, "__file__", None) or "/") in added:
@@ -298,7 +300,7 @@ def forget_imports():
 
 @contextlib.contextmanager
 def fresh_imports():
-    """Within it nothing is known that another run imported; afterwards nothing that this one did."""
+    """Inside, no module of another run's folders is known. Afterwards, none of this run's folders is."""
     forget_imports()
     try:
         yield
@@ -307,7 +309,7 @@ def fresh_imports():
 
 
 def base_flags(world):
-    """What every run of these tests has: a tiny policy, prompts of different lengths, a reward that differs."""
+    """The flags of every run of these tests: a tiny policy, prompts of different lengths, and the reward `letters`."""
     flags = dict(model_path=world.llama, dataset=world.dataset(7), reward=world.reward("letters"), batch_size=12)
     flags |= dict(k=3, response_length=6, learning_rate=3e-3, num_train_epochs=1.0, num_sample_generations=1)
     flags |= dict(num_ppo_epochs=1, num_mini_batches=1, kl_coef=0.05)
@@ -316,7 +318,8 @@ def base_flags(world):
 
 @pytest.fixture
 def run(world, tmp_path):
-    """run(script, **flags) runs `main` in this process -> its Args, its lines of metrics.jsonl, its output folder."""
+    """run(script, **flags) runs `main` in this process. It returns the Args, the rows of metrics.jsonl and the output
+    folder."""
     numbers = iter(range(100))
 
     def run(script, **flags):
@@ -334,7 +337,7 @@ def run(world, tmp_path):
 
 @pytest.fixture
 def updates(monkeypatch):
-    """What the optimizer was given at each of its steps: the gradients of all parameters, and the learning rate."""
+    """A list with an entry for each optimizer step: the gradients of all parameters, and the learning rate."""
     record = []
 
     class Recorder(torch.optim.AdamW):
@@ -349,7 +352,7 @@ def updates(monkeypatch):
 
 
 def record_calls(monkeypatch, owner, name):
-    """Replace a function by itself, keeping its arguments and results in the list that is returned."""
+    """Wrap a function so that its arguments and results are recorded. Returns the list of the records."""
     calls, function = [], getattr(owner, name)
 
     def wrapped(*args, **kwargs):
@@ -367,7 +370,7 @@ def flat(tensors):
 
 
 def distance(tensors, others):
-    """Norm of the difference, relative to the norm of the first."""
+    """The norm of the difference, divided by the norm of the first."""
     first = flat(tensors)
     return ((first - flat(others)).norm() / first.norm()).item()
 
@@ -377,18 +380,18 @@ def weights_of(path):
 
 
 def plain_logprobs(model, prompt_ids, token_ids, temperature=1.0):
-    """Log-probabilities of a completion: one episode, no padding, no cache, all positions -> [tokens]."""
+    """Log-probabilities [tokens] of one completion, by one pass over all positions without padding and cache."""
     logits = model(torch.tensor([list(prompt_ids) + list(token_ids)])).logits[0].float() / temperature
     logprobs = torch.log_softmax(logits, -1)[len(prompt_ids) - 1 : -1]
     return logprobs.gather(-1, torch.tensor(token_ids)[:, None]).squeeze(1)
 
 
 TIMES = {"eps", "time/rollout_s", "time/train_s"}
-UNEVEN_NAMES = TIMES | {"val/sampling_logprob_difference"}  # times, and what is nothing but rounding
+UNEVEN_NAMES = TIMES | {"val/sampling_logprob_difference"}  # Times differ, and this metric is only rounding.
 
 
 def check_same_metrics(metrics, others):
-    """Two runs logged the same, up to rounding."""
+    """Fail unless two runs logged the same metrics, up to rounding."""
     for row, other in zip(metrics, others, strict=True):
         assert row.keys() == other.keys()
         for name in row.keys() - UNEVEN_NAMES:
@@ -396,7 +399,7 @@ def check_same_metrics(metrics, others):
 
 
 def compare_runs(output_dir, other_dir):
-    """Two runs of the same flags agree up to rounding, as the design promises."""
+    """Fail unless two runs have the same completions, and the same metrics and weights up to rounding."""
     folders = Path(output_dir), Path(other_dir)
     rollouts = [[(r["prompt"], r["token_ids"]) for r in read_jsonl(folder / "rollouts.jsonl")] for folder in folders]
     assert rollouts[0] == rollouts[1]
@@ -409,7 +412,7 @@ def compare_runs(output_dir, other_dir):
 
 
 def result_of(output_dir):
-    """All that a run computed: its files without times and paths, and its weights, bit by bit."""
+    """Everything that a run computed: its files without times and paths, and the bytes of its weights."""
     rows = read_jsonl(output_dir / "metrics.jsonl")
     lines = [{name: x for name, x in row.items() if name not in TIMES} for row in rows]
     weights = {file.name: file.read_bytes() for file in (output_dir / "model").glob("*.safetensors")}
@@ -440,7 +443,7 @@ def probed_get_scheduler(*args, **kwargs):
 transformers.get_scheduler = probed_get_scheduler
 
 def probe(prompts, completions, **_):
-    """The usual reward; writes down who was asked for what."""
+    """The reward `letters`. Each call writes a line: the process, and how many completions it scored."""
     state = PartialState()
     call = dict(rank=rank, count=len(prompts), world_size=state.num_processes, type=str(state.distributed_type))
     with open(folder / "calls.jsonl", "a") as file:
@@ -464,8 +467,10 @@ def command_line(flags):
 
 
 def launch(script, processes, folder, flags, program=None, **environment):
-    """Run a script in `folder` as its own program, on several processes under torchrun, to its end -> the finished
-    program. The folder gets rewards.py and probe.py; program: what runs the script, if not Python itself."""
+    """Run a script in `folder` as a program of its own, and wait for its end. Several processes run under torchrun.
+
+    Returns the finished program. The folder gets rewards.py and probe.py. program: a Python file that runs the script.
+    """
     (folder / "probe.py").write_text(PROBE)
     (folder / "rewards.py").write_text(REWARDS)
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
@@ -476,5 +481,5 @@ def launch(script, processes, folder, flags, program=None, **environment):
 
 
 def launch_fsdp2(script, folder, flags):
-    """`launch` on two processes whose weights are sharded, by benchmark/hardware/fsdp2_cpu.py."""
+    """As `launch`, on two processes with sharded weights. benchmark/hardware/fsdp2_cpu.py runs the script."""
     return launch(script, 2, folder, flags, program=HERE / "benchmark" / "hardware" / "fsdp2_cpu.py")

@@ -1,12 +1,24 @@
-"""Gradients by plain passes, an episode at a time: what the runs of several tests are compared with."""
+"""What several tests need: gradients by plain passes, an episode at a time; and a script's model without a run."""
+
+from types import SimpleNamespace
 
 import torch
 from conftest import encode, plain_logprobs
 from transformers import AutoModelForCausalLM
 
 
+def completion_model(script, model, eos_ids, shares_prompts=True):
+    """A CompletionModel as a script makes it, around a language model. Passes are `it(script.token_logprobs, ...)`."""
+    args = SimpleNamespace(k=2, gradient_checkpointing=not shares_prompts, dtype="float32")
+    made = script.CompletionModel(model, None, eos_ids, args)
+    assert made.shares_prompts == shares_prompts
+    return made
+
+
 def token_weights(script, rows):
-    """-dLoss/dlogprob of every token at ratio 1: its advantage of rollouts.jsonl over the algorithm's denominator."""
+    """Minus the derivative of the loss by each token's log-probability, where every ratio is 1.
+
+    This is the token's advantage, as rollouts.jsonl has it, divided by the denominator of the algorithm."""
     lengths = [len(row["token_ids"]) for row in rows]
     if script.__name__ == "rloo":  # a sum over an episode's tokens, a mean over episodes
         return [torch.full((n,), row["advantage"]) / len(rows) for n, row in zip(lengths, rows)]
@@ -16,7 +28,9 @@ def token_weights(script, rows):
 
 
 def plain_gradient(model_path, rows, weights, temperature=1.0):
-    """Gradient of -sum weight * log p over all tokens, by plain passes, an episode at a time -> one per parameter."""
+    """The gradient of -sum weight * log p over all tokens, by plain passes, an episode at a time.
+
+    Returns one tensor for each parameter."""
     model = AutoModelForCausalLM.from_pretrained(model_path).eval()
     for row, weight in zip(rows, weights):
         logprobs = plain_logprobs(model, encode(row["prompt"]), row["token_ids"], temperature)

@@ -1,4 +1,4 @@
-"""What makes RLOO, GRPO and PPO: advantages, losses, KL, score scaling, dropped updates, and what is logged of them."""
+"""What makes RLOO, GRPO and PPO: advantages, losses, KL, score scaling, dropped updates, and their metrics."""
 
 import math
 import statistics
@@ -19,7 +19,7 @@ from conftest import (
     save_classifier,
     weights_of,
 )
-from plain import plain_gradient
+from plain import plain_gradient, token_weights
 from transformers import AutoModelForCausalLM
 
 
@@ -55,7 +55,7 @@ def test_rlhf_reward_is_its_two_parts(script, run, world):
 
 
 def test_no_kl_loads_no_reference(script, run, world, monkeypatch):
-    """kl_coef 0 loads no reference model and logs no KL; any other does, and so does naming one."""
+    """At kl_coef 0 no reference is loaded, and no KL is logged. With --ref-model-path both happen all the same."""
     loaded = record_calls(monkeypatch, script, "load_model")
     for kl_coef, path, expected in ((0.0, None, 0), (0.1, None, 1), (0.0, world.reference, 1)):
         loaded.clear()
@@ -77,8 +77,10 @@ def test_more_kl_coefficient_gives_less_kl(script, run, world):
 
 # ============================================ logged of an update ===========================================
 def test_metrics_of_updates_are_those_of_the_textbook(script, run, world, monkeypatch):
-    """From the second update's log-probabilities, by plain passes over the weights it had: ratio, its variance,
-    approximate KL, clip fraction and loss, over the units that the algorithm clips; micro-batches change nothing."""
+    """Ratio, its variance, approximate KL, clip fraction and loss are computed here, by plain passes.
+
+    The passes use the weights that the second update had. The means are over what the algorithm clips, which is a
+    token or an episode. The run has several micro-batches, which must change nothing."""
     states, step = [], torch.optim.AdamW.step
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: snapshot(self) or step(self, closure))
 
@@ -119,7 +121,7 @@ def test_metrics_of_updates_are_those_of_the_textbook(script, run, world, monkey
 
 
 def test_the_clip_cuts_where_it_helps(script):
-    """By hand: a positive advantage is cut above, a negative one below; clip-higher widens the high side alone."""
+    """By hand: a positive advantage is clipped above 1 + high, a negative one below 1 - low. Each has its own limit."""
     logratio, advantages = torch.tensor([0.5, 0.5, -0.5, -0.5, 0.1]), torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0])
     losses, cut = script.clipped_policy_loss(logratio, advantages, 0.2, 0.2)
     expected = [-2 * 1.2, 2 * math.exp(0.5), -2 * math.exp(-0.5), 2 * 0.8, -2 * math.exp(0.1)]
@@ -129,10 +131,80 @@ def test_the_clip_cuts_where_it_helps(script):
     assert cut.tolist() == [False, False, False, True, False]
 
 
+# ================================================ a new loss ================================================
+def change_loss(script, monkeypatch, change):
+    """Replace the script's loss, as a researcher would, by one that returns `change(terms, logprobs, given)`."""
+    name = f"{script.__name__}_loss"
+    loss = getattr(script, name)
+
+    def new_loss(args, logprobs, *others):  # `others` are the LossInputs, and before them PPO's values
+        return change(loss(args, logprobs, *others), logprobs, others[-1])
+
+    monkeypatch.setattr(script, name, new_loss)
+
+
+def test_a_loss_that_is_twice_as_large_is_trained_and_logged(script, run, world, monkeypatch, updates):
+    """A loss that returns twice the losses gives twice the gradients, and twice the loss is logged.
+
+    PPO's value loss is made four times as large. Its gradients and its logged mean are four times as large, too."""
+    flags = dict(num_ppo_epochs=2, total_episodes=12, learning_rate=0.01, per_device_train_batch_size=5)
+
+    def larger(terms, logprobs, given):
+        terms = terms._replace(losses=2 * terms.losses)
+        return terms._replace(value_losses=4 * terms.value_losses) if script.__name__ == "ppo" else terms
+
+    [before] = run(script, **flags)[1]
+    change_loss(script, monkeypatch, larger)
+    [after] = run(script, **flags)[1]
+    # The second update's loss is not 0. Its weights are the same in both runs: Adam's step does not depend on the
+    # scale of the gradients, up to rounding and its epsilon.
+    assert abs(before["loss/policy_avg"]) > 1e-3
+    assert after["loss/policy_avg"] == pytest.approx(2 * before["loss/policy_avg"], rel=1e-3)
+    if script.__name__ == "ppo":
+        assert before["loss/value_avg"] > 1e-3
+        assert after["loss/value_avg"] == pytest.approx(4 * before["loss/value_avg"], rel=1e-3)
+    count = len(weights_of(world.llama))  # the policy's parameters come first, then those of PPO's value model
+    once, once_again, changed, changed_again = (update.gradients for update in updates)
+    assert all(torch.equal(2 * a, b) for a, b in zip(once[:count], changed[:count]))
+    assert all(torch.equal(4 * a, b) for a, b in zip(once[count:], changed[count:], strict=True))
+    assert distance([2 * x for x in once_again[:count]], changed_again[:count]) < 1e-3
+
+
+def test_a_loss_of_ones_own_is_trained_and_logged(script, run, world, monkeypatch, updates):
+    """The new loss is -3 A log p, without a ratio. Its value is not 0, even where the script's own loss is 0.
+
+    The gradients are three times those of the script's loss, whose ratio is 1. The logged loss is that of the rows of
+    rollouts.jsonl, with the denominator of the algorithm."""
+    flags = dict(total_episodes=12, kl_coef=0.0, per_device_train_batch_size=5)
+
+    def policy_gradient(terms, logprobs, given):
+        if script.__name__ == "rloo":
+            losses = -3 * given.advantages * logprobs.sum(1)
+        elif script.__name__ == "grpo":
+            losses = -3 * given.advantages * logprobs.sum(1) * given.weights
+        else:
+            losses = -3 * given.advantages * logprobs
+        return terms._replace(losses=losses)
+
+    [before] = run(script, **flags)[1]
+    change_loss(script, monkeypatch, policy_gradient)
+    _, [after], output_dir = run(script, **flags)
+    rows = read_jsonl(output_dir / "rollouts.jsonl")
+    sums = [(weight * torch.tensor(row["logprobs"])).sum() for row, weight in zip(rows, token_weights(script, rows))]
+    expected = -3 * sum(sums).item()
+    assert before["loss/policy_avg"] == pytest.approx(0, abs=1e-6) and abs(expected) > 0.01
+    assert after["loss/policy_avg"] == pytest.approx(expected, rel=1e-4)
+    count = len(weights_of(world.llama))
+    once, changed = (update.gradients[:count] for update in updates)
+    assert distance([3 * x for x in once], changed) < 1e-5
+
+
 # =================================================== RLOO ===================================================
 @only("rloo")
 def test_rloo_advantages_by_hand(script):
-    """1, 2, 5, 8 of one prompt and 2, 3, 6, 9 of another; 3 right of 8; sums of 0; a brute-force loop."""
+    """Two prompts with rewards 1, 2, 5, 8 and 2, 3, 6, 9; 3 right answers of 8; random rewards by a brute-force loop.
+
+    The advantages of a group sum to 0. Those of equal rewards are exactly 0."""
     advantages = script.rloo_advantages(torch.tensor([1.0, 2, 5, 8, 2, 3, 6, 9]), 4)
     assert advantages.tolist() == pytest.approx([-4, -8 / 3, 4 / 3, 16 / 3, -4, -8 / 3, 4 / 3, 16 / 3])
     right = script.rloo_advantages(torch.tensor([1.0, 1, 1, 0, 0, 0, 0, 0]), 8)
@@ -151,8 +223,10 @@ def test_rloo_advantages_by_hand(script):
 
 @only("rloo")
 def test_rloo_with_a_single_update_is_reinforce(script, run, world, updates):
-    """One PPO epoch, one mini-batch: the gradient is the mean over episodes of -A * grad log p(completion), A from the
-    scores and the KL to the reference by a brute-force loop, log p from plain passes over a fresh model."""
+    """With one update per batch, the gradient is the mean over episodes of -A * grad log p(completion).
+
+    A comes from the scores and the KL to the reference, by a brute-force loop. log p comes from plain passes over a
+    fresh model."""
     flags = dict(kl_coef=0.2, ref_model_path=world.reference, total_episodes=12, k=4)
     rows = read_jsonl(run(script, **flags)[2] / "rollouts.jsonl")
     policy, reference = (AutoModelForCausalLM.from_pretrained(p).eval() for p in (world.llama, world.reference))
@@ -197,8 +271,10 @@ GRPO_DENOMINATORS = {  # (tokens of the episode, of the mini-batch, episodes, re
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("loss_type", GRPO_DENOMINATORS)
 def test_grpo_losses_by_plain_passes(script, run, world, updates, loss_type, masked, level):
-    """Each loss type's gradient, with the k3 KL to another model in the loss, is that of plain passes; masked episodes
-    leave numerator and denominator; while the ratio is 1, a ratio per sequence spreads A over its tokens evenly."""
+    """The gradient of each loss type is that of plain passes. The k3 KL to another model is in the loss.
+
+    Masked episodes are left out of the numerator and of the denominator. The ratio is 1, and there a ratio of a whole
+    sequence gives every token the same share of A, as the ratio of a token does."""
     flags = dict(loss_type=loss_type, mask_truncated_completions=masked, kl_coef=0.3, ref_model_path=world.reference)
     flags |= dict(model_path=world.many_eos, total_episodes=24, batch_size=24, importance_sampling_level=level)
     rows = read_jsonl(run(script, **flags, per_device_train_batch_size=5)[2] / "rollouts.jsonl")
@@ -222,14 +298,14 @@ def test_grpo_losses_by_plain_passes(script, run, world, updates, loss_type, mas
 @only("grpo")
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 def test_grpo_with_every_completion_truncated_learns_nothing(script, run, monkeypatch, updates, kl_coef):
-    """All masked: the gradient is zero, and nothing is NaN."""
-    sample = script.CompletionModel.sample
+    """All episodes are masked. The gradient is zero, and no metric is NaN."""
+    sample = script.sample
 
     def never_ends(*args):
         result = sample(*args)
         return result | {"ended": torch.zeros_like(result["ended"])}
 
-    monkeypatch.setattr(script.CompletionModel, "sample", never_ends)
+    monkeypatch.setattr(script, "sample", never_ends)
     for flags in ({}, dict(num_mini_batches=2, num_ppo_epochs=2)):
         metrics = run(script, mask_truncated_completions=True, kl_coef=kl_coef, **flags)[1]
         assert all(math.isfinite(value) for row in metrics for value in row.values())
@@ -238,7 +314,9 @@ def test_grpo_with_every_completion_truncated_learns_nothing(script, run, monkey
 
 @only("grpo")
 def test_cispo_weighs_by_the_clipped_ratio(script, run, updates):
-    """In the second update: clipped to 1 it is REINFORCE, where dapo drops tokens; not clipped at all it is dapo."""
+    """The second update at two clips. With every ratio clipped to 1, CISPO is REINFORCE, where DAPO drops tokens.
+
+    Without any clipping, CISPO and DAPO have the same gradient."""
     flags = dict(total_episodes=12, learning_rate=0.01, kl_coef=0.0, cliprange=0.0)
     moved = run(script, loss_type="cispo", **flags)[2] / "model"  # the weights of the second update
     gradients, cut = {}, {}
@@ -260,7 +338,7 @@ def test_cispo_weighs_by_the_clipped_ratio(script, run, updates):
 
 @only("grpo")
 def test_grpo_ratio_of_a_sequence(script, run):
-    """exp of the mean log-ratio: as many ratios as episodes, which move less than those of tokens."""
+    """The ratio is exp of the mean log-ratio. Each episode has one, and they vary less than those of tokens."""
     flags = dict(num_ppo_epochs=2, learning_rate=0.01, total_episodes=12)
     variances = [
         run(script, importance_sampling_level=x, **flags)[1][0]["val/ratio_var"] for x in ("token", "sequence")
@@ -272,7 +350,7 @@ def test_grpo_ratio_of_a_sequence(script, run):
 
 @only("grpo")
 def test_grpo_clips_higher(script, run):
-    """--cliprange-high widens the high side alone; without it --cliprange is both."""
+    """--cliprange-high changes only the limit above 1. Without it, --cliprange is the limit on both sides."""
     flags = dict(cliprange=0.0, num_ppo_epochs=3, num_mini_batches=2, learning_rate=0.01)
     metrics = run(script, **flags)[1]
     low, high, both = (metrics[0][f"policy/clipfrac{side}_avg"] for side in ("_low", "_high", ""))
@@ -297,7 +375,7 @@ def test_grpo_logs_groups_without_a_signal(script, run, world):
 # ==================================================== PPO ===================================================
 @only("ppo")
 def test_gae_equals_a_loop_over_each_episode(script):
-    """Advantages by the definition, a double sum over the tokens of one episode; the value after the last is 0."""
+    """Advantages by the definition: a double sum over the tokens of an episode. The value after the last token is 0."""
     generator = torch.Generator().manual_seed(0)
     lengths = [5, 1, 3, 8]
     mask = torch.arange(8) < torch.tensor(lengths)[:, None]
@@ -314,8 +392,10 @@ def test_gae_equals_a_loop_over_each_episode(script):
 @only("ppo")
 @pytest.mark.parametrize("policy", ["llama", "many_eos", "pad_is_eos"])
 def test_ppo_without_values_is_reinforce_on_reward_to_go(script, run, world, updates, policy):
-    """gamma = lam = 1, no whitening, values at zero: the gradient is the mean over tokens of -(reward to go) * grad log
-    p. A token's reward is -kl_coef * KL, and the score comes on the last valid token, never on padding."""
+    """With gamma = lam = 1, no whitening and all values 0, the advantage of a token is its reward to go.
+
+    The gradient is the mean over tokens of -(reward to go) * grad log p. The reward of a token is -kl_coef * KL. The
+    score is added to the reward of the last token of the completion, and never to padding."""
     flags = dict(gamma=1.0, lam=1.0, whiten_advantages=False, kl_coef=0.2, ref_model_path=world.reference)
     path = getattr(world, policy)
     rows = read_jsonl(run(script, **flags, model_path=path, total_episodes=24, batch_size=24)[2] / "rollouts.jsonl")
@@ -337,8 +417,10 @@ def test_ppo_without_values_is_reinforce_on_reward_to_go(script, run, world, upd
 @only("ppo")
 @pytest.mark.parametrize("source, whiten", [("value_model_path", False), ("reward_model_path", True)])
 def test_ppo_values_and_returns_by_plain_passes(script, run, updates, tmp_path, source, whiten):
-    """The value of a token is the head at the position before it, and 0 after the last; the score comes on the last
-    valid token; G = A + V before whitening; the value loss is vf_coef * 0.5 (v - G)^2 over all tokens."""
+    """The value of a token is the head's output one position before it. After the last token it is 0.
+
+    The score belongs to the last token. The returns are G = A + V, with A before whitening. The value loss is
+    vf_coef * 0.5 (v - G)^2, as a mean over all tokens."""
     path, model = save_classifier(tmp_path / "value")
     flags = {source: path} | dict(vf_coef=0.5, total_episodes=12, gamma=0.8, lam=0.9, kl_coef=0.0)
     _, metrics, output_dir = run(script, **flags, whiten_advantages=whiten, per_device_train_batch_size=5)
@@ -384,7 +466,7 @@ def test_ppo_value_loss_is_clipped_around_the_old_value(script):
 
 @only("ppo")
 def test_ppo_kl_estimators(script, run, world):
-    """Over an enumerable distribution k1 and k3 have the KL as their mean; abs and k2 by formula; and in a run."""
+    """k1 and k3 have the exact KL of a small distribution as mean. All four equal their formulas, also in a run."""
     logits, ref_logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
     p, q = (torch.log_softmax(x / 0.7, 0) for x in (logits, ref_logits))
     kl = sum(math.exp(a) * (a - b) for a, b in zip(p.tolist(), q.tolist()))
@@ -407,8 +489,9 @@ def test_ppo_kl_estimators(script, run, world):
 @only("ppo")
 @pytest.mark.parametrize("target", [0.001, 1000.0])
 def test_ppo_adapts_the_kl_coefficient(script, run, world, target):
-    """kl_coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon after each iteration; logged as used, and
-    paid: a return is score - kl_coef * KL of the episode."""
+    """After each iteration kl_coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon.
+
+    The logged coefficient is the one that was used: the first return of an episode is score - kl_coef * KL."""
     flags = dict(adaptive_kl=True, kl_coef=0.2, kl_target=target, kl_horizon=50, ref_model_path=world.reference)
     _, metrics, output_dir = run(script, **flags, num_train_epochs=5, gamma=1.0, lam=1.0)
     coefficient, episode, used = 0.2, 0, {}
@@ -426,7 +509,8 @@ def test_ppo_adapts_the_kl_coefficient(script, run, world, target):
 
 @only("ppo")
 def test_ppo_scales_scores_by_all_scores_so_far(script, run):
-    """--score-norm subtracts the mean, --score-scaling divides by the deviation of all scores so far; then the clip."""
+    """--score-norm subtracts the mean of all scores so far. --score-scaling divides by their deviation. Then comes the
+    clip."""
     still = dict(learning_rate=0.0, num_train_epochs=4)  # the same episodes in every run
 
     def scores(**flags):
@@ -445,7 +529,7 @@ def test_ppo_scales_scores_by_all_scores_so_far(script, run):
 
 @only("ppo")
 def test_equal_scores_have_no_deviation_to_divide_by(script, run, world):
-    """All scores are 5 so far: --score-scaling leaves them, instead of multiplying them by what rounding left."""
+    """All scores so far are 5. --score-scaling leaves them as they are, and does not divide by a rounding error."""
     metrics = run(script, reward=world.reward("five"), score_scaling=True)[1]
     assert [row["objective/scores"] for row in metrics] == [5.0] * len(metrics)
 
@@ -467,8 +551,10 @@ def test_ppo_whitens_rewards_without_moving_their_mean(script, run, world):
 @only("ppo")
 @pytest.mark.parametrize("flag", ["target_kl", "ratio_threshold"])
 def test_ppo_counts_dropped_updates(script, run, world, updates, flag, recwarn):
-    """--target-kl ends an iteration's updates, --ratio-threshold drops those above it, before the optimizer: they count
-    in `step`, schedule and log all the same, also the run's first one."""
+    """--target-kl ends the updates of an iteration. --ratio-threshold drops each update whose ratio is above it.
+
+    Dropped updates never reach the optimizer. They still count in `step`, in the schedule and in the log. This holds
+    also for the first update of a run."""
     flags = dict(num_ppo_epochs=3, num_mini_batches=2, learning_rate=0.01, num_train_epochs=3)
     args, metrics, output_dir = run(script, **flags, **{flag: 1e-9}, per_device_train_batch_size=2)
     steps, taken = 6, 1 if flag == "target_kl" else 0  # the first of an iteration has a KL of 0 and a ratio of 1

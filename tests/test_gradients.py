@@ -1,4 +1,4 @@
-"""Gradients: those of plain passes, one denominator, micro-batches, passes that are not needed, what stops a run."""
+"""Gradients: equal to those of plain passes, one denominator, micro-batches, unneeded passes, what stops a run."""
 
 import itertools
 import math
@@ -24,8 +24,9 @@ from plain import plain_gradient, token_weights
 # =============================================== plain passes ===============================================
 @pytest.mark.parametrize("policy", ["llama", "gpt2", "many_eos", "pad_is_eos", "emits_pad"])
 def test_gradient_is_that_of_plain_passes(script, run, world, updates, policy):
-    """A single update's gradient is that of plain passes over the episodes, EOS trained, nothing after it, whichever
-    token is EOS or pad: unpadded, without cache or dropout, from the rollout's advantages."""
+    """The gradient of a single update is that of plain passes, which have no padding, no cache and no dropout.
+
+    The EOS is trained, and nothing after it, whichever token is EOS or pad. The advantages are those of the rollout."""
     path = getattr(world, policy)
     flags = dict(total_episodes=24, batch_size=24, temperature=0.7, per_device_train_batch_size=7)
     rows = read_jsonl(run(script, model_path=path, **flags)[2] / "rollouts.jsonl")
@@ -50,7 +51,7 @@ def test_gradient_of_models_with_windows(script, run, tmp_path, updates, archite
 # ============================================== micro-batches ===============================================
 def test_unequal_lengths_have_one_denominator(script, run, world, monkeypatch, updates):
     """A mini-batch of completions of unequal lengths gives the same gradient at micro-batch 1, 5 and all."""
-    gradients, passes = {}, record_calls(monkeypatch, script.CompletionModel, "logprobs")
+    gradients, passes = {}, record_calls(monkeypatch, script, "token_logprobs")
     for size in (64, 1, 5):
         updates.clear(), passes.clear()
         flags = dict(model_path=world.mild, total_episodes=12, per_device_train_batch_size=size)
@@ -67,20 +68,23 @@ def test_unequal_lengths_have_one_denominator(script, run, world, monkeypatch, u
 
 @only("rloo")
 def test_micro_batches_by_hand(script):
-    """Every process gets a share of the same size, sorted by length, and repeats the last episode with weight 0."""
+    """Every process gets a share of the same size, sorted by length.
+
+    Where episodes are missing, the last one is repeated, and is not real. No episodes at all make one such pass."""
 
     def cut(episodes, lengths, size, processes):
         shares = []
         for rank in range(processes):
             accelerator = type("", (), dict(num_processes=processes, process_index=rank, device="cpu"))
             pieces = script.micro_batches(accelerator, torch.tensor(episodes), torch.tensor(lengths), size)
-            assert [is_last for *_, is_last in pieces] == [False] * (len(pieces) - 1) + [True]
-            shares.append([list(zip(piece.tolist(), weights.tolist())) for piece, weights, _ in pieces])
+            assert [piece.is_last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+            shares.append([list(zip(piece.episodes.tolist(), piece.is_real.tolist())) for piece in pieces])
         return shares
 
     same = [1] * 10
     assert cut([0, 1, 2, 3, 4], same, 64, 3) == [[[(0, 1), (1, 1)]], [[(2, 1), (3, 1)]], [[(4, 1), (4, 0)]]]
     assert cut([7], same, 1, 3) == [[[(7, 1)]], [[(7, 0)]], [[(7, 0)]]]
+    assert cut([], same, 4, 1) == [[[(0, 0)]]] and cut([], same, 4, 2) == [[[(0, 0)]], [[(0, 0)]]]
     assert cut([2, 3, 4, 5, 6], [0, 0, 9, 3, 3, 1, 2], 2, 1) == [[[(5, 1), (6, 1)], [(3, 1), (4, 1)], [(2, 1)]]]
     sizes = {len(piece) for piece in cut(list(range(10)), same, 4, 1)[0]}
     assert sizes == {3, 4}  # near-equal, none larger than it may be
@@ -108,11 +112,13 @@ def trained_episodes(calls):
 @only("rloo", "grpo")
 @pytest.mark.parametrize("size, num_ppo_epochs", [(2, 1), (64, 2)])
 def test_episodes_without_gradient_take_no_pass(script, run, world, monkeypatch, updates, size, num_ppo_epochs):
-    """With no KL in the loss, episodes of advantage 0 are not trained on; gradients, weights and the metrics that are
-    not of ratios are those of a run that trains on all, and no gradient is ever None."""
+    """Without a KL in the loss, episodes with advantage 0 take no pass.
+
+    Gradients, weights and metrics are those of a run in which all episodes take a pass. Only the metrics of ratios are
+    over fewer episodes. No gradient is ever None."""
     flags = dict(batch_size=24, num_train_epochs=4, kl_coef=0.0, reward=world.reward("seldom"), stop_token_id=5)
     flags |= dict(num_ppo_epochs=num_ppo_epochs)
-    calls, runs = record_calls(monkeypatch, script.CompletionModel, "logprobs"), []
+    calls, runs = record_calls(monkeypatch, script, "token_logprobs"), []
     for _ in range(2):
         calls.clear(), updates.clear()
         _, metrics, output_dir = run(script, per_device_train_batch_size=size, **flags)
@@ -136,8 +142,8 @@ def test_episodes_without_gradient_take_no_pass(script, run, world, monkeypatch,
 
 @only("rloo", "grpo")
 def test_episodes_that_have_a_gradient_take_a_pass(script, run, world, monkeypatch):
-    """Equal scores silence no KL, be it in the loss or in the reward."""
-    calls = record_calls(monkeypatch, script.CompletionModel, "logprobs")
+    """With a KL in the loss or in the reward, episodes with equal scores have a gradient, too."""
+    calls = record_calls(monkeypatch, script, "token_logprobs")
     flags = dict(batch_size=24, reward=world.reward("seldom"), ref_model_path=world.reference, kl_coef=0.1)
     metrics = run(script, **flags)[1]
     assert trained_episodes(calls) == metrics[-1]["episode"]
@@ -145,8 +151,10 @@ def test_episodes_that_have_a_gradient_take_a_pass(script, run, world, monkeypat
 
 @only("rloo", "grpo")
 def test_all_advantages_zero_is_a_step_of_zero_gradients(script, run, world, monkeypatch, updates):
-    """One pass for all, gradients of 0 and not None, unmoved weights, a step that counts; nothing to say of ratios."""
-    calls = record_calls(monkeypatch, script.CompletionModel, "logprobs")
+    """Each update takes one pass. Its gradients are 0 and not None, and its weights stay.
+
+    The step counts. Metrics of ratios are left out."""
+    calls = record_calls(monkeypatch, script, "token_logprobs")
     _, metrics, output_dir = run(script, reward=world.reward("five"), kl_coef=0.0, num_train_epochs=2)
     assert len(updates) == len(metrics) == metrics[-1]["step"] and trained_episodes(calls) == len(updates)
     assert all(flat(update.gradients).abs().max() == 0 for update in updates)
@@ -159,9 +167,11 @@ def test_all_advantages_zero_is_a_step_of_zero_gradients(script, run, world, mon
 
 @only("rloo")
 def test_whitened_advantages_keep_exact_zeros(script, run, world, monkeypatch):
-    """Leave-one-out advantages have mean 0 by construction: whitening only divides, so that equal scores stay without
-    a gradient and take no pass; a shift by the mean's rounding would make them noise that trains."""
-    calls = record_calls(monkeypatch, script.CompletionModel, "logprobs")
+    """Leave-one-out advantages have mean 0 by construction, so whitening only divides them.
+
+    Advantages of equal scores stay exactly 0, and their episodes take no pass. Subtracting the mean would add its
+    rounding error to them, and the policy would be trained on noise."""
+    calls = record_calls(monkeypatch, script, "token_logprobs")
     flags = dict(batch_size=21, num_train_epochs=3, kl_coef=0.0, reward=world.reward("seldom"))
     _, metrics, output_dir = run(script, whiten_advantages=True, **flags)
     rows = read_jsonl(output_dir / "rollouts.jsonl")
@@ -180,7 +190,7 @@ def test_whitened_advantages_keep_exact_zeros(script, run, world, monkeypatch):
 @pytest.mark.parametrize("fault", ["nan", "inf"])
 @one_text
 def test_a_score_that_is_not_finite_stops_the_run(script, run, world, updates, tmp_path, fault):
-    """Iteration and prompt are named; no update of that iteration is made, no model written."""
+    """The message names iteration and prompt. No update of that iteration is made, and no model is written."""
     flags = dict(output_dir=str(tmp_path / "out"), batch_size=6, num_train_epochs=2)
     with pytest.raises(ValueError, match=rf"iteration 2: the score of a completion of '[^']+' is {fault}"):
         run(script, reward=world.reward(fault), **flags)
@@ -192,9 +202,9 @@ def test_a_score_that_is_not_finite_stops_the_run(script, run, world, updates, t
 @pytest.mark.parametrize("norm", [math.inf, math.nan])
 @only("rloo", "ppo")
 def test_a_gradient_norm_that_is_not_finite_stops_the_run(script, run, monkeypatch, updates, tmp_path, norm):
-    """Before the weights move, with iteration and step."""
+    """It stops before the weights move. The message names iteration and step."""
     norms = iter([1.0, 1.0, norm])
-    monkeypatch.setattr(script.Accelerator, "clip_grad_norm_", lambda *args: torch.tensor(next(norms)))
+    monkeypatch.setattr(script.accelerate.Accelerator, "clip_grad_norm_", lambda *args: torch.tensor(next(norms)))
     with pytest.raises(RuntimeError, match=f"iteration 2, step 3: the gradient norm is {norm}"):
         run(script, output_dir=str(tmp_path / "out"), num_mini_batches=2, batch_size=6, num_train_epochs=2)
     assert len(updates) == 2 and not (tmp_path / "out" / "model").exists()
@@ -202,12 +212,12 @@ def test_a_gradient_norm_that_is_not_finite_stops_the_run(script, run, monkeypat
 
 @only("rloo", "ppo")
 def test_a_loss_that_is_not_finite_stops_the_run(script, run, monkeypatch, updates):
-    """It shows in the gradient's norm, of all parameters."""
+    """The norm of the gradient is not finite either, and that stops the run."""
     function, calls = script.clipped_policy_loss, itertools.count()
 
     def broken(*args):
         losses, cut = function(*args)
-        return losses * (math.nan if next(calls) >= 2 else 1), cut
+        return losses * (math.nan if next(calls) >= 1 else 1), cut  # from the second pass on
 
     monkeypatch.setattr(script, "clipped_policy_loss", broken)
     with pytest.raises(RuntimeError, match="iteration 2, step 2: the gradient norm is nan"):
@@ -217,7 +227,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(script, run, monkeypatch, updat
 
 @one_text
 def test_the_gradient_is_clipped_to_its_norm(script, run, updates):
-    """--max-grad-norm scales the whole gradient; grad_norm is the norm before; inf clips nothing."""
+    """--max-grad-norm scales the whole gradient. grad_norm is the norm before that. inf clips nothing."""
     metrics = run(script, total_episodes=12)[1]
     [whole], norm = updates.copy(), metrics[0]["grad_norm"]
     assert flat(whole.gradients).norm().item() == pytest.approx(norm, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Bad input: refused by the flag's name, or by file and line, before anything is written."""
+"""Bad input. A run refuses it before it writes anything. The message names the flag, or the file and the line."""
 
 import json
 import math
@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 
 @pytest.fixture
 def refuses(run, tmp_path):
-    """refuses(script, *words, **flags): the run stops with these words in its message, and has written nothing."""
+    """refuses(script, *words, **flags): the run must stop with these words in its message, and write nothing."""
 
     def refuses(script, *words, error=Exception, **flags):
         out = tmp_path / "out"
@@ -47,7 +47,7 @@ def refuses(run, tmp_path):
 
 
 # ================================================== flags ===================================================
-BAD_FLAGS = [  # the flag that the message must name, and its bad value
+BAD_FLAGS = [  # a flag, which the message must name, and its bad value
     *[("batch_size", value) for value in (0, -12, 13)],
     *[("num_mini_batches", value) for value in (0, -1)],
     *[("num_ppo_epochs", 0), ("per_device_train_batch_size", 0), ("per_device_rollout_batch_size", 0)],
@@ -60,7 +60,7 @@ BAD_FLAGS = [  # the flag that the message must name, and its bad value
     *[("log_with", "no_such_tracker"), ("log_with", "mlflow"), ("reward", "none"), ("eval_reward", "none")],
     *[("warmup_steps", 3), ("eval_dataset", "someone/sums"), ("resume", True), ("eval_every", 2), ("eval_k", 2)],
 ]
-ALSO = {  # what the flag contradicts
+ALSO = {  # other flags, which the value contradicts
     ("batch_size", 13): dict(num_mini_batches=2),
     ("warmup_steps", 3): dict(lr_scheduler_type="constant"),
     ("eval_every", 2): dict(dataset="mine.jsonl"),
@@ -75,7 +75,7 @@ ALSO[("adaptive_kl", True)] = dict(kl_coef=0.0)
 
 
 def test_bad_flags_are_refused_by_name(script):
-    """A ValueError where `Args` is made, and so before anything is loaded or written."""
+    """`Args` raises a ValueError. That is before anything is loaded or written."""
     for flag, value in BAD_FLAGS + OWN_BAD_FLAGS[script.__name__]:
         with pytest.raises(ValueError) as raised:
             script.Args(**{flag: value} | ALSO.get((flag, value), {}))
@@ -89,7 +89,7 @@ def test_bad_flags_are_refused_by_name(script):
 
 @one_text
 def test_the_command_line_shows_them_with_status_2(script, capsys):
-    """In tyro's box, as what tyro itself refuses."""
+    """The message is in tyro's box, as for the flags that tyro itself refuses."""
     lines = ["--lr-scheduler-type warmup_stable_decay", "--no-such-flag", "--batch-size many", "--dtype float16"]
     lines += ["--plan", "--plan two", "--batch-size 0", "--warmup-steps -1"]
     for line in lines + (["--loss-type mean"] if script.__name__ == "grpo" else []):
@@ -100,12 +100,12 @@ def test_the_command_line_shows_them_with_status_2(script, capsys):
         assert line.split()[0] in capsys.readouterr().err, line
     with pytest.raises(SystemExit):
         tyro.cli(script.Args, args=["--learning-rat", "1"])
-    assert "--learning-rate" in capsys.readouterr().err  # a misspelt flag names the right one
+    assert "--learning-rate" in capsys.readouterr().err  # The message for a misspelt flag names the right one.
 
 
 @only("rloo", "grpo")
 def test_a_groups_size_has_two_names(script, capsys):
-    """RLOO's and GRPO's flag for k, each in the other, too; --help has them side by side."""
+    """Both scripts know RLOO's and GRPO's flag for k. --help shows the two names side by side."""
     for flag in ("--rloo-k", "--num-generations"):
         assert tyro.cli(script.Args, args=[flag, "8"]).k == 8
     with pytest.raises(SystemExit):
@@ -115,15 +115,15 @@ def test_a_groups_size_has_two_names(script, capsys):
 
 @one_text
 def test_a_tracker_must_be_installed(script, monkeypatch):
-    """--log-with names what accelerate finds, not what it could."""
-    monkeypatch.setattr(script, "get_available_trackers", lambda: [])
+    """--log-with accepts only trackers that are installed."""
+    monkeypatch.setattr(script.accelerate.tracking, "get_available_trackers", lambda: [])
     with pytest.raises(ValueError, match="--log-with: .* installed"):
         make_args(script, log_with="wandb")
 
 
 # =================================================== data ===================================================
 USER = {"role": "user", "content": "1+1="}
-BAD_LINES = {  # a dataset's text, and the words that must be in the message
+BAD_LINES = {  # the text of a dataset, and words that must be in the message
     "not-json": ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n', "data.jsonl:2: not JSON"),
     "empty-line": ('{"prompt": "1+1=", "answer": "2"}\n\n{"question": "1+1="}\n', "data.jsonl:2"),
     "no-prompt": ('{"prompt": "1+1=", "answer": "2"}\n{"question": "1+1="}\n', "data.jsonl:2: needs a `prompt`"),
@@ -150,7 +150,7 @@ def test_bad_data_is_refused_by_file_and_line(script, refuses, tmp_path):
 
 @only("rloo")
 def test_a_line_may_hold_what_other_programs_take_for_its_end(script, tmp_path):
-    """Only a newline ends a line of a .jsonl file; the last one may have it or not."""
+    """Only a newline ends a line of a .jsonl file. The last line may end without one."""
     text = '{"prompt": "a\u2028b\x85c", "answer": "2"}\n{"prompt": "d"}'
     (tmp_path / "data.jsonl").write_text(text, encoding="utf-8")
     for end in ("", "\n"):
@@ -162,7 +162,8 @@ def test_a_line_may_hold_what_other_programs_take_for_its_end(script, tmp_path):
 
 @one_text
 def test_long_prompts_are_dropped_and_counted_aloud(script, run, refuses, capsys):
-    """Prompts over --max-prompt-length leave the dataset, and every count is of those that stay."""
+    """Prompts over --max-prompt-length are dropped, and their number is printed. The counts are of the prompts that
+    stay."""
     prompts = make_prompts(7)
     limit = sorted(map(len, prompts))[3]
     kept = [p for p in prompts if len(p) <= limit]
@@ -171,12 +172,13 @@ def test_long_prompts_are_dropped_and_counted_aloud(script, run, refuses, capsys
     assert f"{len(prompts) - len(kept)} of 7 prompts" in capsys.readouterr().out
     used = Counter(row["prompt"] for row in read_jsonl(output_dir / "rollouts.jsonl"))
     assert used == {p: 2 * args.k for p in kept} and metrics[-1]["epoch"] == 2
-    refuses(script, "no prompts of at most --max-prompt-length 1", max_prompt_length=1)
+    refuses(script, "no prompt has at most --max-prompt-length 1 tokens", max_prompt_length=1)
 
 
 @one_text
 def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, tmp_path):
-    """The longest prompt, also of the evaluation, with its response; what just fits is run."""
+    """The longest prompt and its response must fit into the model. Evaluation prompts count, too. A run that just fits
+    is not refused."""
     room = 64 - max(map(len, make_prompts(7)))
     refuses(script, "--response-length", "65 tokens", response_length=room + 1, error=ValueError)
     run(script, response_length=room, total_episodes=3, batch_size=3)
@@ -186,7 +188,7 @@ def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, tmp_
 
 @one_text
 def test_a_hub_dataset_is_read_by_its_split(script, run, monkeypatch):
-    """What is not a .jsonl file is read by `datasets`, as NAME:SPLIT; --dataset without one is its train split."""
+    """A path that does not end in .jsonl is read by `datasets`, as NAME:SPLIT. The default split is `train`."""
     splits, asked = {"train": make_prompts(3), "validation": make_prompts(4, seed=8)}, []
 
     def load_dataset(path, split):
@@ -200,14 +202,14 @@ def test_a_hub_dataset_is_read_by_its_split(script, run, monkeypatch):
     assert asked == [("someone/sums", "train"), ("someone/sums", "validation")]
     metrics = run(script, eval_dataset="someone/sums:validation", total_episodes=3)[1]
     assert asked[2:] == [("someone/sums", "validation")] and "eval/scores" in metrics[-1]
-    with pytest.raises(ValueError, match="--eval-dataset must be a .jsonl file or name a split"):
+    with pytest.raises(ValueError, match="--eval-dataset must be a .jsonl file, or a Hub dataset as NAME:SPLIT"):
         make_args(script, eval_dataset="someone/sums")
 
 
 # ================================================== models ==================================================
 @pytest.fixture(scope="module")
 def misfit(tmp_path_factory):
-    """The embedded policy with another width in its config, and one without one of its tensors."""
+    """The built-in policy, once with another width in its config, and once with more layers than it has weights for."""
     folder = tmp_path_factory.mktemp("misfit")
     wide = Path(shutil.copytree(HERE / "benchmark" / "default" / "policy", folder / "wide"))
     config = json.loads((wide / "config.json").read_text())
@@ -219,7 +221,8 @@ def misfit(tmp_path_factory):
 
 @one_text
 def test_weights_that_do_not_fit_their_config_are_refused_by_name(script, refuses, misfit):
-    """They would be random: another shape, a missing layer; of the policy, the reference, the reward model, values."""
+    """A weight that is missing or has another shape would be random. Such a policy, reference, reward model or value
+    model is refused, and the message names the weight."""
     default = dict(dataset=script.Args.dataset, total_episodes=4, k=4, batch_size=16)
     fits = default | dict(model_path=script.Args.model_path, kl_coef=0.1)
     shape, layer = "model.layers.0.mlp.down_proj.weight", "model.layers.3.input_layernorm.weight"
@@ -235,18 +238,18 @@ def test_weights_that_do_not_fit_their_config_are_refused_by_name(script, refuse
 
 @only("ppo")
 def test_a_value_model_is_refused_by_the_flag_that_names_it(script, refuses, misfit):
-    """Without --value-model-path it is the reward model."""
+    """Without --value-model-path the value model is the reward model, so the message names --reward-model-path."""
     flags = dict(model_path=script.Args.model_path, dataset=script.Args.dataset, total_episodes=4, batch_size=16)
     refuses(script, "--reward-model-path", **flags, reward_model_path=misfit.wide, error=ValueError)
 
 
 @one_text
 def test_models_that_are_not_there(script, refuses, world, tmp_path):
-    """A folder that does not exist, an empty one, weights cut short."""
+    """The folder does not exist, or it is empty, or the file with the weights is cut short."""
     (tmp_path / "empty").mkdir()
     cut = save_model(tmp_path / "cut", make_model("llama"))
     os.truncate(f"{cut}/model.safetensors", 2000)
-    # of an empty folder and of a file that was cut the libraries have their own words
+    # For the empty folder and the cut file the libraries have messages of their own.
     for path, words in {"no/such/model": "no/such/model", str(tmp_path / "empty"): "", cut: ""}.items():
         for flag in ("model_path", "ref_model_path", "reward_model_path"):
             refuses(script, words, **{flag: path})
@@ -258,7 +261,7 @@ def test_models_that_are_not_there(script, refuses, world, tmp_path):
 
 @one_text
 def test_a_template_that_refuses_is_heard(script, refuses, tmp_path):
-    """What a chat template raises reaches the user."""
+    """An error that a chat template raises reaches the user."""
     picky = make_tokenizer()
     picky.chat_template = "{{ raise_exception('only text') }}"
     path = save_model(tmp_path / "picky", make_model("llama"), tokenizer=picky)
@@ -269,7 +272,8 @@ def test_a_template_that_refuses_is_heard(script, refuses, tmp_path):
 # ================================================== folders =================================================
 @one_text
 def test_a_folder_that_holds_a_run_is_refused(script, run, tmp_path):
-    """And left as it was; so is one that holds a model, which the run would have to rename its own over."""
+    """The folder stays as it was. A folder that holds only a model is refused, too: the run's own model would replace
+    it."""
     folder = run(script, total_episodes=3)[2]
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match="--output-dir .*: already holds a run; --resume continues it"):
@@ -282,23 +286,26 @@ def test_a_folder_that_holds_a_run_is_refused(script, run, tmp_path):
 
 
 @one_text
-def test_a_copied_script_says_what_to_copy(script, tmp_path):
-    """The embedded policy and data are beside the script: without them the defaults are refused; own paths are not."""
+def test_a_copied_script_names_the_default_file_that_is_missing(script, run, refuses, tmp_path):
+    """The default policy and dataset lie beside the script. A copy without them stops, and the message names the path
+    that is missing. The copy accepts other paths."""
     shutil.copy(script.__file__, tmp_path / f"copied_{script.__name__}.py")
     copied = import_file(tmp_path / f"copied_{script.__name__}.py")
-    own = dict(model_path="my/model", dataset="mine.jsonl")
-    copied.Args(**own)
-    for flags in ({}, own | dict(model_path=copied.Args.model_path), own | dict(dataset=copied.Args.dataset)):
-        with pytest.raises(ValueError, match="--model-path, --dataset: copy the folder benchmark/default to beside"):
-            copied.Args(**flags)
+    policy, dataset = (str(tmp_path / "benchmark" / "default" / name) for name in ("policy", "train.jsonl"))
+    assert (copied.Args.model_path, copied.Args.dataset) == (policy, dataset)
+    default = dict(dataset=dataset, k=4, batch_size=4, total_episodes=4, reward="exact_match")
+    refuses(copied, policy, **default | dict(model_path=policy))
+    refuses(copied, policy, model_path=policy)
+    refuses(copied, dataset, **default)
+    run(copied, total_episodes=3, batch_size=3)  # other paths
     (tmp_path / "benchmark").mkdir()
     os.symlink(HERE / "benchmark" / "default", tmp_path / "benchmark" / "default")
-    copied.Args()
+    assert "eval/scores" in run(copied, **default | dict(model_path=policy))[1][-1]
 
 
 @one_text
 def test_a_plan_needs_no_model(script, world, monkeypatch, capsys):
-    """--plan reads the dataset, nothing else, and writes nothing."""
+    """--plan reads only the dataset, and writes nothing."""
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     flags = base_flags(world) | dict(model_path="no/such/model", plan=3, output_dir="no/such/folder")
     script.main(make_args(script, **flags))

@@ -1,5 +1,6 @@
 """Log-probabilities: shared prompts, the sampler's, the reference's, dropout, temperature, precision, adapters."""
 
+import itertools
 import math
 import os
 
@@ -23,6 +24,7 @@ from conftest import (
     save_model,
     weights_of,
 )
+from plain import completion_model
 from transformers import AutoModelForCausalLM
 
 ARCHITECTURES = ["llama", "neox", "gpt2", "qwen3", "mistral", "gemma2", "gemma3"]
@@ -38,9 +40,10 @@ GROUPS = {  # prompts of two groups of three, and the completions of the first; 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_shared_prompt_gives_what_rows_of_their_own_give(script, architecture, group):
-    """Log-probabilities and gradients are equal whether a group's prompt is run once or each completion has a row of
-    its own, in whole groups and in parts of them, also where a window is shorter than the prompt; and equal to those
-    of plain passes."""
+    """A group's prompt is run once, or each completion has a row with its prompt. Both give the same.
+
+    This is tested for log-probabilities and gradients, in whole groups and in parts of them, also where the attention
+    window is shorter than the prompt. The log-probabilities are also those of plain passes."""
     first, second, completions = GROUPS[group]
     prompts = [encode(text) for text in (first, second) for _ in range(3)]
     completions = completions + completions[::-1]
@@ -53,9 +56,9 @@ def test_a_shared_prompt_gives_what_rows_of_their_own_give(script, architecture,
         for shares_prompts in (False, True):
             rows_in = []
             hook = model.register_forward_pre_hook(lambda _, args: rows_in.append(len(args[0])))
-            completion_model = script.CompletionModel(model, [EOS], shares_prompts)
+            policy = completion_model(script, model, [EOS], shares_prompts)
             chunk = [prompts[i] for i in indices]
-            logprobs = completion_model.logprobs(chunk, tokens[indices], mask[indices], 0.7)
+            logprobs = policy(script.token_logprobs, chunk, tokens[indices], mask[indices], 0.7)
             hook.remove()
             assert rows_in[0] == (len({str(p) for p in chunk}) if shares_prompts else len(indices))
             model.zero_grad()
@@ -72,8 +75,10 @@ def test_a_shared_prompt_gives_what_rows_of_their_own_give(script, architecture,
 
 @pytest.mark.parametrize("architecture", ["gpt2", "mistral", "gemma3"])
 def test_every_pass_gives_the_same_logprobs(script, run, tmp_path, monkeypatch, architecture):
-    """The sampler, the reference and training agree with plain forward passes: prompts of 1 to 16 tokens, temperature
-    0.7, micro-batches that cut groups, two PPO epochs; on GPT-2 with dropout in its config."""
+    """The sampler, the reference and training agree with plain forward passes.
+
+    Prompts have 1 to 16 tokens, the temperature is 0.7, micro-batches cut groups, and there are two PPO epochs. GPT-2
+    has dropout in its config."""
     path = save_model(tmp_path / "policy", make_model(architecture))
     ratios = record_calls(monkeypatch, script, "clipped_policy_loss")
     flags = dict(temperature=0.7, num_ppo_epochs=2, total_episodes=21, batch_size=21, kl_coef=0.1)
@@ -92,7 +97,7 @@ def test_every_pass_gives_the_same_logprobs(script, run, tmp_path, monkeypatch, 
 
 
 def test_completions_of_one_token(script, run):
-    """A response of one token takes no pass beyond the prompt's, and gives a gradient."""
+    """With one token there is only the pass over the prompt. It gives a gradient."""
     _, metrics, output_dir = run(script, response_length=1, num_train_epochs=2, kl_coef=0.1)
     assert {len(row["token_ids"]) for row in read_jsonl(output_dir / "rollouts.jsonl")} == {1}
     assert all(0 < row["grad_norm"] < math.inf for row in metrics)
@@ -101,8 +106,9 @@ def test_completions_of_one_token(script, run):
 
 @pytest.mark.parametrize("policy", ["gpt2", "dropout"])
 def test_ratio_is_one_while_the_weights_stand_still(script, run, world, policy):
-    """At learning rate 0 every update of every iteration has ratio 1, at any temperature, with dropout in the config
-    of policy and reference."""
+    """At learning rate 0 every update of every iteration has ratio 1, at another temperature than 1, too.
+
+    Policy and reference have dropout in their configs."""
     flags = dict(temperature=0.7, num_ppo_epochs=2, num_mini_batches=3, learning_rate=0.0, kl_coef=0.1)
     _, metrics, _ = run(script, model_path=getattr(world, policy), num_train_epochs=2, **flags)
     for row in metrics:
@@ -114,27 +120,30 @@ def test_ratio_is_one_while_the_weights_stand_still(script, run, world, policy):
 
 
 def test_the_ratio_moves_with_the_weights(script, run):
-    """From the second update of an iteration on the ratio is to the policy that sampled, not to the one of now."""
+    """From the second update of an iteration on, the ratio is not 1. It compares with the policy that sampled."""
     metrics = run(script, num_ppo_epochs=2, learning_rate=0.01, total_episodes=12)[1]
     assert metrics[0]["val/ratio_var"] > 1e-6 and metrics[0]["policy/approxkl_avg"] > 1e-6
 
 
 # ======================================== sampling and training agree =======================================
-def sample_off_by(script, monkeypatch, amount):
-    """Sampled log-probabilities that are `amount` too large, as of a model that needs more than masks and positions."""
-    sample = script.CompletionModel.sample
+def sample_off_by(script, monkeypatch, amount, first=0):
+    """The sampler's log-probabilities are `amount` too large, from its call `first` on.
+
+    A model that needs more than masks and positions would show such a difference."""
+    sample, calls = script.sample, itertools.count()
 
     def off(*args, **kwargs):
         result = sample(*args, **kwargs)
-        return result | {"logprobs": result["logprobs"] + amount * (result["logprobs"] != 0)}
+        error = amount if next(calls) >= first else 0.0
+        return result | {"logprobs": result["logprobs"] + error * (result["logprobs"] != 0)}
 
-    monkeypatch.setattr(script.CompletionModel, "sample", off)
+    monkeypatch.setattr(script, "sample", off)
 
 
 @pytest.mark.parametrize("flags", [{}, dict(num_ppo_epochs=2, num_mini_batches=2)], ids=["single", "several"])
 @only("rloo", "ppo")
 def test_a_sampler_that_is_not_the_training_pass_stops_the_run(script, run, monkeypatch, updates, tmp_path, flags):
-    """In float32, before the first update, with the difference; a small one is logged and goes on."""
+    """In float32 the run stops before the first update, and names the difference. A small one is only logged."""
     sample_off_by(script, monkeypatch, 0.01)
     with pytest.raises(RuntimeError, match=r"sampling and training give log-probabilities 0\.01 apart"):
         run(script, output_dir=str(tmp_path / "out"), **flags)
@@ -145,9 +154,17 @@ def test_a_sampler_that_is_not_the_training_pass_stops_the_run(script, run, monk
     assert all(row["val/sampling_logprob_difference"] == pytest.approx(5e-4, rel=0.05) for row in metrics)
 
 
+def test_a_sampler_is_compared_in_every_iteration(script, run, monkeypatch, updates):
+    """A sampler that goes wrong in the second iteration stops the run before that iteration's first update."""
+    sample_off_by(script, monkeypatch, 0.01, first=1)
+    with pytest.raises(RuntimeError, match=r"sampling and training give log-probabilities 0\.01 apart"):
+        run(script, batch_size=6, num_ppo_epochs=2)
+    assert len(updates) == 2  # those of the first iteration
+
+
 @one_text
 def test_a_difference_that_is_not_a_number_stops_the_run(script, run, monkeypatch, updates):
-    """NaN is not below the limit."""
+    """NaN is not below the limit, so it counts as too large."""
     sample_off_by(script, monkeypatch, math.nan)
     with pytest.raises((RuntimeError, ValueError)):
         run(script, kl_coef=0.0)
@@ -156,7 +173,7 @@ def test_a_difference_that_is_not_a_number_stops_the_run(script, run, monkeypatc
 
 @one_text
 def test_bfloat16_is_not_stopped(script, run, monkeypatch):
-    """In bfloat16 the two differ by rounding: logged, never refused."""
+    """In bfloat16 the two differ by rounding. The difference is logged, and never stops the run."""
     sample_off_by(script, monkeypatch, 0.01)
     metrics = run(script, dtype="bfloat16")[1]
     assert all(row["val/sampling_logprob_difference"] > 5e-3 for row in metrics)
@@ -164,7 +181,7 @@ def test_bfloat16_is_not_stopped(script, run, monkeypatch):
 
 # ============================================ precision and memory ==========================================
 def test_bfloat16_runs_and_keeps_weights_in_float32(script, run, world, monkeypatch):
-    """Forward passes are in bfloat16, trained weights, gradients and log-probabilities in float32."""
+    """Forward passes are in bfloat16. The weights that are trained stay in float32."""
     passes = record_calls(monkeypatch, torch.nn.functional, "linear")
     loaded = record_calls(monkeypatch, script, "load_model")
     _, metrics, output_dir = run(script, dtype="bfloat16", ref_model_path=world.reference, num_train_epochs=2)
@@ -193,7 +210,9 @@ BFLOAT16 = [  # script, several updates, the level of GRPO's ratio -> is it refu
 
 @only("rloo", "grpo", "ppo")
 def test_bfloat16_is_refused_where_it_would_clip_whole_ratios(script):
-    """Several updates with a ratio of a whole completion, which adds up the rounding of its tokens."""
+    """It is refused for several updates with a ratio of a whole completion.
+
+    The log-ratio of a completion adds up the rounding errors of its tokens."""
     for name, flags, is_refused in BFLOAT16:
         if script.__name__ == name and is_refused:
             with pytest.raises(ValueError, match="--dtype bfloat16"):
@@ -204,15 +223,16 @@ def test_bfloat16_is_refused_where_it_would_clip_whole_ratios(script):
 
 
 def test_gradient_checkpointing_recomputes(script, run, monkeypatch):
-    """Every layer's pass with gradient is made twice; the run is that of rows of their own, bit by bit."""
+    """Every pass of a layer with gradient is made twice. The run is, bit by bit, one without shared prompts."""
     passes, layer = [], transformers.models.llama.modeling_llama.LlamaMLP
     forward = layer.forward  # counted as it begins: torch ends a recomputation as soon as it has what it needs
     monkeypatch.setattr(layer, "forward", lambda *args: passes.append(torch.is_grad_enabled()) or forward(*args))
     flags = dict(num_mini_batches=2, num_ppo_epochs=2, per_device_train_batch_size=5)
     function, results, counts = script.CompletionModel.__init__, [], []
 
-    def without_sharing(self, model, eos_ids, shares_prompts):
-        function(self, model, eos_ids, False)
+    def without_sharing(self, *inputs):
+        function(self, *inputs)
+        self.shares_prompts = False
 
     monkeypatch.setattr(script.CompletionModel, "__init__", without_sharing)
     for gradient_checkpointing in (False, True):
@@ -228,7 +248,7 @@ def test_gradient_checkpointing_recomputes(script, run, monkeypatch):
 # ================================================== adapters ================================================
 @only("rloo", "ppo")
 def test_lora_is_the_policy_with_its_adapter(script, run, world, monkeypatch):
-    """The reference is the policy without its adapter, no second model is loaded; model/ holds the adapter."""
+    """The reference is the policy without its adapter, so no second model is loaded. model/ holds the adapter."""
     import peft
 
     loads = record_calls(monkeypatch, script, "load_model")

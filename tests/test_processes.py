@@ -1,4 +1,4 @@
-"""One run on any hardware: the number of processes, the micro-batch and the sharding change nothing but speed."""
+"""A run is the same on any hardware. The number of processes, micro-batches and sharding change only the speed."""
 
 import os
 
@@ -18,11 +18,11 @@ from conftest import (
     weights_of,
 )
 
-# Three divides neither the batch nor its mini-batches, groups straddle processes, the last batch has fewer episodes
-# than there are processes. At three times the learning rate rounding grows a hundredfold in three iterations.
+# Three processes cannot divide the batch or its mini-batches evenly, and groups are divided between processes. The last
+# batch has only two episodes. At three times this learning rate, rounding grows a hundredfold in three iterations.
 STRADDLING = dict(k=2, batch_size=8, num_mini_batches=2, num_ppo_epochs=2, total_episodes=26, kl_coef=0.1)
 STRADDLING |= dict(learning_rate=1e-3)
-EVERYTHING = {  # what has sums, moments and controllers over the whole batch
+EVERYTHING = {  # the flags that compute something over the whole batch
     "rloo": dict(whiten_advantages=True),
     "grpo": dict(importance_sampling_level="sequence", mask_truncated_completions=True, loss_type="dapo"),
     "ppo": dict(score_norm=True, score_scaling=True, whiten_rewards=True, adaptive_kl=True, kl_horizon=50),
@@ -30,7 +30,8 @@ EVERYTHING = {  # what has sums, moments and controllers over the whole batch
 
 
 def launched(script, processes, folder, flags, **environment):
-    """`launch` of a run that must go well, with its output in the folder's `out` -> that, and the finished program."""
+    """`launch` a run that must end well, and that writes into `out` in the folder. Returns that path, and the finished
+    program."""
     finished = launch(script, processes, folder, flags | dict(output_dir=folder / "out"), **environment)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return folder / "out", finished
@@ -39,7 +40,7 @@ def launched(script, processes, folder, flags, **environment):
 # ============================================= the same run ==============================================
 @pytest.mark.parametrize("features", ["everything", pytest.param("plain", marks=pytest.mark.slow)])
 def test_memory_flags_give_the_same_run(script, run, world, features):
-    """Micro-batches of 1, 3 and all, rollouts of 1, 3 and all: the same completions, metrics and weights."""
+    """Micro-batches and rollouts of 1, 3 and all episodes give the same completions, metrics and weights."""
     sizes = STRADDLING | (EVERYTHING[script.__name__] if features == "everything" else {})
     sizes |= dict(model_path=world.many_eos, ref_model_path=world.reference)
     _, metrics, output_dir = run(script, **sizes)
@@ -52,7 +53,7 @@ def test_memory_flags_give_the_same_run(script, run, world, features):
 
 
 def test_gradients_do_not_depend_on_the_micro_batch(script, run, updates):
-    """Every update's gradient is that of the whole mini-batch, whatever the pieces it was made of."""
+    """The gradient of every update is that of the whole mini-batch, for every size of the micro-batches."""
     sizes = dict(num_ppo_epochs=2, num_mini_batches=2, kl_coef=0.1, learning_rate=1e-3)
     run(script, **sizes)
     whole = list(updates)
@@ -67,7 +68,8 @@ def test_gradients_do_not_depend_on_the_micro_batch(script, run, updates):
 
 @pytest.mark.slow
 def test_any_hardware_gives_the_same_run(script, run, world, tmp_path):
-    """Two processes, with all that has sums over the batch switched on, and prompts of 1 to 16 tokens."""
+    """Two processes give the run of one. Everything that computes sums over the batch is on, and the prompts have 1 to
+    16 tokens."""
     sizes = STRADDLING | EVERYTHING[script.__name__]
     sizes |= dict(model_path=world.many_eos, ref_model_path=world.reference)
     output_dir = run(script, **sizes)[2]
@@ -80,8 +82,8 @@ def test_any_hardware_gives_the_same_run(script, run, world, tmp_path):
 @only("grpo")
 @pytest.mark.slow
 def test_processes_whose_share_has_no_gradient(script, run, world, tmp_path):
-    """Where most groups have equal scores, and some iterations nothing else, processes train on what is left together:
-    the run of one process, without a hang, in which such an iteration has no gradient and moves nothing."""
+    """Most groups have equal scores, so some processes have no episode with a gradient. Three processes give the run of
+    one, and none waits forever. An iteration in which all groups have equal scores has the gradient norm 0."""
     flags = dict(batch_size=9, num_train_epochs=4.0, kl_coef=0.0, reward=world.reward("seldom"))
     _, metrics, output_dir = run(script, **flags)
     assert {row["grad_norm"] == 0 for row in metrics} == {True, False}
@@ -92,8 +94,8 @@ def test_processes_whose_share_has_no_gradient(script, run, world, tmp_path):
 @only("rloo")
 @pytest.mark.slow
 def test_more_processes_than_episodes(script, run, world, tmp_path):
-    """Three processes, iterations of two or three episodes and a last one of fewer: the run of one process, and no
-    reward is asked for nothing."""
+    """Three processes and two episodes in each iteration give the run of one process. No reward function is called with
+    an empty list."""
     flags = dict(k=2, batch_size=2, num_ppo_epochs=2, num_train_epochs=1.0, dataset=world.dataset(3), kl_coef=0.1)
     _, metrics, output_dir = run(script, **flags)
     flags |= dict(reward=f"{tmp_path / 'probe.py'}:probe")
@@ -108,7 +110,7 @@ def test_more_processes_than_episodes(script, run, world, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
 def test_two_processes_drop_the_same_updates(script, run, world, tmp_path, kind):
-    """A dropped update leaves nothing behind: two processes stay in step, and are the run of one."""
+    """A dropped update leaves nothing behind. Two processes drop the same updates, and give the run of one process."""
     flags = dict(num_ppo_epochs=3, num_mini_batches=2, learning_rate=0.01, num_train_epochs=3.0, target_kl=1e-3)
     flags |= dict(dataset=world.dataset(5), batch_size=6)
     _, metrics, output_dir = run(script, **flags)
@@ -124,7 +126,7 @@ def test_two_processes_drop_the_same_updates(script, run, world, tmp_path, kind)
 @only("rloo", "ppo")
 @pytest.mark.slow
 def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
-    """Weights sharded over two processes: the same run, a model/ that loads, and a resumed run that is the same."""
+    """With weights sharded over two processes a run is the same, and its model/ loads. So is a resumed run."""
     flags = STRADDLING | dict(per_device_train_batch_size=1, save_every=2)
     output_dir = run(script, **flags)[2]
     flags = base_flags(world) | flags | dict(output_dir=tmp_path / "out")
@@ -143,14 +145,15 @@ def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
 
 @only("rloo", "grpo")
 def test_short_completions_take_as_many_passes(script, run, world, monkeypatch):
-    """Sharded weights are gathered in every pass: each process must make as many, whatever its completions' lengths."""
-    passes, counts, longest = record_calls(monkeypatch, script.CompletionModel, "run"), [], []
+    """The processes gather sharded weights together in every pass. So each process must make the same number of passes,
+    for every length of its completions."""
+    passes, counts, longest = record_calls(monkeypatch, script, "run_tokens"), [], []
     forward = script.CompletionModel.forward
 
-    def counted(self, method, *inputs):
+    def counted(self, function, *inputs):
         before = len(passes)
-        outputs = forward(self, method, *inputs)
-        if method.__name__ == "logprobs":
+        outputs = forward(self, function, *inputs)
+        if function is script.token_logprobs:
             counts.append(len(passes) - before)
             longest.append(int(inputs[2].sum(1).max()))
         return outputs
@@ -164,7 +167,7 @@ def test_short_completions_take_as_many_passes(script, run, world, monkeypatch):
 @only("rloo")
 @pytest.mark.slow
 def test_lora_on_two_processes(script, run, world, tmp_path):
-    """Adapters, whose first weights are random, are the same on every process, and as on one."""
+    """The first weights of LoRA adapters are random. They are the same on every process, and on one process."""
     import peft
 
     flags = STRADDLING | dict(lora_r=2, learning_rate=0.01, model_path=world.mild)
@@ -183,7 +186,7 @@ def test_lora_on_two_processes(script, run, world, tmp_path):
 @only("rloo")
 @pytest.mark.slow
 def test_a_failing_process_ends_the_launch(script, world, tmp_path):
-    """A reward function that raises on one of two processes: its own traceback, no hanging process, no model."""
+    """A reward function raises on one of two processes. The launch ends with its traceback, and saves no model."""
     flags = base_flags(world) | dict(reward=f"{tmp_path / 'probe.py'}:fails_on_rank_1", output_dir=tmp_path / "out")
     finished = launch(script, 2, tmp_path, flags)
     assert finished.returncode != 0
@@ -194,7 +197,7 @@ def test_a_failing_process_ends_the_launch(script, world, tmp_path):
 @only("grpo")
 @pytest.mark.slow
 def test_bad_input_on_two_processes_ends_the_launch(script, world, tmp_path):
-    """Refused before anything is written, by every process."""
+    """Every process refuses it, before anything is written."""
     finished = launch(script, 2, tmp_path, base_flags(world) | dict(temperature=0.0, output_dir=tmp_path / "out"))
     assert finished.returncode != 0 and "--temperature must be" in finished.stderr
     assert not (tmp_path / "out").exists()
@@ -205,7 +208,8 @@ def test_bad_input_on_two_processes_ends_the_launch(script, world, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs this launch is right")
 def test_processes_that_think_they_are_alone_are_refused(script, world, tmp_path):
-    """torchrun without ACCELERATE_USE_CPU on a machine without GPUs: either really two processes, or a refusal."""
+    """torchrun is started without ACCELERATE_USE_CPU on a machine without GPUs. Then the run has two processes that see
+    each other, or it is refused."""
     flags = base_flags(world) | dict(reward=f"{tmp_path / 'probe.py'}:probe", output_dir=tmp_path / "out")
     finished = launch(script, 2, tmp_path, flags, ACCELERATE_USE_CPU="false")
     if finished.returncode == 0:
@@ -217,8 +221,8 @@ def test_processes_that_think_they_are_alone_are_refused(script, world, tmp_path
 
 @one_text
 def test_a_launch_that_starts_one_process_is_refused(script, run, monkeypatch, tmp_path):
-    """`accelerate launch --cpu --num_processes 2` starts one process, with these variables and no WORLD_SIZE; a
-    MASTER_ADDR that lies around in a shell is no launch."""
+    """`accelerate launch --cpu --num_processes 2` starts only one process, with both variables and without WORLD_SIZE.
+    MASTER_ADDR alone may be left over in a shell, so it is not refused."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     expected = run(script)[1]
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
@@ -240,7 +244,7 @@ def test_a_plain_start_with_a_master_address(script, world, tmp_path):
 
 @only("rloo", "ppo")
 def test_the_launchers_gradient_accumulation_changes_nothing(script, run, monkeypatch, updates):
-    """ACCELERATE_GRADIENT_ACCUMULATION_STEPS, of a launcher's config, divides no gradient and skips no step."""
+    """A launcher's config may set ACCELERATE_GRADIENT_ACCUMULATION_STEPS. It divides no gradient and skips no step."""
     _, metrics, _ = run(script, per_device_train_batch_size=5)
     expected = list(updates)
     updates.clear()
@@ -253,7 +257,8 @@ def test_the_launchers_gradient_accumulation_changes_nothing(script, run, monkey
 
 @one_text
 def test_the_launchers_mixed_precision_is_the_default_of_dtype(script, run, monkeypatch, capsys, world):
-    """bf16 makes --dtype bfloat16, said in the first line and in args.yaml; a --dtype is stronger; fp16 is refused."""
+    """A launcher's bf16 makes --dtype bfloat16. The first line and args.yaml say so. A --dtype on the command line is
+    stronger. fp16 is refused."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     for flags, dtype in ((dict(), "bfloat16"), (dict(dtype="float32"), "float32")):
         capsys.readouterr()
@@ -262,7 +267,7 @@ def test_the_launchers_mixed_precision_is_the_default_of_dtype(script, run, monk
         assert f"dtype: {dtype}\n" in (output_dir / "args.yaml").read_text()
         assert {weights.dtype for weights in weights_of(output_dir / "model")} == {torch.float32}
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(ValueError, match="--dtype float32 or bfloat16, not fp16"):
+    with pytest.raises(ValueError, match="--dtype must be given: the launcher's fp16 is not supported"):
         make_args(script, **base_flags(world))
     assert make_args(script, dtype="bfloat16").dtype == "bfloat16"
     assert "MASTER_ADDR" not in os.environ

@@ -1,4 +1,8 @@
-"""README.md's commands: each is run here as it stands, with a few episodes, or by .ci/run, or is marked as not run."""
+"""README.md and docs/: their commands run, their links lead somewhere, and what they name exists.
+
+A command is an indented line that begins with a program. Each is run here with a few episodes, or by .ci/run, or its
+paragraph says that it was "not run here".
+"""
 
 import json
 import os
@@ -8,22 +12,33 @@ import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import HERE, one_text, only
+from conftest import HERE, MODULES, SCRIPTS, one_text, only
 
+PAGES = [HERE / "README.md", HERE / "benchmark/README.md", *sorted((HERE / "docs").glob("*.md"))]
+WITH_COMMANDS = [page for page in PAGES if page.parent.name != "benchmark"]
 README = (HERE / "README.md").read_text(encoding="utf-8")
 BY_CI = ("pip install -r requirements.txt && python rloo.py", "pip install -r requirements.txt && pytest")
 FEW = "--total-episodes 64 --num-sample-generations 0"
 
 
-def commands() -> list[str]:
-    """The indented lines of README.md that begin with a program, their continuations joined."""
-    joined = README.replace(" \\\n", " ")
-    return [
-        re.sub(" +", " ", line)
-        for line in re.findall(r"^    ((?:pip|python|accelerate|torchrun|srun|git) .*)$", joined, re.M)
-    ]
+def commands(page: Path) -> list[tuple[str, str]]:
+    """The commands of a page, each with the paragraph before it. A line that ends with \\ goes on in the next."""
+    found = []
+    paragraphs = page.read_text(encoding="utf-8").replace(" \\\n", " ").split("\n\n")
+    for before, paragraph in zip(["", *paragraphs], paragraphs):
+        for line in re.findall(
+            r"^    ((?:[A-Z_]+=\S+ )*(?:pip|python|accelerate|torchrun|srun|git) .*)$", paragraph, re.M
+        ):
+            found.append((re.sub(" +", " ", line), before))
+    return found
+
+
+ALL_COMMANDS = {}  # command: the paragraph before it
+for page in WITH_COMMANDS:
+    ALL_COMMANDS |= dict(commands(page))
 
 
 @pytest.fixture
@@ -63,17 +78,18 @@ def run_plan(clone, command):
 
 def run_with_few_episodes(clone, command):
     output = clone(f"{command} {FEW}")
-    assert "64 episodes, 1 steps" in output.splitlines()[-1], output
+    assert output.splitlines()[-1].startswith("64 episodes, "), output
 
 
 def run_with_your_own(clone, command):
-    """Your model is a copy of the embedded one, your reward README's."""
+    """Your model is a copy of the built-in one. Your reward is README's."""
     code = README[README.index("    def score(completions") :].split("\n\n")[0]
     (clone.folder / "reward.py").write_text(re.sub("^    ", "", code, flags=re.M))
     shutil.copytree(clone.folder / "benchmark/default/policy", clone.folder / "your/model")
     for name, file in (("prompts.jsonl", "train.jsonl"), ("held_out.jsonl", "eval.jsonl")):
         shutil.copy(clone.folder / "benchmark/default" / file, clone.folder / name)
-    run_with_few_episodes(clone, command.replace("--response-length 256", "--response-length 12"))
+    command = command.replace("--response-length 256", "--response-length 12").replace("--batch-size 32", "")
+    run_with_few_episodes(clone, command)
     [run] = (clone.folder / "runs").iterdir()
     assert {"reward/right", "reward/length"} <= json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]).keys()
 
@@ -106,9 +122,12 @@ def run_as_two_machines(clone, command):
 RUNS = {  # the beginning of a command, and how it is run
     "python rloo.py --plan": run_plan,
     "python rloo.py --output-dir runs/mine": run_and_resume,
+    "python rloo.py": run_with_few_episodes,
     "python -c": run_on_adapter,
+    "python grpo.py --batch-size 32": run_with_your_own,
     "accelerate launch rloo.py --rloo-k 4 --model-path": run_with_your_own,
-    "accelerate launch rloo.py --rloo-k 4": run_with_few_episodes,
+    "accelerate launch rloo.py": run_with_few_episodes,
+    "ACCELERATE_USE_CPU=true torchrun": run_with_few_episodes,
     "torchrun --nnodes 2": run_as_two_machines,
 }
 
@@ -117,28 +136,27 @@ RUNS = {  # the beginning of a command, and how it is run
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
-    [line for line in commands() if "variants/" not in line],
+    [command for command in ALL_COMMANDS if "variants/" not in command],
     ids=lambda command: shlex.split(command)[0] + command[-20:],
 )
-def test_every_command_of_the_readme(script, command, clone):
-    """Or its paragraph says that it was not run here."""
+def test_every_command_of_the_pages(script, command, clone):
+    """It runs, or the paragraph before it says that it was not run here."""
     if command in BY_CI:
         assert "readme_command" in (HERE / ".ci/run").read_text()
-    elif command.startswith("srun"):
-        assert "by Slurm (not run here)" in README
-    else:
+    elif "not run here" not in ALL_COMMANDS[command]:
         run = next(how for beginning, how in RUNS.items() if command.startswith(beginning))  # StopIteration: add a line
         run(clone, command)
 
 
 @only("grpo")
 @pytest.mark.slow
-def test_the_variant_of_the_readme(script, clone):
-    """Its lines are the patch's; it is applied, trained, and taken back by the three commands."""
+def test_the_variant_of_the_pages(script, clone):
+    """docs/variants.md shows lines of a patch. Its three commands apply the patch, train, and take it back."""
+    text = (HERE / "docs/variants.md").read_text()
     patch = (HERE / "benchmark/variants/overlong_punishment.patch").read_text()
-    lines = re.findall(r"^    (\+ .*|\+def .*)$", README, re.M)
-    assert len(lines) == 5 and all(f"\n{line}\n" in patch for line in lines)
-    apply, train, take_back = [line for line in commands() if "variants/" in line]
+    lines = re.findall(r"^    (\+ .*|\+def .*)$", text, re.M)
+    assert len(lines) >= 4 and all(f"\n{line}\n" in patch for line in lines)
+    apply, train, take_back = [line for line in ALL_COMMANDS if "overlong_punishment" in line or "long_judge" in line]
     original = (clone.folder / "grpo.py").read_text()
     clone(apply)
     assert (clone.folder / "grpo.py").read_text() != original
@@ -147,13 +165,77 @@ def test_the_variant_of_the_readme(script, clone):
     assert (clone.folder / "grpo.py").read_text() == original
 
 
+# ============================================== what the pages name =========================================
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @one_text
-def test_every_path_of_the_readme(script):
-    """What README.md and benchmark/README.md name or link to is there."""
-    for file in (HERE / "README.md", HERE / "benchmark/README.md"):
-        text = file.read_text(encoding="utf-8")
-        names = re.findall(r"\]\(([^)#:]+)\)", text)
-        named = re.findall(r"\bbenchmark/[\w/.]+\w", text)
-        missing = [name for name in names if not (file.parent / name).exists()]
-        missing += [name for name in named if not (HERE / name).exists() and "smollm2/model" not in name]
-        assert not missing, f"{file}: {missing}"
+def test_no_link_is_dead(script):
+    """Every link leads to a file, and to a heading of it. Every path of benchmark/ or docs/ that is named exists."""
+    dead = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for link in re.findall(r"\]\(([^)]+)\)", text):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path) if path else page
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                dead.append((page.name, link))
+        for path in re.findall(r"\b(?:benchmark|docs)/[\w/.]+\w", text):
+            if not (HERE / path).exists() and "smollm2/model" not in path:
+                dead.append((page.name, path))
+    assert not dead
+
+
+FLAGS = {name.replace("_", "-") for module in MODULES.values() for name in module.Args.__dataclass_fields__}
+# Flags of other programs: the launchers, the scripts of benchmark/, and that of one of the variants.
+OTHER_FLAGS = set(
+    "help no-index nproc-per-node nnodes node-rank master-addr master-port nodes ntasks-per-node gpus-per-node".split()
+    + "rdzv-backend rdzv-endpoint rdzv-id cpu model baseline judge case algorithms steps pairs overlong-cache".split()
+)
+
+
+@one_text
+def test_every_flag_that_a_page_names_exists(script):
+    unknown = []
+    for page in PAGES:
+        named = set(re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", page.read_text(encoding="utf-8")))
+        unknown += [(page.name, name) for name in named - FLAGS - OTHER_FLAGS if not name.startswith("no-")]
+    assert not unknown
+
+
+@one_text
+def test_every_name_in_code_style_exists(script):
+    """A metric, function, file or test that a page writes `like_this` stands in the repository's Python."""
+    sources = "".join(path.read_text(encoding="utf-8") for path in HERE.rglob("*.py") if ".venv" not in path.parts)
+    unknown = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if page.name in ("coming_from.md", "migration.md"):  # They name other trainers, and older scripts.
+            continue
+        for name in set(re.findall(r"`([a-z]\w*(?:[_/]\w+)+)`", text)):
+            if name not in sources and not (HERE / name).exists() and not (page.parent / name).exists():
+                unknown.append((page.name, name))
+    assert not unknown
+
+
+@one_text
+def test_every_documented_metric_is_logged_by_a_script(script):
+    """The first column of docs/metrics.md holds names that stand in the text of a script."""
+    sources = "".join((HERE / f"{name}.py").read_text(encoding="utf-8") for name in SCRIPTS)
+    rows = re.findall(r"^\| (`[^|]+`) \|", (HERE / "docs/metrics.md").read_text(), re.M)
+    names = {name for row in rows for name in re.findall(r"`([^`]+)`", row)} - {"reward/<name>"}
+    assert len(names) > 30
+    assert not [name for name in names if f'"{name}"' not in sources]
+
+
+@one_text
+def test_the_readme_is_read_in_five_minutes(script):
+    """At most 180 lines and 1,800 words. Lines of prose are at most 120 characters wide, on all pages."""
+    assert len(README.splitlines()) <= 180 and len(README.split()) <= 1800
+    for page in PAGES:
+        for line in page.read_text(encoding="utf-8").splitlines():
+            is_code_or_table = line.startswith(("|", "![", "    "))
+            assert len(line) <= 120 or is_code_or_table, (page.name, line)

@@ -1,4 +1,4 @@
-"""Nothing is lost: a run that was killed and started again is the run that was never stopped."""
+"""Killed runs. A run that was killed and started again gives the same results as a run that was never stopped."""
 
 import json
 import os
@@ -29,7 +29,8 @@ from conftest import (
 # four iterations of two updates, the last one of three episodes
 SAVING = dict(save_every=1, total_episodes=21, num_mini_batches=2, batch_size=6, num_sample_generations=4)
 SAVING |= dict(lr_scheduler_type="cosine", warmup_steps=2)
-CARRIED = {"ppo": dict(adaptive_kl=True, kl_horizon=50, score_scaling=True, score_norm=True)}  # by state.json
+# With these flags state.json hands more than the counts to the next iteration.
+CARRIED = {"ppo": dict(adaptive_kl=True, kl_horizon=50, score_scaling=True, score_norm=True)}
 
 
 def flags_of(script, world):
@@ -39,7 +40,7 @@ def flags_of(script, world):
 
 @pytest.fixture
 def expected(script, world, run, cache={}):
-    """What the run that is never stopped computes."""
+    """The results of a run that is never stopped."""
     if script.__name__ not in cache:
         cache[script.__name__] = result_of(run(script, **flags_of(script, world))[2])
     return cache[script.__name__]
@@ -50,7 +51,8 @@ class Killed(BaseException):
 
 
 def kill_before(monkeypatch, owner, name, call=1, applies=lambda *args: True, first=lambda *args: None):
-    """Let call number `call` of a function, of those that it applies to, do only `first`, and end the run."""
+    """Replace a function. Among its calls for which `applies` is True, call number `call` only does `first`, and then
+    ends the run."""
     calls, original = 0, getattr(owner, name)
 
     def struck(*args, **kwargs):
@@ -82,12 +84,13 @@ def half_a_line(accelerator, path, rows):
     write_half(path, json.dumps(rows[0]))
 
 
-# moments of a run, in their order: what is called then, and which of the calls ends it
+# The moments of a run, in their order. Each says which function is called then, and which of its calls ends the run.
 PHASES = {
     "evaluation before the first update": lambda patch, script: kill_before(patch, script, "pick_tokens"),
     "rollout": lambda patch, script: kill_before(patch, script, "draw_prompts", call=2),
     "scores": lambda patch, script: kill_before(patch, script, "score_episodes", call=3),
-    "training": lambda patch, script: kill_before(patch, script, "clipped_policy_loss", call=6),
+    # The second iteration has made one of its two updates.
+    "training": lambda patch, script: kill_before(patch, script, "clipped_policy_loss", call=4),
     "half a line": lambda patch, script: kill_before(
         patch, script, "append_jsonl", 2, lambda _, path, rows: path.name == "metrics.jsonl", half_a_line
     ),
@@ -101,7 +104,7 @@ PHASES = {
     "removing the oldest": lambda patch, script: kill_before(patch, script.shutil, "rmtree", 1, first=remove_half),
     "model": lambda patch, script: kill_before(patch, Path, "rename", 1, is_named("model.tmp")),
 }
-# evaluation samples greedily: the first call of `pick_tokens` is the first rollout's
+# Evaluation takes the most likely token. So the first call of `pick_tokens` belongs to the first rollout.
 
 
 def killed_in(phase, script, run, monkeypatch, **flags):
@@ -116,7 +119,7 @@ def whole_checkpoints(output_dir):
 
 
 def stopped_after(script, run, monkeypatch, folder, iteration, **flags):
-    """A run that was killed in its next iteration -> its folder."""
+    """Kill a run in the iteration after this one. Returns its folder."""
     with monkeypatch.context() as patch:
         kill_before(patch, script, "draw_prompts", call=iteration + 1)
         with pytest.raises(Killed):
@@ -128,7 +131,7 @@ def stopped_after(script, run, monkeypatch, folder, iteration, **flags):
 @one_text
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_run_killed_once(script, run, world, monkeypatch, tmp_path, expected, phase):
-    """Killed in any phase and started again: the same lines, completions and weights, bit by bit."""
+    """A run is killed in one phase and started again. Its lines, completions and weights are exactly the same."""
     flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
     killed_in(phase, script, run, monkeypatch, **flags)
     assert not (tmp_path / "out" / "model").exists()
@@ -140,12 +143,12 @@ def test_a_run_killed_once(script, run, world, monkeypatch, tmp_path, expected, 
 
 
 def test_a_run_killed_in_every_phase(script, run, world, monkeypatch, tmp_path, expected):
-    """One command, started again after each of ten kills: the run that was never killed."""
+    """One command is killed in each phase, and started again each time. The results are those of an unbroken run."""
     flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
     for phase in PHASES:
         calls_in_one_start = phase in ("rollout", "scores", "training", "half a line", "rollouts without their samples")
         if calls_in_one_start and whole_checkpoints(tmp_path / "out")[-1:] == ["3"]:
-            continue  # there is one iteration left
+            continue  # Only one iteration is left, and these phases need more.
         killed_in(phase, script, run, monkeypatch, **flags)
     run(script, **flags)
     assert result_of(tmp_path / "out") == expected
@@ -154,7 +157,7 @@ def test_a_run_killed_in_every_phase(script, run, world, monkeypatch, tmp_path, 
 @only("ppo")
 @pytest.mark.slow
 def test_kill_and_resume(script, tmp_path):
-    """Real SIGKILLs, in every phase, on one and two processes by turns: the run that was never killed."""
+    """Real SIGKILLs in every phase, on one and on two processes by turns, give the results of an unbroken run."""
     command = [
         sys.executable,
         str(HERE / "benchmark" / "hardware" / "kill_and_resume.py"),
@@ -188,7 +191,7 @@ def struck(prompts, completions, **_):
 @only("ppo")
 @pytest.mark.slow
 def test_one_process_dying_ends_the_launch(script, run, world, tmp_path):
-    """SIGKILL of one of two processes ends the launch; one process goes on where they were."""
+    """SIGKILL of one of two processes ends the launch. A single process can continue the run."""
     (tmp_path / "strikes.py").write_text(STRIKES)
     flags = dict(save_every=1, num_train_epochs=3.0, reward=f"{tmp_path / 'strikes.py'}:struck", learning_rate=1e-3)
     output_dir = tmp_path / "out"
@@ -201,7 +204,7 @@ def test_one_process_dying_ends_the_launch(script, run, world, tmp_path):
 
 @one_text
 def test_a_run_without_checkpoints_starts_again(script, run, world, monkeypatch, tmp_path, expected):
-    """--resume where no checkpoint is: the lines that are there are cut off, and the run begins anew."""
+    """Without a checkpoint --resume removes the lines that are there, and the run begins again."""
     flags = flags_of(script, world) | dict(save_every=None)
     output_dir = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
     assert len(read_jsonl(output_dir / "metrics.jsonl")) == 3
@@ -211,7 +214,7 @@ def test_a_run_without_checkpoints_starts_again(script, run, world, monkeypatch,
 
 @one_text
 def test_a_killed_start_does_not_stand_in_the_way(script, run, world, monkeypatch, tmp_path, expected):
-    """Killed while args.yaml is written: the same command starts the run."""
+    """The run was killed while it wrote args.yaml. The same command starts it again."""
     flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
     with monkeypatch.context() as patch:
         kill_before(patch, Path, "write_text", 1, lambda path, _: path.stem == "args", write_half)
@@ -224,8 +227,8 @@ def test_a_killed_start_does_not_stand_in_the_way(script, run, world, monkeypatc
 # ================================================= files =================================================
 @only("rloo", "ppo")
 def test_only_the_runs_own_lines_are_cut(script, run, world, monkeypatch, tmp_path, expected):
-    """What was written after the checkpoint is cut off, whole lines and halves; other files in the folder, a dataset
-    among them, are left alone."""
+    """Lines that were written after the checkpoint are cut off, also a half line. Other files in the folder, such as a
+    dataset, stay as they are."""
     output_dir = tmp_path / "out"
     output_dir.mkdir()
     dataset = shutil.copy(world.dataset(7), output_dir / "train.jsonl")
@@ -241,7 +244,7 @@ def test_only_the_runs_own_lines_are_cut(script, run, world, monkeypatch, tmp_pa
         with pytest.raises(Killed):
             run(script, output_dir=str(output_dir), resume=True, **flags)
     after = contents(output_dir)
-    assert before.pop("args.yaml") != after.pop("args.yaml")  # it says `resume: true` now
+    assert before.pop("args.yaml") != after.pop("args.yaml")  # It says `resume: true` now.
     assert after == before
     run(script, output_dir=str(output_dir), resume=True, **flags)
     assert result_of(output_dir) == expected
@@ -250,7 +253,7 @@ def test_only_the_runs_own_lines_are_cut(script, run, world, monkeypatch, tmp_pa
 
 @one_text
 def test_the_newest_two_whole_checkpoints_are_kept(script, run, monkeypatch, tmp_path):
-    """Older ones go, and so does what a kill left that is not whole, once another is whole."""
+    """Older checkpoints are removed. A checkpoint that a kill left unfinished is removed once another one is whole."""
     flags = SAVING | dict(num_ppo_epochs=1)
     output_dir = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
     assert whole_checkpoints(output_dir) == ["1", "2"]
@@ -270,7 +273,7 @@ def test_the_newest_two_whole_checkpoints_are_kept(script, run, monkeypatch, tmp
 
 @one_text
 def test_a_finished_run_makes_no_step(script, run, capsys, updates):
-    """Started again it says so, and changes nothing."""
+    """A finished run that is started again says so, and changes nothing."""
     output_dir = run(script, **SAVING)[2]
     before = contents(output_dir)
     updates.clear(), capsys.readouterr()
@@ -282,7 +285,8 @@ def test_a_finished_run_makes_no_step(script, run, capsys, updates):
 # ========================================= which runs are continued ======================================
 @one_text
 def test_another_run_is_refused(script, run, world, monkeypatch, tmp_path):
-    """Without --resume any folder that holds a run is; with it, flags that would make it another run, by name."""
+    """Without --resume every folder that holds a run is refused. With --resume a flag that would make another run is
+    refused, and the message names it."""
     stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **SAVING)
     before = contents(stopped)
     with pytest.raises(ValueError, match=f"--output-dir {stopped}: already holds a run; --resume"):
@@ -299,15 +303,15 @@ def test_another_run_is_refused(script, run, world, monkeypatch, tmp_path):
 
 @one_text
 def test_a_dataset_that_grew_is_another_run(script, run, world, monkeypatch, tmp_path):
-    """Its prompts' order, epochs and schedule would be others."""
+    """With more prompts, their order, the epochs and the schedule would change. So the run is refused."""
     dataset = shutil.copy(world.dataset(7), tmp_path / "growing.jsonl")
     flags = SAVING | dict(dataset=str(dataset))
     stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
     with open(stopped / "metrics.jsonl", "a") as file:
-        file.write('{"iteration": 3}\n')  # written after the checkpoint
+        file.write('{"iteration": 3}\n')  # a line after the checkpoint, which must stay
     first, before = Path(dataset).read_text(), contents(stopped)
     Path(dataset).write_text(first + first)
-    with pytest.raises(ValueError, match="--dataset: 14 prompts, the run had 7"):
+    with pytest.raises(ValueError, match="--dataset: 14 prompts, but the run had 7"):
         run(script, output_dir=str(stopped), resume=True, **flags)
     assert contents(stopped) == before
     Path(dataset).write_text(first)
@@ -316,7 +320,7 @@ def test_a_dataset_that_grew_is_another_run(script, run, world, monkeypatch, tmp
 
 @only("grpo", "ppo")
 def test_flags_that_do_not_make_another_run_may_change(script, run, world, monkeypatch, tmp_path, expected):
-    """Memory, and what is shown or kept, but not what is computed."""
+    """These flags change memory, or what is shown and kept. They do not change what is computed."""
     stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags_of(script, world))
     changed = dict(per_device_train_batch_size=2, per_device_rollout_batch_size=3, gradient_checkpointing=True)
     changed |= dict(save_every=2, num_sample_generations=1, eval_every=None, eval_temperature=1.0)
@@ -332,7 +336,8 @@ def test_flags_that_do_not_make_another_run_may_change(script, run, world, monke
 
 @one_text
 def test_flags_that_an_older_script_did_not_know(script, run, world, monkeypatch, tmp_path, expected):
-    """A flag that args.yaml lacks counts as its default; one that the script lacks is another script's."""
+    """A flag that is missing in args.yaml had its default. A flag that the script does not know belongs to another
+    script."""
     flags = flags_of(script, world)
     stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
     before = yaml.safe_load((stopped / "args.yaml").read_text())
@@ -350,7 +355,7 @@ def test_flags_that_an_older_script_did_not_know(script, run, world, monkeypatch
 
 @only("rloo", "grpo")
 def test_a_script_without_the_default_folder_resumes(script, run, monkeypatch, tmp_path):
-    """A copy elsewhere, with a model and a dataset of its own, where benchmark/default is not."""
+    """A copy of the script in another folder, without benchmark/default, resumes a run on other models and data."""
     copy = import_file(shutil.copy(script.__file__, tmp_path / f"{script.__name__}_copy.py"))
     stopped = stopped_after(copy, run, monkeypatch, tmp_path / "out", 2, **SAVING)
     run(copy, output_dir=str(stopped), resume=True, **SAVING)
@@ -359,7 +364,7 @@ def test_a_script_without_the_default_folder_resumes(script, run, monkeypatch, t
 
 @only("rloo", "ppo")
 def test_a_resumed_lora_run_is_the_run_that_never_stopped(script, run, monkeypatch, tmp_path):
-    """Adapters and their optimizer are in the checkpoint; the base model is where it was."""
+    """The adapters and their optimizer are in the checkpoint. The base model is not."""
     flags = SAVING | dict(lora_r=2, learning_rate=0.02)
     stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
     run(script, output_dir=str(stopped), resume=True, **flags)
@@ -368,9 +373,17 @@ def test_a_resumed_lora_run_is_the_run_that_never_stopped(script, run, monkeypat
     assert result_of(stopped) == result_of(unbroken)
 
 
+def test_a_resumed_run_with_one_update_in_each_iteration(script, run, monkeypatch, tmp_path):
+    """The first update after the checkpoint has the learning rate of its step. metrics.jsonl shows the same rate."""
+    flags = SAVING | dict(num_mini_batches=1, warmup_steps=1)
+    stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
+    run(script, output_dir=str(stopped), resume=True, **flags)
+    assert result_of(stopped) == result_of(run(script, **flags)[2])
+
+
 # ===================================== checkpoints that cannot be trusted ================================
 class Malicious:
-    """Unpickling it creates a folder."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -382,9 +395,9 @@ class Malicious:
 @only("rloo")
 @pytest.mark.parametrize("write", [pickle.dump, torch.save], ids=["pickle", "torch"])
 def test_a_pickle_in_a_checkpoint_is_never_executed(script, run, monkeypatch, tmp_path, write):
-    """A pickle with a side effect in place of any file that is not safetensors or JSON."""
+    """Each file of a checkpoint that is not safetensors or JSON is replaced by a pickle with a side effect."""
     pickle.loads(pickle.dumps(Malicious(tmp_path / "control")))
-    assert (tmp_path / "control").exists()  # it would work
+    assert (tmp_path / "control").exists()  # The side effect works where pickles are loaded.
     stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **SAVING)
     names = [path.name for path in (stopped / "checkpoints" / "iteration_00000002").iterdir()]
     names = [name for name in names if not name.endswith((".safetensors", ".json"))]
@@ -393,7 +406,7 @@ def test_a_pickle_in_a_checkpoint_is_never_executed(script, run, monkeypatch, tm
         struck, broken = tmp_path / f"struck by {name}", shutil.copytree(stopped, tmp_path / f"with {name}")
         with open(broken / "checkpoints" / "iteration_00000002" / name, "wb") as file:
             write(Malicious(struck), file)
-        try:  # what no run needs may be ignored
+        try:  # The run may ignore a file that it does not need.
             run(script, output_dir=str(broken), resume=True, **SAVING)
             assert name != "optimizer.bin"
         except pickle.UnpicklingError:
@@ -404,8 +417,8 @@ def test_a_pickle_in_a_checkpoint_is_never_executed(script, run, monkeypatch, tm
 @only("rloo")
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
 def test_a_full_disk_leaves_the_checkpoint_before(script, run, world, monkeypatch, tmp_path, name, expected):
-    """No room for the last byte of a file of the third checkpoint: the two before are untouched, and a resumed run is
-    the one that had room."""
+    """There is no room for the last byte of a file of the third checkpoint. The two checkpoints before it stay as they
+    were. A resumed run gives the results of a run that had room."""
     output_dir, save_checkpoint, limit = tmp_path / "full", script.save_checkpoint, resource.RLIMIT_FSIZE
     before = {}
 
@@ -415,7 +428,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(script, run, world, monkeypatc
         before.update(contents(output_dir))
         room = (output_dir / "checkpoints" / "iteration_00000002" / name).stat().st_size - 1
         soft, hard = resource.getrlimit(limit)
-        resource.setrlimit(limit, (room, hard))  # Python ignores the signal: writing more is an error
+        resource.setrlimit(limit, (room, hard))  # Python ignores the signal, so to write more raises an error.
         try:
             save_checkpoint(accelerator, state, *args)
         finally:

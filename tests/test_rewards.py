@@ -61,8 +61,10 @@ def chat_policy(world, folder):
 # ============================================= how one is called ============================================
 @one_text
 def test_a_reward_is_called_as_trl_calls_it(script, run, tmp_path, world):
-    """Once an iteration, by keywords: prompts, completions, completion_ids with the EOS, and a list for each other
-    column, None where a row lacks it; message lists where the row's prompt is one."""
+    """It is called once in an iteration, by keywords: prompts, completions, completion_ids, and each other column.
+
+    Every keyword has a list. completion_ids include the EOS. A column that a row lacks is None there. Where the prompt
+    of a row is a list of messages, its completion is one, too."""
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": user("22"), "answer": 4, "level": "hard"}]
     (tmp_path / "recording.py").write_text(RECORDING)
     flags = dict(dataset=write_jsonl(tmp_path / "data.jsonl", rows), reward=f"{tmp_path / 'recording.py'}:record")
@@ -87,7 +89,7 @@ def test_a_reward_is_called_as_trl_calls_it(script, run, tmp_path, world):
 
 @only("rloo")
 def test_exact_match(script, run, tmp_path, world):
-    """The completion, stripped, is the answer, of text and of chat rows, whatever the answer's type."""
+    """The stripped completion is compared with the answer, in rows of text and of chat. The answer may be a number."""
     chats = [[{"role": "assistant", "content": text}] for text in ("4", " 5\n")]
     assert script.exact_match(completions=[" 4", "4x", *chats], answer=["4", "4", 4, "5"], prompts=[]) == [1, 0, 1, 1]
     rows = [{"prompt": user(text), "answer": answer} for text in ("1", "2", "3") for answer in ("", 5, "a")]
@@ -100,7 +102,7 @@ def test_exact_match(script, run, tmp_path, world):
 
 @one_text
 def test_scores_come_back_to_their_episodes(script, run, world):
-    """rollouts.jsonl's score is the reward function's for that row's prompt and completion, chunk by chunk."""
+    """The score of each row of rollouts.jsonl is that of its prompt and completion, although chunks are sampled."""
     flags = dict(num_train_epochs=2, per_device_rollout_batch_size=5, per_device_train_batch_size=2)
     rows = read_jsonl(run(script, **flags)[2] / "rollouts.jsonl")
     letters = import_file(world.folder / "rewards.py").letters
@@ -124,7 +126,7 @@ def test_a_reward_that_names_its_prompt_comes_back_to_it(script, run, world):
 
 @one_text
 def test_rewards_may_be_lists_arrays_tensors_or_parts(script, run, world):
-    """A list, an array and a tensor give the same scores; a dict's parts are logged, and their sum is the score."""
+    """A list, an array and a tensor give the same scores. The parts of a dict are logged and added to one score."""
     scores = {}
     for name in ("letters", "numpy_array", "tensor"):
         output_dir = run(script, reward=world.reward(name), total_episodes=12)[2]
@@ -139,7 +141,7 @@ def test_rewards_may_be_lists_arrays_tensors_or_parts(script, run, world):
 
 @only("rloo")
 def test_none_is_no_opinion(script, run, tmp_path):
-    """Counted as 0, in a list and in a part."""
+    """None counts as 0, in a list and in a part of a dict."""
     (tmp_path / "opinions.py").write_text(
         "def plain(completions, **_):\n    return [None if len(c) > 2 else 3 for c in completions]\n"
         "def parts(completions, **_):\n    return {'a': plain(completions), 'b': [1.5] * len(completions)}\n"
@@ -153,7 +155,8 @@ def test_none_is_no_opinion(script, run, tmp_path):
 
 @one_text
 def test_a_faulty_reward_stops_the_run(script, run, world, updates, tmp_path):
-    """What it raises is raised as it is; a wrong number of scores is named; no update of that iteration is made."""
+    """What the reward raises is raised as it is. A wrong number of scores is named. No update of that iteration is
+    made."""
     faults = {"raises": (KeyError, "the verifier is gone"), "wrong_count": (ValueError, "iteration 2: .* returned")}
     faults |= {"text": (ValueError, "could not convert"), "empty": (ValueError, "iteration 2: .* returned 0 scores")}
     for fault, (kind, message) in faults.items():
@@ -170,7 +173,7 @@ def test_a_faulty_reward_stops_the_run(script, run, world, updates, tmp_path):
 # ============================================== how one is found ============================================
 @only("rloo")
 def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
-    """package.module:FUNCTION, and FILE.py:FUNCTION beside which nothing hides a library."""
+    """package.module:FUNCTION and FILE.py:FUNCTION. A file beside a reward hides no library of the same name."""
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "inner.py").write_text("def score(**_):\n    return [1.0]\n")
     for name in ("colorsys", "json"):  # named like a library: one not yet imported, and one that is
@@ -190,7 +193,9 @@ def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
             script.load_reward("--reward", f"{tmp_path / 'no_such_file.py'}:score")
         with pytest.raises(ModuleNotFoundError, match="no_such_module"):
             script.load_reward("--reward", "no_such_module.inner:score")
-        with pytest.raises(ValueError, match=r"--eval-reward .*json.py:score: Python knows another module json"):
+        with pytest.raises(
+            ValueError, match=r"--eval-reward .*json.py:score: Python already knows another module json"
+        ):
             script.load_reward("--eval-reward", f"{tmp_path / 'json.py'}:score")
     assert script.load_reward("--reward", "none") is None
     assert script.load_reward("--reward", "exact_match") is script.exact_match
@@ -217,8 +222,9 @@ def fails(completions, **_):
 @only("rloo")
 @pytest.mark.slow
 def test_a_reward_with_neighbours_and_processes(script, world, tmp_path):
-    """A reward file in another folder that imports its neighbour and uses a ProcessPoolExecutor; what one raises is
-    shown with its own file and line."""
+    """A reward file in another folder imports its neighbour, and uses a ProcessPoolExecutor.
+
+    An error that a reward raises is shown with the file and the line of the reward."""
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "pooled.py").write_text(POOLED)
@@ -236,7 +242,7 @@ def test_a_reward_with_neighbours_and_processes(script, world, tmp_path):
 
 # ============================================ the order of a score ==========================================
 def test_order_of_a_score(script, run, world):
-    """The penalty of a missing EOS comes before PPO's clip; evaluation sees the raw score; the KL comes after both."""
+    """The penalty of a missing EOS comes first, then PPO's clip, then the KL. Evaluation has the score without them."""
     flags = dict(reward=world.reward("five"), missing_eos_penalty=3.0, kl_coef=0.5, eval_dataset=world.dataset(5))
     flags |= dict(score_clip=2.5) if script.__name__ == "ppo" else {}
     paths = dict(ref_model_path=world.reference, model_path=world.many_eos)
@@ -253,7 +259,7 @@ def test_order_of_a_score(script, run, world):
 
 @one_text
 def test_evaluation_has_a_reward_of_its_own(script, run, world):
-    """--eval-reward alone; without it --reward plus the reward model; `none` is the reward model alone."""
+    """--eval-reward replaces --reward and the reward model. With --eval-reward none, only the reward model remains."""
     flags = dict(eval_dataset=world.dataset(5, seed=9), total_episodes=3, learning_rate=0.0)
     flags |= dict(reward=world.reward("five"), reward_model_path=world.classifier)
 
@@ -281,8 +287,10 @@ def plain_score(model, token_ids):
 @pytest.mark.parametrize("policy, pad_token_id", [("llama", PAD), ("pad_is_eos", EOS), ("emits_pad", PAD)])
 @one_text
 def test_reward_model_reads_the_episode_with_its_eos(script, run, world, tmp_path, policy, pad_token_id):
-    """With the policy's vocabulary the score is that of the prompt's and completion's token ids, EOS included, pooled
-    by length: also where pad is EOS, and where the policy emits pad. It adds to --reward."""
+    """A reward model with the policy's vocabulary reads the token ids of prompt and completion, the EOS included.
+
+    Its score is read at the last token, also where pad is EOS, and where the policy emits pad. It is added to that of
+    --reward."""
     tokenizer = make_tokenizer("<eos>" if pad_token_id == EOS else "<pad>")
     path, model = save_classifier(tmp_path / "rm", pad_token_id=pad_token_id, tokenizer=tokenizer)
     flags = dict(reward_model_path=path, model_path=getattr(world, policy), kl_coef=0)
@@ -299,7 +307,7 @@ def test_reward_model_reads_the_episode_with_its_eos(script, run, world, tmp_pat
 
 @one_text
 def test_reward_model_of_another_vocabulary_reads_the_text(script, run, tmp_path):
-    """It reads the text in its own tokens, with its EOS where the episode ended."""
+    """It reads the text in its own tokens. Its own EOS is appended where the episode has ended."""
     other_vocab = {token: i for i, token in enumerate(["<eos>", "<pad>", *reversed(VOCAB[2:])])}
     backend = Tokenizer(WordLevel(other_vocab))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -317,8 +325,9 @@ def test_reward_model_of_another_vocabulary_reads_the_text(script, run, tmp_path
 @pytest.mark.parametrize("ends_with_eos", [False, True])
 @one_text
 def test_chat_prompts_are_rendered_by_each_models_template(script, run, world, tmp_path, ends_with_eos):
-    """Chat messages become text by the policy's template; for a reward model of another vocabulary by its own, which
-    may write the EOS itself: then none is added."""
+    """The policy's template turns chat messages into its prompt. A reward model of another vocabulary uses its own.
+
+    That template may write the EOS itself. Then no second one is appended."""
     rows = [{"prompt": user(text), "number": 0} for text in ("1+1", "22", "3")]
     backend = Tokenizer.from_str(make_tokenizer().backend_tokenizer.to_str())
     reader = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
@@ -338,7 +347,7 @@ def test_chat_prompts_are_rendered_by_each_models_template(script, run, world, t
 
 @one_text
 def test_reward_model_of_several_labels_is_refused(script, run, world, tmp_path):
-    """A trained head of several labels would have to be cut: named, and nothing is written."""
+    """A trained head of several labels cannot be used. The error names it, and nothing is written."""
     path, _ = save_classifier(tmp_path / "rm", labels=3)
     flags = dict(value_model_path=world.llama) if script.__name__ == "ppo" else {}
     with pytest.raises(ValueError, match=r"--reward-model-path .*score.weight"):
@@ -348,7 +357,7 @@ def test_reward_model_of_several_labels_is_refused(script, run, world, tmp_path)
 
 @one_text
 def test_reward_model_without_a_head_gets_a_keyed_one(script, run, world, capsys):
-    """A base model is scored by a random head, with a warning: the same for the same seed, another for another."""
+    """A base model gets a random head, and a warning is printed. The head is a function of the seed."""
     flags = dict(reward="none", reward_model_path=world.reference, learning_rate=0.0, total_episodes=12, kl_coef=0)
     scores = []
     for seed in (1, 1, 2):
@@ -364,7 +373,7 @@ def test_reward_model_without_a_head_gets_a_keyed_one(script, run, world, capsys
 @only("rloo")
 @pytest.mark.slow
 def test_a_reward_of_a_package_in_a_run(script, world, tmp_path):
-    """package.module:FUNCTION, of a package that Python finds, as by PYTHONPATH."""
+    """package.module:FUNCTION names a package that Python finds, here by PYTHONPATH."""
     (tmp_path / "mypack").mkdir()
     (tmp_path / "mypack" / "rules.py").write_text("def score(completions, **_):\n    return [2.0] * len(completions)\n")
     flags = base_flags(world) | dict(reward="mypack.rules:score", total_episodes=3, output_dir=tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Sampling: what `generate` gives, the exact distribution, groups, ends of episodes, random numbers."""
+"""Sampling: the same as transformers' `generate`, the exact distribution, groups, ends of episodes, random numbers."""
 
 import math
 import random
@@ -21,6 +21,7 @@ from conftest import (
     record_calls,
     weights_of,
 )
+from plain import completion_model
 from transformers import AutoModelForCausalLM
 
 PROMPTS = ["1", "23+45=", "0000-1111=22", "7="]
@@ -28,9 +29,9 @@ ARCHITECTURES = ["llama", "gpt2", "neox", "qwen3", "mistral", "gemma2", "gemma3"
 
 
 def sample(script, model, prompts, uniforms, temperature, eos_ids):
-    """`CompletionModel.sample` of these texts."""
-    completion_model = script.CompletionModel(model, eos_ids, shares_prompts=True)
-    result = completion_model.sample([encode(prompt) for prompt in prompts], uniforms, temperature)
+    """A script's `sample`, of these texts."""
+    policy = completion_model(script, model, eos_ids)
+    result = policy(script.sample, [encode(prompt) for prompt in prompts], uniforms, temperature)
     model.eval()  # no dropout in what it is compared with; a script's models have none at all
     return result
 
@@ -62,8 +63,9 @@ def test_greedy_sampling_equals_generate(script, architecture):
 
 
 def chi_square_excess(counts, probabilities):
-    """Chi-square of counts against probabilities, cells of less than 5 expected put together, in standard deviations
-    above its mean: a right sampler stays below 4."""
+    """How far counts are from probabilities: chi-square, in standard deviations above its mean.
+
+    A right sampler stays below 4. Cells with an expected count below 5 are put together."""
     expected = np.asarray(probabilities) * sum(counts)
     counts, rare = np.asarray(counts, float), expected < 5
     if rare.any():
@@ -75,7 +77,7 @@ def chi_square_excess(counts, probabilities):
 
 @torch.no_grad()
 def first_two_tokens(model, prompt, temperature):
-    """Exact probabilities of a completion's first two tokens by plain forward passes; after EOS comes 0."""
+    """Exact probabilities of the first two tokens of a completion, by plain forward passes. After EOS comes 0."""
     first = torch.softmax(model(torch.tensor([encode(prompt)])).logits[0, -1].double() / temperature, -1)
     extended = torch.tensor([encode(prompt) + [token] for token in range(len(VOCAB))])
     second = torch.softmax(model(extended).logits[:, -1].double() / temperature, -1)
@@ -103,7 +105,7 @@ def test_sampling_follows_the_exact_distribution(script, architecture):
 
 @one_text
 def test_no_token_of_probability_zero_is_ever_drawn(script):
-    """Uniform numbers of 0 and just below 1 pick the first and the last token that can be."""
+    """The uniform numbers 0 and just below 1 pick the first and the last token whose probability is not 0."""
     logits = torch.tensor([[-math.inf, 0.0, 1.0, -math.inf, 2.0, -math.inf, -math.inf]]).repeat(5, 1)
     uniforms = torch.tensor([0.0, 1e-300, 1 - 1e-12, math.nextafter(1, 0), 0.5], dtype=torch.float64)
     for temperature in (0.3, 1.0, 3.0):
@@ -120,7 +122,7 @@ def test_no_token_of_probability_zero_is_ever_drawn(script):
 
 @one_text
 def test_entropies_are_exact_also_beside_tokens_of_probability_zero(script):
-    """-sum p log p, where p = 0 counts 0, not NaN."""
+    """The entropy is -sum p log p. A token with p = 0 adds 0 to it, not NaN."""
     model = make_model("llama", tie_word_embeddings=False)
     head = model.lm_head.forward
     model.lm_head.forward = lambda hidden: head(hidden).index_fill(-1, torch.tensor([3, 7]), -math.inf)
@@ -134,7 +136,7 @@ def test_entropies_are_exact_also_beside_tokens_of_probability_zero(script):
 # ================================================== groups ==================================================
 @one_text
 def test_a_prompt_runs_once_and_finished_rows_leave(script):
-    """A group's prompt goes through the model once; afterwards exactly the episodes that go on do."""
+    """The prompt of a group goes through the model once. After that, only the episodes that have not ended do."""
     model, rows_in, eos_ids = make_model("llama"), [], [EOS, 5, 9, 14, 17]
     model.register_forward_pre_hook(lambda module, args, kwargs: rows_in.append(len(args[0])), with_kwargs=True)
     episodes = [prompt for prompt in PROMPTS for _ in range(5)]
@@ -167,7 +169,7 @@ def test_an_episode_does_not_depend_on_its_neighbours(script):
 @one_text
 def test_sampling_works_in_chunks(script, run, monkeypatch):
     """--per-device-rollout-batch-size changes how many are sampled at once, and no episode."""
-    calls = record_calls(monkeypatch, script.CompletionModel, "sample")
+    calls = record_calls(monkeypatch, script, "sample")
     runs = []
     for size in (None, 5, 1):
         calls.clear()
@@ -184,8 +186,9 @@ END_TOKENS = {"llama": {EOS}, "many_eos": {EOS, 5, 9, 14}, "emits_pad": {EOS, 7}
 @pytest.mark.parametrize("policy", END_TOKENS)
 @one_text
 def test_an_episode_ends_with_its_first_eos(script, run, world, policy):
-    """The first EOS, any of them, is the last token; nothing else ends an episode but the longest length: also where
-    pad is the EOS, and where the policy emits pad."""
+    """The first EOS is the last token, whichever EOS it is. Only the longest length ends an episode without one.
+
+    This holds also where pad is the EOS, and where the policy emits pad."""
     flags = dict(model_path=getattr(world, policy), total_episodes=48, batch_size=48)
     _, metrics, output_dir = run(script, **flags)
     rows, eos_ids = read_jsonl(output_dir / "rollouts.jsonl"), END_TOKENS[policy]
@@ -204,7 +207,7 @@ def test_an_episode_ends_with_its_first_eos(script, run, world, policy):
 
 @one_text
 def test_every_eos_is_found(script):
-    """Those of the model's config, its generation config, the tokenizer, and --stop-token-id; each may be absent."""
+    """They are in the model's config, its generation config, the tokenizer, and --stop-token-id. Each may be absent."""
 
     def found(config_ids, generation_ids, tokenizer_id, stop):
         policy = SimpleNamespace(config=SimpleNamespace(eos_token_id=config_ids))
@@ -218,14 +221,14 @@ def test_every_eos_is_found(script):
 
 @one_text
 def test_no_eos_at_all_is_no_end(script):
-    """Without an EOS every episode has the longest length and none ended."""
+    """Without an EOS every episode has the longest length, and none has ended."""
     result = sample(script, make_model("llama"), PROMPTS, random_uniforms(4, 5), 1.0, [])
     assert result["lengths"].tolist() == [5] * 4 and not result["ended"].any()
 
 
 @one_text
 def test_nothing_after_the_end_counts(script):
-    """Tokens after an episode's end change no log-probability and no gradient; the EOS itself has both."""
+    """Tokens after the end of an episode change no log-probability and no gradient. The EOS itself has both."""
     completions = [[5, 6, EOS], [EOS], [PAD, 7, PAD, 9, EOS], [4, 5, 6, 7, 8, 9]]
     lengths = torch.tensor([len(c) for c in completions])
     mask, gradients = torch.arange(6) < lengths[:, None], []
@@ -234,7 +237,8 @@ def test_nothing_after_the_end_counts(script):
         for junk in (PAD, EOS, 11):
             tokens = torch.tensor([c + [junk] * (6 - len(c)) for c in completions])
             model = make_model("llama")
-            logprobs = script.CompletionModel(model, [EOS], shares_prompts).logprobs(prompts, tokens, mask, 1.0)
+            policy = completion_model(script, model, [EOS], shares_prompts)
+            logprobs = policy(script.token_logprobs, prompts, tokens, mask, 1.0)
             assert torch.equal(logprobs != 0, mask)
             for row, prompt, completion in zip(logprobs, prompts, completions):
                 plain = plain_logprobs(model, prompt, completion)
@@ -250,7 +254,7 @@ def test_junk_after_the_end_changes_no_run(script, run, monkeypatch):
     """A sampler that leaves junk after the end of an episode gives the same run, bit by bit."""
     flags = dict(num_ppo_epochs=2, num_mini_batches=2, kl_coef=0.1)
     clean = run(script, **flags)[2]
-    plain_sample, junk_tokens = script.CompletionModel.sample, []
+    plain_sample, junk_tokens = script.sample, []
 
     def littering_sample(*args, **kwargs):
         result = plain_sample(*args, **kwargs)
@@ -259,7 +263,7 @@ def test_junk_after_the_end_changes_no_run(script, run, monkeypatch):
         junk_tokens.append(int(junk.sum()))
         return result
 
-    monkeypatch.setattr(script.CompletionModel, "sample", littering_sample)
+    monkeypatch.setattr(script, "sample", littering_sample)
     littered = run(script, **flags)[2]
     assert sum(junk_tokens) > 5
     assert (clean / "rollouts.jsonl").read_text() == (littered / "rollouts.jsonl").read_text()
@@ -269,7 +273,7 @@ def test_junk_after_the_end_changes_no_run(script, run, monkeypatch):
 # ============================================== random numbers ==============================================
 @one_text
 def test_random_numbers_are_functions_of_their_key(script):
-    """Three seeds and three purposes give nine different streams; the same keys give the same, whatever ran before."""
+    """Three seeds and three purposes give nine different streams. The same key always gives the same numbers."""
     purposes = (script.PROMPT_ORDER, script.SAMPLING, script.MINI_BATCHES)
     assert len({*purposes, script.EVALUATION, script.NEW_WEIGHTS}) == 5
     drawn = {}
@@ -285,15 +289,15 @@ def test_random_numbers_are_functions_of_their_key(script):
 
 @one_text
 def test_every_iteration_draws_its_own_numbers(script, run, world, monkeypatch):
-    """No uniform number of a run is used twice: neither in a group, nor in another iteration or evaluation."""
-    calls = record_calls(monkeypatch, script.CompletionModel, "sample")
+    """No uniform number is used twice in a run, neither in a group, nor in another iteration or evaluation."""
+    calls = record_calls(monkeypatch, script, "sample")
     run(script, num_train_epochs=3, eval_dataset=world.dataset(5, seed=9), eval_temperature=1.0)
     numbers = [x for call in calls for x in call.args[2].flatten().tolist()]
     assert len(calls) > 3 and len(set(numbers)) == len(numbers)
 
 
 def test_a_seed_is_a_run(script, run):
-    """The same seed gives the same episodes and weights, bit by bit; another seed, or iteration, gives others."""
+    """The same seed gives the same episodes and weights, bit by bit. Another seed or iteration gives others."""
 
     def episodes(seed):
         torch.manual_seed(random.randrange(1000)), np.random.seed(random.randrange(1000))
@@ -313,7 +317,9 @@ def test_a_seed_is_a_run(script, run):
 # ================================================ evaluation ================================================
 @one_text
 def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
-    """eval/scores stands at the start, every eval_every iterations and at the end: the mean over `generate`'s."""
+    """eval/scores is logged at the start, every eval_every iterations, and at the end.
+
+    It is the mean score of what transformers' `generate` gives."""
     flags = dict(eval_dataset=world.dataset(5, seed=9), eval_every=2, batch_size=3, reward=world.reward("letters"))
     _, metrics, output_dir = run(script, **flags)
     last = metrics[-1]["iteration"]
@@ -334,11 +340,13 @@ def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
 
 @one_text
 def test_evaluation_of_several_completions_per_prompt(script, run, world, monkeypatch):
-    """--eval-k 3: every prompt three times, eval/scores their mean, eval/best_of_k the mean of each prompt's best."""
+    """With --eval-k 3 every prompt is completed three times.
+
+    eval/scores is the mean of all scores, and eval/best_of_k the mean of the best score of each prompt."""
     scored, score_episodes = [], script.score_episodes
 
-    def keep(accelerator, batch, reward, by_model, where):
-        scores, parts = score_episodes(accelerator, batch, reward, by_model, where)
+    def keep(accelerator, batch, scorer, where):
+        scores, parts = score_episodes(accelerator, batch, scorer, where)
         scored.extend([(p.text, s) for p, s in zip(batch.prompts, scores.tolist())] if "evaluation" in where else [])
         return scores, parts
 
@@ -355,7 +363,7 @@ def test_evaluation_of_several_completions_per_prompt(script, run, world, monkey
 
 @one_text
 def test_evaluation_does_not_move_training(script, run, world):
-    """A run that evaluates has the episodes of the run that does not."""
+    """A run with evaluations has the same episodes as a run without."""
     flags = dict(eval_dataset=world.dataset(5, seed=9), eval_every=1, eval_temperature=1.0)
     runs = [run(script, batch_size=6, **more)[2] / "rollouts.jsonl" for more in ({}, flags)]
     assert runs[0].read_text() == runs[1].read_text()
@@ -364,16 +372,19 @@ def test_evaluation_does_not_move_training(script, run, world):
 @one_text
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_weights_laid_out_by_column_sample_the_same_and_are_put_back(script, architecture):
-    """On a CPU `sampling_weights` changes the layout alone, a head that shares the embedding included; afterwards each
-    weight is in its old memory: DeepSpeed's and DDP's buffers look into it."""
-    model = script.CompletionModel(make_model(architecture, tie_word_embeddings=True), [EOS], shares_prompts=True)
+    """On a CPU, `sampling_weights` changes only the layout of weights, also of a head that shares the embedding.
+
+    Afterwards each weight is in its old memory again, because buffers of DeepSpeed and DDP refer to that memory."""
+    model = completion_model(script, make_model(architecture, tie_word_embeddings=True), [EOS])
     before = {name: (weight.data_ptr(), weight.stride(), weight.clone()) for name, weight in model.named_parameters()}
     prompts, uniforms = [encode(prompt) for prompt in PROMPTS], random_uniforms(len(PROMPTS), 12)
-    expected = model.sample(prompts, uniforms, 1.0)
+    expected = model(script.sample, prompts, uniforms, 1.0)
     with script.sampling_weights(SimpleNamespace(is_fsdp2=False), model):
         changed = {name for name, weight in model.named_parameters() if weight.stride() != before[name][1]}
-        assert len(changed) == (15 if architecture == "llama" else 1)  # seven a layer and the head; GPT-2's own: as is
-        got = model.sample(prompts, uniforms, 1.0)
+        assert len(changed) == (
+            15 if architecture == "llama" else 1
+        )  # llama: seven in each layer, and the head; GPT-2: the head
+        got = model(script.sample, prompts, uniforms, 1.0)
     assert torch.equal(got["tokens"], expected["tokens"])
     assert torch.allclose(got["logprobs"], expected["logprobs"], atol=1e-5)
     for name, weight in model.named_parameters():

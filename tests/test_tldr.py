@@ -1,7 +1,7 @@
-"""The recipe in benchmark/tldr/README.md: its commands as they stand, on tiny models of the same architecture.
+"""The recipe in benchmark/tldr/README.md. Its commands run as they stand, on tiny models of the same architecture.
 
-They are run in a folder that holds models and data under the names that the recipe has from the Hub, so that nothing is
-replaced but three sizes: one iteration of fewer episodes, and fewer held-out prompts.
+They run in a folder that holds models and data under the names that they have on the Hub. Only three sizes are
+replaced: there is one iteration, it has fewer episodes, and there are fewer held-out prompts.
 """
 
 import json
@@ -35,26 +35,26 @@ README = (HERE / "benchmark" / "tldr" / "README.md").read_text(encoding="utf-8")
 NUM_PROMPTS = 116_722  # rows of the dataset's training split
 SFT, REWARD = (f"cleanrl/EleutherAI_pythia-1b-deduped__{stage}__tldr" for stage in ("sft", "reward"))
 END = "<|endoftext|>"
-# Pythia's, but for the sizes: half of the layer is rotated, more rows than the tokenizer has tokens
+# Pythia's config with other sizes. The vocabulary has more rows than the tokenizer has tokens.
 SHAPE = dict(vocab_size=272, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
 SHAPE |= dict(rotary_pct=0.25, max_position_embeddings=2048, bos_token_id=0, eos_token_id=0, initializer_range=0.3)
 
 
 def commands():
-    """The recipe's command lines, each as a list of words."""
+    """The command lines of the recipe, each as a list of words."""
     blocks = re.findall(r"^    \S.*?(?=\n\n)", README, re.DOTALL | re.MULTILINE)
     return [shlex.split(block.replace("\\\n", " ")) for block in blocks]
 
 
 def command_of(name):
-    """Of a script's command line: the words before the script, and its flags."""
+    """The words before the script in its command line, and the words after it."""
     [words] = [words for words in commands() if f"{name}.py" in words]
     place = words.index(f"{name}.py")
     return words[:place], words[place + 1 :]
 
 
 def flags_of(words):
-    """A command line's flags by name; True where no value follows."""
+    """The flags of a command line, by name. A flag without a value is True."""
     values = [*words[1:], "--"]
     return {
         word[2:].replace("-", "_"): True if value.startswith("--") else value
@@ -64,7 +64,7 @@ def flags_of(words):
 
 
 def make_bytes_tokenizer(**special):
-    """Byte-level, as GPT-NeoX's, with its EOS as token 0, and no merges."""
+    """A tokenizer of bytes, as that of GPT-NeoX, without merges. Its EOS is token 0."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(BPE({token: i for i, token in enumerate([END, *letters])}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -80,8 +80,10 @@ def make_row(i):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A folder with what the recipe names: the policy, whose tokenizer has a padding token, the reward model, whose
-    tokenizer has none, the dataset with its two splits, and benchmark/."""
+    """A folder with everything that the recipe names: policy, reward model, a dataset with two splits, and benchmark/.
+
+    The policy's tokenizer has a padding token. That of the reward model has none.
+    """
     folder = tmp_path_factory.mktemp("tldr")
     torch.manual_seed(0)
     config = transformers.GPTNeoXConfig(**SHAPE)
@@ -99,7 +101,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def here(models, monkeypatch, tmp_path):
-    """The current folder is one that holds all that, and what runs write there is gone afterwards."""
+    """Change to a temporary folder with links to all of that."""
     import datasets
 
     for path in models.iterdir():
@@ -113,7 +115,7 @@ SIZES = {"total_episodes": "64", "batch_size": "64", "eval_dataset": "trl-lib/tl
 
 
 def run_command(name, **changes):
-    """A script's command in this process, for one iteration -> its Args, metrics, and output folder."""
+    """Run the command of a script in this process, for one iteration. Returns its Args, metrics and output folder."""
     script, flags = MODULES[name], flags_of(command_of(name)[1]) | SIZES | changes
     words = [x for flag, value in flags.items() for x in (f"--{flag.replace('_', '-')}", value) if x is not True]
     args = tyro.cli(script.Args, args=words)
@@ -124,7 +126,7 @@ def run_command(name, **changes):
 
 
 def plain_score(row):
-    """The reward model's score of an episode by one plain pass over its text, less 1 where it never ended."""
+    """The reward model's score of an episode, by one plain pass over its text. It is 1 less where no EOS came."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(REWARD)
     model = AutoModelForSequenceClassification.from_pretrained(REWARD, dtype=torch.bfloat16).eval()
     ended = row["token_ids"][-1] == 0
@@ -142,10 +144,10 @@ def test_the_readme_fits_a_screen_or_two_and_says_what_it_is():
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_counts_are_those_that_plan_prints(name, monkeypatch, capsys):
-    """Every row of the README's table, by `--plan 8` of the command as it stands, with as many prompts."""
+    """The rows of the README's table are what `--plan 8` prints for the command as it stands, with NUM_PROMPTS rows."""
     script = MODULES[name]
     tokenizer, asked = SimpleNamespace(from_pretrained=lambda path: path), []
-    monkeypatch.setattr(script, "AutoTokenizer", tokenizer)
+    monkeypatch.setattr(script.transformers, "AutoTokenizer", tokenizer)
     monkeypatch.setattr(script, "load_prompts", lambda *flags: asked.append(flags) or [None] * NUM_PROMPTS)
     capsys.readouterr()
     script.main(tyro.cli(script.Args, args=[*command_of(name)[1], "--plan", "8"]))
@@ -157,7 +159,7 @@ def test_the_counts_are_those_that_plan_prints(name, monkeypatch, capsys):
 
 
 def test_the_launcher_takes_its_words(models):
-    """accelerate reads them as FSDP2 on eight processes, with the layer class of the recipe's architecture."""
+    """accelerate reads them as FSDP2 on eight processes. The layer class is that of the recipe's architecture."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     model = AutoModelForCausalLM.from_pretrained(models / SFT)
@@ -176,7 +178,7 @@ def test_the_launcher_takes_its_words(models):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_one_iteration_with_every_flag(name, here, capsys):
-    """The command runs, uses each flag as it was given, scores as a plain pass does, and leaves a model that loads."""
+    """The command runs and uses every flag. Its scores are those of a plain pass, and its model loads."""
     args, metrics, output_dir = run_command(name, save_rollouts=True)
     given = flags_of(command_of(name)[1]) | SIZES
     for flag, value in given.items():
@@ -201,7 +203,7 @@ def test_one_iteration_with_every_flag(name, here, capsys):
     assert list(output_dir.glob("checkpoints/*/state.json"))
     trained = AutoModelForCausalLM.from_pretrained(output_dir / "model")
     assert trained.config.model_type == "gpt_neox"
-    run_command(name)  # --resume: the same command again finds the run finished
+    run_command(name)  # The command has --resume, so it finds the run finished.
     assert "nothing to do: the run is finished" in capsys.readouterr().out
 
 
@@ -217,8 +219,8 @@ fsdp2_cpu.main()
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo"])
 def test_one_iteration_under_fsdp2(name, here):
-    """The two models of PPO, sharded over two processes as the launcher's words say: the run of one process, as far as
-    bfloat16 goes."""
+    """Both models of PPO are sharded over two processes, as the launcher's words say. The run is that of one process,
+    up to the rounding of bfloat16."""
     _, metrics, _ = run_command(name)
     before, after = command_of(name)
     [path] = HERE.glob("benchmark/**/fsdp2_cpu.py")
@@ -237,7 +239,8 @@ def test_one_iteration_under_fsdp2(name, here):
 
 
 def test_the_win_rate_with_the_judge_filled_in(here, monkeypatch, capsys):
-    """The README's last command as it stands, on the policy before training, with a stand-in for the language model."""
+    """The README's last command runs as it stands, on the policy before training. A function replaces the judge's
+    language model."""
     [words] = [words for words in commands() if "benchmark/win_rate.py" in words]
     win_rate = import_file(HERE / "benchmark" / "win_rate.py")
     words = [word.replace("[:1000]", "[:8]").replace("runs/tldr_rloo/model", SFT) for word in words[2:]]

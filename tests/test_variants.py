@@ -77,8 +77,8 @@ def test_a_patch_is_short_and_applies(name, tmp_path):
     after = {path.name: path.read_bytes() for path in folder.glob("*.py")}
     assert [path for path in before if before[path] != after[path]] == [script]
     for command in (["check"], ["format", "--check"]):
-        words = [sys.executable, "-m", "ruff", *command, "--quiet", "--config", HERE / ".ruff.toml", folder / script]
-        subprocess.run(words, check=True)
+        words = [sys.executable, "-m", "ruff", *command, "--quiet", "--config", HERE / ".ruff.toml"]
+        subprocess.run([*words, "--line-length", "100", folder / script], check=True)
     subprocess.run(["git", "apply", "-R", VARIANTS / f"{name}.patch"], cwd=folder, check=True)
     assert before == {path.name: path.read_bytes() for path in folder.glob("*.py")}
 
@@ -159,8 +159,9 @@ def test_overlong_punishment_keeps_completions_short(train):
 def test_sampler_weights_let_a_bfloat16_sampler_train_in_float32(train):
     """A sampler of another precision stops the original; the variant learns, with weights near 1, not equal to it."""
     patch = (VARIANTS / "sampler_weights.patch").read_text()
-    [was], [line] = (re.findall(rf"^{sign}( +with sampling_weights.*\n)", patch, re.M) for sign in ("-", r"\+"))
-    refused = train(None, "--total-episodes 256", script="rloo", edit=lambda text: text.replace(was, line))
+    [was] = re.findall(r"^-( +with torch.autocast.*\n)", patch, re.M)
+    [lines] = re.findall(r"^\+( +is_bfloat16 = .*\n)\+( +with torch.autocast.*\n)", patch, re.M)
+    refused = train(None, "--total-episodes 256", script="rloo", edit=lambda text: text.replace(was, "".join(lines)))
     assert re.search(r"sampling and training give log-probabilities 0\.\d+ apart", refused.error)
     variant = train("sampler_weights", "--total-episodes 2048")
     assert learned(variant, at_least=0.5)

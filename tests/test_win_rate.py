@@ -1,6 +1,7 @@
-"""benchmark/win_rate.py: what a judge is shown, what is made of its verdicts, and how sure that is."""
+"""benchmark/win_rate.py: what a judge is shown, how its verdicts are counted, and the confidence interval."""
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def more_ones(first, second, **_):
     return [None if a == b else int(b > a) for a, b in ones]
 
 def ones(completions, **_):
-    """A reward for the same."""
+    """A reward that likes the same completions."""
     return [c.count("1") / 6 for c in completions]
 
 def failed(prompts, **_):
@@ -50,9 +51,10 @@ def short(prompts, **_):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Flags of a comparison of two tiny policies, and a file of judges."""
+    """A folder with a file of judges, and flags that compare two tiny policies."""
     folder = tmp_path_factory.mktemp("pair")
     (folder / "judges_of_pairs.py").write_text(JUDGES)
+    sys.modules.pop("judges_of_pairs", None)  # of another folder: pytest may set this fixture up twice in a process
     rows = [row | {"reference": str(row["number"])} for row in make_rows(make_prompts(12, seed=5))]
     flags = {"model": save_model(folder / "model", make_model("llama", seed=4))}
     flags |= {"baseline": save_model(folder / "baseline", make_model("llama", seed=5))}
@@ -62,7 +64,7 @@ def pair(tmp_path_factory):
 
 @pytest.fixture
 def compare(pair, tmp_path):
-    """compare(judge, **flags) -> the win rate, its interval, and the pairs that were written."""
+    """compare(judge, **flags) returns the win rate, its interval, and the pairs that were written."""
     folder, defaults = pair
 
     def compare(judge, **flags):
@@ -82,7 +84,7 @@ def judge_calls():
 
 # ============================================= what is compared =============================================
 def test_a_judge_that_likes_a_position_gives_one_half(compare, capsys):
-    """Exactly half of the pairs are swapped, mixed; each order's own rate shows the bias."""
+    """Exactly half of the pairs are swapped, in a mixed order. The win rate of each place shows the bias."""
     rate, _, pairs = compare("first_shown")
     assert rate == 0.5
     assert [row["win"] for row in pairs] == [float(row["model_shown"] == "first") for row in pairs]
@@ -96,7 +98,8 @@ def test_a_judge_that_likes_a_position_gives_one_half(compare, capsys):
 
 
 def test_the_judge_is_called_as_rewards_are(compare):
-    """Once, by keywords, with every column, the completions in the order shown; the file has them by model."""
+    """The judge is called once, by keywords, with a list for each column. It gets the completions in the order in which
+    they are shown. The file has them by model."""
     pairs = compare("first_shown")[2]
     call = judge_calls()[-1]
     assert call.keys() == {"prompts", "first", "second", "answer", "number", "reference"}
@@ -108,7 +111,8 @@ def test_the_judge_is_called_as_rewards_are(compare):
 
 
 def test_completions_are_the_models_own(compare, pair):
-    """At temperature 0, by plain passes, for both; the size of the batches and the other model change nothing."""
+    """At temperature 0 the completions of both models are those of plain passes. The size of the batches and the other
+    model do not change them."""
     _, flags = pair
     pairs = compare("first_shown", temperature=0.0, response_length=5)[2]
     for side in ("model", "baseline"):
@@ -127,7 +131,8 @@ def test_completions_are_the_models_own(compare, pair):
 
 
 def test_two_samples_of_one_model_are_two(compare, pair):
-    """A model against itself draws other random numbers: at temperature 1 its completions differ, at 0 they tie."""
+    """The two sides draw different random numbers. A model against itself has other completions at temperature 1, and
+    the same ones at temperature 0."""
     itself = dict(baseline=pair[1]["model"], response_length=6)
     pairs = compare("exact_match", **itself)[2]
     assert any(row["model"] != row["baseline"] for row in pairs)
@@ -136,7 +141,8 @@ def test_two_samples_of_one_model_are_two(compare, pair):
 
 
 def test_chat_prompts_have_chat_completions(compare, pair, tmp_path):
-    """As in the scripts: message lists, with the reference of a column, too; the file has their texts."""
+    """Completions of a chat are lists of messages, as in the scripts. So are references from a column. The file has
+    texts."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}="
     model = save_model(tmp_path / "chat", make_model("llama", seed=4), tokenizer=tokenizer)
@@ -155,7 +161,8 @@ def test_chat_prompts_have_chat_completions(compare, pair, tmp_path):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("count", [1, 2, 7, 40])
 def test_every_verdict_is_counted_for_the_right_side(seed, count):
-    """0, 1, 0.5 and None, as Python's numbers or numpy's; half of the pairs are swapped, one less of an odd number."""
+    """Verdicts are 0, 1, 0.5 or None. They may be numbers of Python or of numpy. Half of the pairs are swapped, rounded
+    down."""
     rows = [{"prompt": str(i)} for i in range(count)]
     said = [[0, 1, 0.5, None, np.int64(1), np.float32(0), True][(i * 3 + seed) % 7] for i in range(count)]
     models, baselines = [f"m{i}" for i in range(count)], [f"b{i}" for i in range(count)]
@@ -170,7 +177,7 @@ def test_every_verdict_is_counted_for_the_right_side(seed, count):
 
 
 def test_the_embedded_policy_against_itself_ties(compare, capsys):
-    """--judge exact_match on the default prompts, greedy: every pair is a tie, the win rate one half."""
+    """With --judge exact_match at temperature 0 every pair is a tie, and the win rate is one half."""
     policy = str(HERE / "benchmark" / "default" / "policy")
     flags = dict(model=policy, baseline=policy, dataset=win_rate.Args.dataset, temperature=0.0, num_prompts=64)
     rate, (low, high), pairs = compare("exact_match", **flags)
@@ -178,13 +185,14 @@ def test_the_embedded_policy_against_itself_ties(compare, capsys):
     printed = capsys.readouterr().out
     assert "win rate 50.0 %" in printed and "0 won, 64 tied, 0 lost" in printed
     assert "100 % of the model's completions ended, of the baseline's 100 %" in printed
-    rate, _, pairs = compare("exact_match", **flags | dict(baseline="column:answer"))  # which is always right
+    rate, _, pairs = compare("exact_match", **flags | dict(baseline="column:answer"))  # the right answers
     right = [row["model"].strip() == row["baseline"] for row in pairs]
     assert [row["win"] for row in pairs] == [0.5 * r for r in right] and rate == np.mean(right) / 2 < 0.5
 
 
 def test_a_trained_model_wins(compare, pair, run):
-    """Trained to write ones, it beats where it began, and loses by as much where it is the baseline."""
+    """A policy that was trained to write ones beats the policy before training. With the sides exchanged it still does,
+    so the rate is small."""
     folder, flags = pair
     reward = f"{folder / 'judges_of_pairs.py'}:ones"
     training = dict(model_path=flags["baseline"], reward=reward, learning_rate=0.02, num_train_epochs=6.0, kl_coef=0.0)
@@ -225,7 +233,8 @@ def test_a_column_or_judge_that_is_not_there_is_refused(compare):
 
 # =============================================== the interval ===============================================
 def test_the_interval_is_wilsons():
-    """Its ends are those p from which the observed rate is z standard errors away; at 0 and 100 % it has width."""
+    """The observed rate is z standard errors away from each end, with the standard error at that end. The interval has
+    some width also at 0 % and 100 %."""
     z = 1.959964
     for wins, count in ((0, 10), (10, 10), (1, 1), (7, 20), (512, 1000), (0, 1000)):
         rate = wins / count
@@ -238,7 +247,7 @@ def test_the_interval_is_wilsons():
 
 
 def test_the_interval_holds_the_true_rate():
-    """In 95 of 100 repetitions where no pair ties, and in more where some do, also near 0 and 1."""
+    """Without ties it does in about 95 of 100 repetitions, also near 0 and 1. With ties it does more often."""
     rng = np.random.default_rng(0)
     for win, tie, least, most in (
         (0.5, 0, 0.93, 0.97),

@@ -1,14 +1,16 @@
 """A policy whose answers have very different lengths: `python benchmark/ablations/make_policy.py`, two minutes.
 
-The default policy, trained for a few steps more on its own sampled answers, right and wrong as they are: sums that
-begin with an odd digit are answered with 8 to 12 spaces behind, which `exact_match` strips, the others as before. So
-half of the prompts take four times as many tokens for the same thing to learn. Writes policy/ beside this file.
+The default policy is trained for a few more steps on its own sampled answers, right and wrong as they are. If a sum
+begins with an odd digit, 8 to 12 spaces stand behind its answer. `exact_match` strips them. The other answers are as
+before. So half of the prompts take four times as many tokens, and there is the same thing to learn. Writes policy/
+beside this file.
 """
 
 import sys
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
@@ -25,13 +27,13 @@ def is_long(prompt: str) -> bool:
 
 def main():
     torch.set_num_threads(1)
-    tokenizer = rloo.AutoTokenizer.from_pretrained(DEFAULT / "policy")
-    policy, _ = rloo.load_model("--model-path", str(DEFAULT / "policy"), rloo.AutoModelForCausalLM, torch.float32)
-    model = rloo.CompletionModel(policy, [tokenizer.eos_token_id], True)
+    tokenizer = AutoTokenizer.from_pretrained(DEFAULT / "policy")
+    policy, _ = rloo.load_model("--model-path", str(DEFAULT / "policy"), AutoModelForCausalLM, torch.float32)
+    model = rloo.CompletionModel(policy, tokenizer, [tokenizer.eos_token_id], rloo.Args())
     prompts = rloo.load_prompts(str(DEFAULT / "train.jsonl"), None, tokenizer, None) * 4
     rng = rloo.keyed_rng(1, 0)
     uniforms = torch.from_numpy(rng.random((len(prompts), 4)))
-    batch = model.sample([prompt.token_ids for prompt in prompts], uniforms, 1.0)
+    batch = rloo.sample(model, [prompt.token_ids for prompt in prompts], uniforms, 1.0)
     rows = []  # prompt, answer, spaces, EOS
     for prompt, answer in zip(prompts, rloo.trim_rows(batch["tokens"], batch["lengths"])):
         spaces = [tokenizer.convert_tokens_to_ids(" ")] * int(rng.integers(8, 13)) * is_long(prompt.text)

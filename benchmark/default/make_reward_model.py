@@ -1,22 +1,22 @@
 """
-Makes the reward model of the default task, as RLHF has it, in one command: `python benchmark/make_reward_model.py`.
+Makes the reward model of the default task, as RLHF does: `python benchmark/default/make_reward_model.py`.
 
-1. the default policy draws 8 completions of each of the 2,048 training prompts, at temperature 1;
-2. a rule stands in for the people who compare answers: of two completions of a prompt, a right one is preferred to a
-   wrong one. All such pairs are kept, each once however often its two were drawn;
-3. a copy of the policy whose head gives one number instead of a distribution is trained on the pairs with the loss of
-   Bradley and Terry, -log sigmoid(r_chosen - r_rejected) (Stiennon et al. 2020, arXiv 2009.01325).
+1. The default policy draws 8 completions of each of the 2,048 training prompts, at temperature 1.
+2. A rule stands in for the people who compare answers: of two completions of a prompt, it prefers a right one to a
+   wrong one. All such pairs are kept. A pair counts once, however often its two completions were drawn.
+3. A copy of the policy gets a head that gives one number instead of a distribution. It is trained on the pairs with the
+   loss of Bradley and Terry, -log sigmoid(r_chosen - r_rejected) (Stiennon et al. 2020, arXiv 2009.01325).
 
-It reads prompt and completion as token ids, the EOS included, and its score is the head's output at the last token,
-found by length. Only differences of scores mean something: the loss leaves the zero open.
+The model reads prompt and completion as token ids, the EOS included. Its score is the output of the head at the last
+token, found by length. Only differences of scores mean something: the loss leaves the zero open.
 
-As in RLHF the pairs are read only a few times (here twice), and all come from the policy before RL. On held-out prompts
-the model is right about six pairs in seven, and nothing has taught it what to think of answers that this policy never
-gives. `reward_model_curves.py` shows what RL makes of that.
+As in RLHF, the pairs are read only a few times (here twice), and all come from the policy before RL. On held-out
+prompts the model is right about six pairs in seven. It has never learned what to think of answers that this policy
+never gives. `reward_model_curves.py` shows what RL makes of that.
 
-Every random number comes from a seeded generator and the work is done by one thread, so that two runs on one machine
-write the same bytes. It takes about half a minute, prints the accuracy on pairs made in the same way of the held-out
-prompts, and writes `reward_model/` beside this file: weights (float32), config and tokenizer, for `from_pretrained`.
+Every random number comes from a seeded generator, and one thread does the work. So two runs on one machine write the
+same bytes. It takes about half a minute, and prints the accuracy on pairs made in the same way of the held-out prompts.
+It writes `reward_model/` beside this file: weights (float32), config and tokenizer, for `from_pretrained`.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from rloo import CompletionModel, keyed_rng, pad_left  # noqa: E402
+from rloo import Args, CompletionModel, keyed_rng, pad_left, sample  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent
 NUM_PROMPTS, NUM_SAMPLES = 2048, 8
@@ -48,7 +48,8 @@ def draw_pairs(policy, tokenizer, path: Path, num_prompts: int, purpose: int) ->
     rows = [row for row in rows for _ in range(NUM_SAMPLES)]
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
     uniforms = torch.from_numpy(keyed_rng(SEED, purpose).random((len(rows), RESPONSE_LENGTH)))
-    drawn = CompletionModel(policy, [tokenizer.eos_token_id], True).sample(prompts, uniforms, 1.0)
+    model = CompletionModel(policy, tokenizer, [tokenizer.eos_token_id], Args())
+    drawn = sample(model, prompts, uniforms, 1.0)
     chosen, rejected = {}, {}  # of each prompt; dicts as sets that keep their order
     for row, prompt, tokens, length in zip(rows, prompts, drawn["tokens"].tolist(), drawn["lengths"]):
         is_right = tokenizer.decode(tokens[:length], skip_special_tokens=True).strip() == row["answer"]

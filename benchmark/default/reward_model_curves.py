@@ -3,14 +3,14 @@
     python benchmark/default/reward_model_curves.py                   # some ten minutes on two cores
     python benchmark/default/reward_model_curves.py --plot            # only the table and the figure again
 
-The default policy is trained on the score of the reward model (`make_reward_model.py`), on three seeds, with a KL
-coefficient that is next to nothing and with one of the right size. The held-out evaluation samples at temperature 1 and
-goes by the rule, which no run has seen: a sum is right or wrong. Its 256 samples before training are the same in all
-runs of a seed.
+The default policy is trained on the score of the reward model (`make_reward_model.py`), with three seeds and two KL
+coefficients: one is next to nothing, the other has the right size. The held-out evaluation samples at temperature 1,
+and goes by the rule: a sum is right or wrong. No run has seen the rule. The 256 samples before training are the same in
+all runs of a seed.
 
-GRPO runs without dividing scores by their group's deviation, so that its coefficient weighs KL against scores of the
-same size as in the others. It stays another one all the same: its KL is in the loss, its gradient biased (grpo.py).
-Writes reward_model_curves.json, a run a line, and .png.
+GRPO does not divide scores by the deviation of their group here. So its coefficient weighs the KL against scores of the
+same size as in the other scripts. It is still another coefficient: the KL is in the loss, and its gradient is biased
+(grpo.py). Writes reward_model_curves.json, a run a line, and .png.
 """
 
 import json

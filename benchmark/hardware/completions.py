@@ -4,9 +4,9 @@
     python benchmark/hardware/completions.py --only ppo               # those whose name has this in it
 
 Runs each script's defaults twice, and compares the episodes of the whole run token for token. Now and then a uniform
-number falls within rounding of a boundary, and a completion differs; what is trained on it then goes another way. The
-runs of SmolLM2-135M-Instruct (`benchmark/smollm2/prepare.py` makes it; vocabulary 49,152) have learning rate 0, so that
-each of their completions tells only of itself. Writes completions.json, case by case.
+number falls so near to a boundary that rounding decides, and a completion differs. What is trained on it then differs,
+too. The runs of SmolLM2-135M-Instruct (made by `benchmark/smollm2/prepare.py`, vocabulary 49,152) have learning rate 0.
+So none of their completions depends on the ones before. Writes completions.json, case by case.
 """
 
 import argparse

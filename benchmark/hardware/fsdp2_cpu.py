@@ -1,15 +1,16 @@
-"""Run a script under FSDP2 on CPU processes, for tests: accelerate itself gives DDP there, without a word.
+"""Run a script under FSDP2 on CPU processes, for tests. accelerate itself would silently use DDP there.
 
     torchrun --nproc-per-node 2 benchmark/hardware/fsdp2_cpu.py rloo.py --total-episodes 128 --output-dir runs/fsdp2
 
-FSDP2 shards the weights over the processes; what the run computes is what the same flags compute on one process. At the
-end it prints how often weights were gathered: in all, and while completions were sampled, where each layer's is once
-for all tokens. On GPUs none of this is needed: accelerate launch --config_file benchmark/accelerate/fsdp2.yaml rloo.py
+FSDP2 shards the weights over the processes. The run computes what the same flags compute on one process. At the end it
+prints how often weights were gathered, in all and while completions were sampled. While sampling, each layer is
+gathered once for all tokens. On GPUs none of this is needed:
+accelerate launch --config_file benchmark/accelerate/fsdp2.yaml rloo.py
 
     python benchmark/hardware/fsdp2_cpu.py
 
-compares all three scripts on two processes, under DDP and under FSDP2, with one process, by the flags and measures of
-benchmark/hardware/sharded.py, and writes fsdp2_cpu.json. Exit status 1 where something differs.
+runs all three scripts on two processes, under DDP and under FSDP2, and compares them with one process. Flags and
+measures are those of benchmark/hardware/sharded.py. Writes fsdp2_cpu.json. The exit status is 1 if something differs.
 """
 
 import json

@@ -4,25 +4,26 @@
     python benchmark/hardware/kill_and_resume.py --scripts ppo --seed 2 # other moments
     python benchmark/hardware/kill_and_resume.py --runs "1, 2 by turns" # 9 kills each
 
-Every script trains a small run of 12 iterations, three times over: on one process, on two, and on one and two by turns.
-Each of the three is killed nine times. A kill is SIGKILL of all its processes, at a drawn call of
+Every script trains a small run of 12 iterations, three times: on one process, on two, and on one and two by turns.
+Each of the three is killed nine times. A kill is SIGKILL of all its processes, at a drawn call:
 
     rollout      the sampler, between two tokens
     training     the loss, between two micro-batches
-    written      a checkpoint's tensors are written, but not yet the state.json that makes it whole
+    written      the tensors of a checkpoint are written, but not yet the state.json that makes it whole
     removing     half of the files of an old checkpoint are removed
     metrics      half of a line of metrics.jsonl is written
-    loading      the checkpoint is loaded, but no iteration made
+    loading      the checkpoint is loaded, but no iteration is made
     model        the trained model is written beside, but not yet renamed
     anywhere     a drawn number of seconds after the start
 
-The learning rate is 1e-4. At 3e-4 this PPO run is chaotic: even unbroken runs on 1 and on 2 processes end
-0.2 apart, as roundings grow by two to three times an iteration. The file gives what unbroken runs on 1 and 2 differ by.
+The learning rate is 1e-4. At 3e-4 this PPO run is chaotic: roundings grow by two to three times in each iteration, and
+even unbroken runs on 1 and on 2 processes end 0.2 apart. The file says how far unbroken runs on 1 and 2 are apart.
 
-Then the weights must be those of the unbroken run: bitwise where the number of processes never changed, else by norm,
-|w1 - w2| / |w1 - w_start| < 1e-3; every iteration must be once in each file, and one more start must do nothing.
-Exit status 1 where one of these fails. Processes are forked from this one, which has imported the libraries, so that a
-start takes half a second and the whole some minutes. The table goes to kill_and_resume.json, too.
+Then the weights must be those of the unbroken run. They are bitwise the same where the number of processes never
+changed. Otherwise they are compared by norm, |w1 - w2| / |w1 - w_start| < 1e-3. Every iteration must stand once in each
+file, and one more start must do nothing. The exit status is 1 if one of these fails. Processes are forked from this
+one, which has imported the libraries. So a start takes half a second, and the whole takes some minutes. The table goes
+to kill_and_resume.json, too.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Check on 2 CPU processes that DeepSpeed ZeRO-2 and ZeRO-3 compute what one process computes, for all three scripts.
 
-DeepSpeed stays out of the default environment: accelerate and transformers import it at every start once it is there.
+DeepSpeed is not in the default environment. Once it is installed, accelerate and transformers import it at every start.
 From the environment that runs the scripts:
 
     python -m venv /tmp/with_deepspeed
@@ -10,11 +10,11 @@ From the environment that runs the scripts:
     DS_BUILD_OPS=0 /tmp/with_deepspeed/bin/pip install --no-build-isolation deepspeed==0.19.8
     /tmp/with_deepspeed/bin/python benchmark/hardware/sharded.py
 
-The first run compiles a helper for a minute. Every run makes 4 micro-batches per step. Compared with one process: every
-metric (1e-4 relative or 5e-6 absolute), the final weights (by norm, relative to how far they moved, 1e-3), the steps
-that DeepSpeed's engine really took and their learning rates; and no weight is gathered while completions are sampled.
-Then the run is resumed from half of it, which must give the same weights bit by bit.
-Exit status 1 where something differs. The table goes to sharded.json, too.
+The first run compiles a helper for a minute. Every run makes 4 micro-batches in each step. These are compared with one
+process: every metric (1e-4 relative or 5e-6 absolute), the final weights (by norm, relative to how far they moved,
+1e-3), and the steps that DeepSpeed's engine really took, with their learning rates. No weight may be gathered while
+completions are sampled. Then the run is resumed from half of it, which must give the same weights bit by bit.
+The exit status is 1 if something differs. The table goes to sharded.json, too.
 """
 
 import importlib
@@ -48,7 +48,8 @@ def load_script(path: str):
 
 def count_gathers(module, *owners_and_names) -> Counter:
     """Count how often the functions that gather weights are called, in all and while completions are sampled."""
-    gathers, sample = Counter(gathers=0, while_sampling=0, samplings=0), module.CompletionModel.sample
+    gathers = Counter(gathers=0, while_sampling=0, samplings=0)
+    sample = module.sample
 
     def watched_sample(*args):
         before = gathers["gathers"]
@@ -63,7 +64,7 @@ def count_gathers(module, *owners_and_names) -> Counter:
 
         return gather
 
-    module.CompletionModel.sample = watched_sample
+    module.sample = watched_sample
     for owner, name in owners_and_names:
         setattr(owner, name, counted(getattr(owner, name)))
     return gathers

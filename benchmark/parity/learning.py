@@ -3,14 +3,14 @@
     OMP_NUM_THREADS=1 python benchmark/parity/learning.py             # an hour on one core; what is done is kept
     OMP_NUM_THREADS=1 python benchmark/parity/learning.py --seeds 2
 
-In the environment of trl_trainer.py, which lists every setting and what TRL's default for it is. k = 4, batch 64, so
-256 rollouts of one update each; exact_match of rloo.py is the reward function of both programs. Prompts are drawn
-anew in every epoch and completions sampled by each program with its own random numbers, so that curves can be compared
-only as distributions; replay.py gives both the same completions.
+It runs in the environment of trl_trainer.py, which lists every setting and TRL's default for it. k = 4 and batch 64
+make 256 rollouts with one update each. The reward function of both programs is exact_match of rloo.py. Each program
+draws its prompts anew in every epoch and samples with its own random numbers. So only the distributions of the curves
+can be compared. In replay.py both train on the same completions.
 
-Writes learning.json (a line for a run, `right` being the right ones of an iteration's 64 completions; then a line for
-each test) and learning.png. The score is the mean of the last ten iterations, the area the mean of all 256; p is that
-of Welch's test, two-sided, and `difference` Tally less TRL with its 95 % interval.
+Writes learning.png, and learning.json with a line for each run and each test. `right` counts the right ones of an
+iteration's 64 completions. The score is the mean of the last ten iterations, the area the mean of all 256. p is that
+of Welch's test, two-sided. `difference` is Tally less TRL, with its 95 % interval.
 """
 
 import argparse

@@ -2,20 +2,20 @@
 
     OMP_NUM_THREADS=1 python benchmark/parity/mini_batch.py           # six minutes on one core
 
-In the environment of trl_trainer.py. A tiny random model samples 24 completions of 1 to 10 tokens for prompts of 1 to
-9; `main` of the script trains on them, once or twice. TRL's trainer is run on the same episodes (what is replaced is
-its `_generate_single_turn`, which returns Tally's completions) with the same reward function, and torchrl's functions
-on Tally's log-probabilities, values and scores. Each update of theirs is made at the weights at which Tally made it:
-Adam divides a gradient by its size, so that after a step of their own rounding would have grown to whole steps.
+It runs in the environment of trl_trainer.py. A tiny random model samples 24 completions of 1 to 10 tokens for prompts
+of 1 to 9. Then `main` of the script trains on them, once or twice. TRL's trainer runs on the same episodes, with the
+same reward function. Only its `_generate_single_turn` is replaced: it returns Tally's completions. torchrl's functions
+get Tally's log-probabilities, values and scores. TRL and torchrl make each update at the weights at which Tally made
+it. Otherwise rounding would grow to whole steps, because Adam divides a gradient by its size.
 
-Compared are the loss, and the gradient of all parameters before it is clipped, as the optimizer gets it: the norm of
-the difference by the norm of ours, |ours - theirs| / |ours| (of a loss nearer to 0 than 0.01: |ours - theirs|). An
-update is the one of a run, in which the ratio is 1, or one of two on the same rollout, in the second of which it is
-clipped; `cut` is the share of ratios where the clip changes the loss (cispo: the ratio). Where flags of one name mean
-different things, or no setting makes both the same, the difference is shown as it is, named (`what`), and measured
-again with what `undone_by` says.
+Two things are compared: the loss, and the gradient of all parameters before it is clipped. The measure is the norm of
+the difference by the norm of ours, |ours - theirs| / |ours|. For a loss nearer to 0 than 0.01 it is |ours - theirs|.
+A run makes one update, in which the ratio is 1, or two updates on the same rollout, and the second one is clipped.
+`cut` is the share of ratios where the clip changes the loss (cispo: the ratio). In some cases flags of one name mean
+different things, or no setting makes both the same. Then the row shows the difference as it is, with its name (`what`).
+It is measured again after the change in `undone_by`.
 
-Writes mini_batch.json, a line for each case; exit status 1 if a difference is left that is not explained to 1e-5.
+Writes mini_batch.json, a line for each case. The exit status is 1 if an unexplained difference above 1e-5 is left.
 """
 
 import contextlib

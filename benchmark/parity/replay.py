@@ -2,12 +2,12 @@
 
     OMP_NUM_THREADS=1 python benchmark/parity/replay.py               # four minutes on one core
 
-In the environment of trl_trainer.py. rloo.py and grpo.py run with --save-rollouts; then TRL's trainer, set as for
-learning.py, gets Tally's completions, 256 times 64 of them, in place of its own sampling, and no weights: reward,
-advantages, loss, clipping, AdamW and the learning-rate schedule are all its own. What may then differ between curves of
-the two is only what is random in both, the order of prompts and the sampled tokens.
+It runs in the environment of trl_trainer.py. First rloo.py and grpo.py run with --save-rollouts. Then TRL's trainer
+runs with the settings of learning.py. It gets Tally's completions, 256 times 64 of them, in place of its own samples.
+It does not get Tally's weights. Reward, advantages, loss, clipping, AdamW and the learning-rate schedule are TRL's own.
+So curves of the two programs can differ only by what is random in both: the order of prompts and the sampled tokens.
 
-Compared are the final weights: the norm of their difference by that of the distance that Tally's moved. Writes
+The final weights are compared: the norm of their difference by the norm of the distance that Tally's moved. Writes
 replay.json.
 """
 

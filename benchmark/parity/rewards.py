@@ -2,16 +2,16 @@
 
     OMP_NUM_THREADS=1 python benchmark/parity/rewards.py              # two minutes on one core
 
-In the environment of trl_trainer.py. A tiny random model with a chat template, whose vocabulary is made for these
-functions, samples 256 completions of up to 12 tokens for chat prompts; rloo.py and grpo.py are run on them by their
-command line, with `--reward trl.rewards:think_format_reward` and the like, or, for the functions that a call makes,
-`--reward benchmark/parity/trl_rewards.py:repetition`. Then TRL's trainer is run on the same completions (all that is
-replaced is its `_generate_single_turn`) with the same functions. Compared: what TRL's `_calculate_rewards` gives every
-completion with Tally's score, and the mean that TRL logs with Tally's `objective/scores`. One prompt in eight has a
-solution that math_verify cannot read, for which accuracy rewards return None: Tally counts 0, TRL leaves the completion
-out of the mean that it logs, with which `of_opinions` is compared.
+It runs in the environment of trl_trainer.py. A tiny random model has a chat template, and a vocabulary made for these
+functions. It samples 256 completions of up to 12 tokens for chat prompts. rloo.py and grpo.py run by their command
+line, for instance with `--reward trl.rewards:think_format_reward`. Some functions are made by a call. They are named
+as `--reward benchmark/parity/trl_rewards.py:repetition`. Then TRL's trainer runs on the same completions with the same
+functions. Only its `_generate_single_turn` is replaced. Two things are compared: what TRL's `_calculate_rewards` gives
+every completion with Tally's score, and the mean that TRL logs with Tally's `objective/scores`. One prompt in eight has
+a solution that math_verify cannot read, and accuracy rewards return None for it. Tally counts 0 there. TRL leaves the
+completion out of its mean, which is compared with `of_opinions`.
 
-Writes rewards.json, a line for each script and function; exit status 1 where a number differs.
+Writes rewards.json, a line for each script and function. The exit status is 1 if a number differs.
 """
 
 import itertools

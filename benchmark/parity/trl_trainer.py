@@ -1,13 +1,13 @@
-"""TRL's RLOOTrainer and GRPOTrainer, set as Tally's scripts are: what the programs of benchmark/parity/ compare with.
+"""TRL's RLOOTrainer and GRPOTrainer with the settings of Tally's scripts. All of benchmark/parity/ compares with them.
 
-They and Tally live in one environment, from the repository's root (the last line is for mini_batch.py's PPO):
+They and Tally live in one environment, from the repository's root. The last line is for mini_batch.py's PPO:
 
     pip install -r requirements.txt trl==1.16.0 scipy==1.17.1 math-verify==0.9.0
     pip install --no-deps torchrl==0.14.1 tensordict==0.15.3 pyvers==0.2.3 orjson==3.13.0 cloudpickle==3.1.2
 
-`settings` is all that differs from TRL's defaults, and why:
+`settings` has everything that differs from TRL's defaults:
 
-    bf16                          its default is True, on a CPU too: off, Tally's default is float32
+    bf16                          its default is True, also on a CPU: off, Tally's default is float32
     gradient_checkpointing        its default is True: off, as in Tally (it changes memory, not the result)
     disable_dropout               on, as always in Tally
     steps_per_generation, ..      one rollout for each batch, in one micro-batch; one optimizer step for it
@@ -17,9 +17,9 @@ They and Tally live in one environment, from the repository's root (the last lin
                                   Tally's, 1e-4 (TRL's 1e-6), 4 (GRPO 8, RLOO 2), 8 (GRPO 256, RLOO 512)
     logging_steps                 1, as in Tally
 
-The same by default in both: a linear schedule to 0 without warm-up, AdamW with betas 0.9 and 0.999, epsilon 1e-8 and no
-weight decay, max_grad_norm 1, one update a rollout, cliprange 0.2, scale_rewards group, temperature 1, no top-p, no
-top-k, prompts in a new order each epoch (each program's own).
+These defaults are the same in both: a linear schedule to 0 without warm-up, AdamW with betas 0.9 and 0.999, epsilon
+1e-8 and no weight decay, max_grad_norm 1, one update for each rollout, cliprange 0.2, scale_rewards group, temperature
+1, no top-p, no top-k, and prompts in a new order in each epoch (each program has its own order).
 """
 
 import os

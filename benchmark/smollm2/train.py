@@ -5,11 +5,11 @@
     python benchmark/smollm2/train.py rloo 1                          # one of them; results of the others stay
     python benchmark/smollm2/train.py --plot                          # only the figure and the table again
 
-SmolLM2-135M-Instruct on one-digit sums and differences, with the reward of chain_sum.py. Held out are 60 questions and
-their mirrors; 4 answers to each are sampled at temperature 0.8, with the same random numbers for every model, before
-and after: the share that is right, its standard error by question (answers to one question are not independent), the
-share that ends, the best constant answer. Writes results.json, a run a line, samples.jsonl, with an answer of every
-model to each question, and curves.png.
+SmolLM2-135M-Instruct learns one-digit sums and differences, with the reward of chain_sum.py. 60 questions and their
+mirrors are held out. Before and after training, 4 answers to each of them are sampled at temperature 0.8, with the same
+random numbers for every model. The results are the share of right answers, its standard error by question (answers to
+one question are not independent), the share of answers that end, and the best constant answer. Writes results.json, a
+run a line, samples.jsonl, with an answer of every model to each question, and curves.png.
 """
 
 import json
@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from chain_sum import score
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw  # noqa: E402
@@ -42,13 +43,14 @@ MORE = {"rloo": "--rloo-k 8", "grpo": "--num-generations 8", "ppo": "--num-ppo-e
 
 def held_out(model_path: Path) -> dict:
     """Sample `EVAL_K` answers to every held-out question -> shares, and the texts of the first ones."""
-    tokenizer = rloo.AutoTokenizer.from_pretrained(model_path)
-    language_model, _ = rloo.load_model("--model-path", str(model_path), rloo.AutoModelForCausalLM, torch.float32)
-    model = rloo.CompletionModel(language_model, rloo.find_eos_ids(language_model, tokenizer, None), True)
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    language_model, _ = rloo.load_model("--model-path", str(model_path), AutoModelForCausalLM, torch.float32)
+    eos_ids = rloo.find_eos_ids(language_model, tokenizer, None)
+    model = rloo.CompletionModel(language_model, tokenizer, eos_ids, rloo.Args())
     prompts = rloo.load_prompts(str(FOLDER / "chain_sum_eval.jsonl"), None, tokenizer, None)
     prompts = [prompt for prompt in prompts for _ in range(EVAL_K)]
     uniforms = torch.from_numpy(rloo.keyed_rng(1, rloo.EVALUATION, 1000).random((len(prompts), RESPONSE_LENGTH)))
-    batch = model.sample([prompt.token_ids for prompt in prompts], uniforms, TEMPERATURE)
+    batch = rloo.sample(model, [prompt.token_ids for prompt in prompts], uniforms, TEMPERATURE)
     answers = tokenizer.batch_decode(rloo.trim_rows(batch["tokens"], batch["lengths"]), skip_special_tokens=True)
     by_question = np.reshape(score(answers, [p.row["answer"] for p in prompts]), (-1, EVAL_K)).mean(1)
     return {

@@ -2,12 +2,16 @@
 
     python benchmark/throughput/floor_worker.py JOB.json RESULT.json
 
-For a batch of rows that are all as long as the longest, with every prompt repeated k times: one prefill and one
-decoding step for each further token; one forward of the reference (where there is one); one forward and backward of the
-log-probabilities of the completion's tokens; one step of AdamW. In PPO, with a value model of the policy's size: a
-forward of it for the old values, then for each update a forward and backward of both and the step. No sampling, no
-masks, no scores, no metrics. It is a limit for programs that compute every padded token; one that computes fewer can
-be below it.
+All rows of the batch are as long as the longest one, and every prompt is repeated k times. A step has these passes:
+
+    one prefill, and one decoding step for each further token
+    one forward pass of the reference, where there is one
+    one forward and backward pass of the log-probabilities of the completion's tokens
+    one step of AdamW
+
+PPO also has a value model, of the size of the policy. It makes a forward pass for the old values. Each of its updates
+makes a forward and backward pass of both models, and a step. There is no sampling, no mask, no score and no metric.
+This is a limit for programs that compute every padded token. A program that computes fewer tokens can be faster.
 """
 
 import itertools

@@ -2,8 +2,9 @@
 
     python benchmark/throughput/memory_worker.py JOB.json RESULT.json
 
-A part's peak is the highest of any iteration, above what the process had when the part began for the first time: what
-an iteration leaves behind for the next one counts. Linux only: it is the kernel's own peak, set back for each part.
+The peak of a part is the highest of all iterations. It is counted from the memory that the process had when the part
+began for the first time. So it includes what one iteration leaves behind for the next. It works on Linux only: the
+kernel knows the peak of a process, and it is set back at the beginning of each part.
 """
 
 import gc
@@ -12,7 +13,7 @@ import sys
 from pathlib import Path
 
 import tally_worker
-from tally_worker import read_kilobytes, rollout_part
+from tally_worker import ROLLOUT_PARTS, read_kilobytes
 
 
 def main(job: dict) -> dict:
@@ -39,9 +40,10 @@ def main(job: dict) -> dict:
 
         setattr(module, name, watched)
 
-    watch("on_all_processes", lambda _, f, *__: begin(rollout_part(f)), lambda _, f, *__: end(rollout_part(f)))
-    watch("draw_mini_batches", before=lambda *_: begin("train"))  # the first of what an update calls
-    watch("mean_metrics", after=lambda *_: end("train"))  # the first after the last update
+    for name, part in ROLLOUT_PARTS.items():
+        watch(name, before=lambda *_, part=part: begin(part), after=lambda *_, part=part: end(part))
+    watch("draw_mini_batches", before=lambda *_: begin("train"))  # the first call of the updates
+    watch("time_metrics", after=lambda *_: end("train"))  # the first call after the last update
     seconds = [step["seconds"] for step in tally_worker.measure(module, job)["steps"]]
     parts = {part: (peaks[part] - began[part]) / 2**20 for part in peaks}
     return dict(parts=parts, peak_gib=max(peaks.values()) / 2**20, seconds=seconds)

@@ -2,17 +2,17 @@
 
     python benchmark/throughput/scaling.py                            # some minutes on two cores
 
-    micro_batches   the same batch in 1, 2, 4, 8 and 16 micro-batches takes about the same time: the rollout does not
-                    know of them, and generates once for each batch
-    episodes        seconds per iteration for 16 to 1024 episodes of 32 tokens, in micro-batches of 64
-    tokens          seconds per iteration for 64 episodes of 16 to 512 tokens
-    memory          at a vocabulary of 150,000, the peak of each part of an iteration, in units of one float32 tensor
+    micro_batches   the same batch in 1, 2, 4, 8 and 16 micro-batches takes about the same time, because the rollout
+                    generates once for each batch
+    episodes        seconds of an iteration for 16 to 1024 episodes of 32 tokens, in micro-batches of 64
+    tokens          seconds of an iteration for 64 episodes of 16 to 512 tokens
+    memory          at a vocabulary of 150,000, the peak of each part of an iteration. The unit is one float32 tensor
                     [completion tokens of a micro-batch, vocabulary]
 
-Every run is a process of its own and forced to its length; its first two iterations are dropped. The runs of an
-experiment take turns, round by round, and their numbers are medians. `slope` is that of log(seconds) on log(size) over
-the upper half of the sizes: 1 is linear. `--only memory` runs one experiment; results of the others stay. It writes
-scaling.json and .png.
+Every run is a process of its own. All completions are forced to their length. The first two iterations of a run are
+dropped. The runs of an experiment take turns, and their numbers are medians. `slope` is the slope of log(seconds) over
+log(size), in the upper half of the sizes: 1 is linear. `--only memory` runs one experiment, and keeps the results of
+the others. Writes scaling.json and .png.
 """
 
 import datetime

@@ -2,13 +2,17 @@
 
     python benchmark/throughput/tally_worker.py JOB.json RESULT.json
 
-It imports the script as it is and replaces, in the module, only what a measurement needs: `on_all_processes`, by which
-a rollout makes its passes, gets a clock, `draw_prompts` hands out the prompts in the file's order (as TRL is told to)
-and marks where an iteration begins, and `save_model` writes nothing and marks where the last one ended.
+It imports the script as it is, and replaces in the module only what a measurement needs:
+
+    sample, run_whole_batch    get a clock; the second makes the passes of the reference, and of PPO's values
+    load_prompts               notes the length of each prompt
+    draw_prompts               hands out the prompts in the order of the file, as TRL does here, and marks the beginning
+                               of an iteration
+    save_model                 writes nothing, and marks the end of the last iteration
+    find_eos_ids               where the lengths are forced: no token ends a completion
 """
 
 import contextlib
-import functools
 import importlib
 import itertools
 import json
@@ -19,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
+ROLLOUT_PARTS = {"sample": "generation", "run_whole_batch": "logprobs"}  # a function of the script, and its part
 
 
 def read_kilobytes(name: str) -> int:
@@ -69,27 +74,28 @@ def load_script(job: dict):
     return module
 
 
-def rollout_part(function) -> str:
-    """What the function that makes one of a rollout's passes is for: to sample, or else (of the reference, values)."""
-    return "logprobs" if isinstance(function, functools.partial) else "generation"
-
-
 def measure(module, job: dict) -> dict:
     """Run a job's steps -> the seconds and counts of each, and the run's memory; or its `profile`, as a table."""
     import torch
     import tyro
 
-    begins, steps, prompt_lengths = [], [], []
+    begins = []  # the moment at which each iteration begins, and the end of the last one
+    steps = []
+    prompt_lengths = []
+    load_prompts = module.load_prompts
 
-    on_all_processes, load_prompts = module.on_all_processes, module.load_prompts
+    def put_a_clock_around(name: str, part: str):
+        function = getattr(module, name)
 
-    def clocked(accelerator, function, *args):
-        started, key = time.perf_counter(), rollout_part(function)
-        result = on_all_processes(accelerator, function, *args)
-        steps[-1][key] += time.perf_counter() - started
-        if key == "generation":
-            steps[-1]["longest_completion"] = int(result["lengths"].max())
-        return result
+        def clocked(*args):
+            started = time.perf_counter()
+            result = function(*args)
+            steps[-1][part] += time.perf_counter() - started
+            if part == "generation":
+                steps[-1]["longest_completion"] = int(result["lengths"].max())
+            return result
+
+        setattr(module, name, clocked)
 
     def keep_lengths(*args):
         prompts = load_prompts(*args)
@@ -104,7 +110,10 @@ def measure(module, job: dict) -> dict:
         steps.append(dict(generation=0.0, logprobs=0.0, **counts))
         return order
 
-    module.on_all_processes, module.load_prompts, module.draw_prompts = clocked, keep_lengths, in_file_order
+    for name, part in ROLLOUT_PARTS.items():
+        put_a_clock_around(name, part)
+    module.load_prompts = keep_lengths
+    module.draw_prompts = in_file_order
     module.save_model = lambda *args: begins.append(time.perf_counter())
     with torch.profiler.profile() if job.get("profile") else contextlib.nullcontext() as profile:
         module.main(tyro.cli(module.Args, args=flags(job)))

@@ -5,31 +5,36 @@
     python benchmark/throughput/throughput.py --case a b              # some; results of the others stay
     python benchmark/throughput/throughput.py --plot                  # only the table and the chart, of what is there
 
-For every case and algorithm Tally and TRL run in turn, A B A B, each in a process of its own: the same model folder,
-prompts in the same order, group size, batch, micro-batch (the batch, but in d), length limit, KL coefficient with a
-reference model, learning rate, precision and threads. The first two steps of every run are dropped; the numbers are
-medians over the other steps of all pairs. Seconds are those from one step's beginning to the next one's; no start-up.
-They are cut into generation, log-probabilities without gradient (the reference's, in TRL's RLOO the old policy's, too),
-training (forward, backward, clipping, optimizer) and the rest (tokenizing, decoding, scores, metrics).
+For every case and algorithm, Tally and TRL run in turn, A B A B, each in a process of its own. Both have the same model
+folder, prompts in the same order, group size, batch, length limit, KL coefficient with a reference model, learning
+rate, precision and threads. The micro-batch is the same, too. It is the whole batch, except in case d. The first two
+steps of every run are dropped. The numbers are medians over the other steps of all pairs. The seconds of a step last
+until the next step begins, so the start of the program does not count. They have four parts:
 
-The floor is the bare model's passes for the same work, every padded token computed and every prompt repeated k times
-(`floor_worker.py`). Memory is the process's peak resident memory, models and libraries included (Linux).
+    generation     sampling
+    logprobs       log-probabilities without gradient: the reference's, and the old policy's in TRL's RLOO
+    train          forward, backward, clipping and the optimizer
+    rest           tokenizing, decoding, scores and metrics
 
-Every process, TRL's and the floor's as well as Tally's, has the environment variables of `KEEP_FREED_MEMORY`, by which
-glibc keeps the memory of freed tensors: else it gives that of large ones back at once, and the kernel clears its pages
-again for the next one. They are in the results, too.
+The floor is the time of the bare model's passes for the same work. It computes every padded token, and repeats every
+prompt k times (`floor_worker.py`). Memory is the peak of the process's resident memory, with models and libraries
+(Linux).
 
-Checked, with exit status 1: both trained on the same number of episodes, met prompts of the same lengths at every step,
-and sampled as many tokens, within 10 % or, where lengths are sampled, 3 standard errors. TRL's configuration is in
-`trl_worker.py`, with its reasons. TRL needs an environment of its own; without `--trl-python` one is made in
-benchmark/.trl_environment:
+Every process gets the environment variables of `KEEP_FREED_MEMORY`: Tally's, TRL's and the floor's. With them glibc
+keeps the memory of freed tensors. Otherwise it gives large ones back at once, and the kernel clears their pages again
+for the next tensor. The results name these variables, too.
+
+The program checks that both trained on the same number of episodes, that their prompts had the same lengths at every
+step, and that they sampled the same number of tokens. The tolerance for tokens is 10 %, or 3 standard errors where
+lengths are sampled. If a check fails, the exit status is 1. `trl_worker.py` has TRL's configuration, with the reasons.
+TRL needs an environment of its own. Without `--trl-python` one is made in benchmark/.trl_environment:
 
     python -m venv trl && trl/bin/pip install trl==1.16.0 torch==2.13.0 transformers==5.23.0 accelerate==1.15.0
 
-TRL's current release has no PPO. For `--algorithms ppo` the table has Tally's own figures, with two updates per batch
-and a value model of the policy's size, and how far they are from the floor.
+TRL's current release has no PPO. For `--algorithms ppo` the table has only Tally's own figures, and how far they are
+from the floor. PPO makes two updates for each batch, and its value model has the size of the policy.
 
-Results are merged, case by case, into throughput.json; the chart beside is drawn from it.
+The results are merged into throughput.json, case by case. The chart beside it is drawn from that file.
 """
 
 import datetime

@@ -2,25 +2,25 @@
 
     python benchmark/throughput/trl_worker.py JOB.json RESULT.json
 
-`settings` is TRL's whole configuration. What differs from its defaults, and why:
+`settings` is TRL's whole configuration. These settings differ from TRL's defaults:
 
-    bf16                          its default is True, on a CPU too; here as the case says. The weights are float32 in
-                                  both programs, and bfloat16 is autocast in both
-    gradient_checkpointing        its default is True, which Tally's is not: off in both
+    bf16                          its default is True, also on a CPU; here as the case says. Both programs have float32
+                                  weights, and bfloat16 is autocast in both
+    gradient_checkpointing        its default is True, Tally's is False: off in both
     disable_dropout               on, as always in Tally
     steps_per_generation, ..      one rollout and one optimizer step for each batch, in micro-batches as Tally's
     shuffle_dataset               off: both programs take the prompts in the file's order
     beta, temperature, ..         the same in both; the reference model is loaded wherever beta is above 0
     loss_type, scale_rewards      GRPO's as in grpo.py's defaults
     use_transformers_continuous_batching, cache_implementation
-                                  left at their defaults, the fastest on a CPU: a static cache was no faster, and
-                                  continuous batching some 60 times slower (case b)
-    eos_token_id                  -1 for forced lengths, so that nothing ends; cheaper than min_new_tokens, which
-                                  rewrites the logits for every token
+                                  left at their defaults, which are the fastest on a CPU: a static cache was no faster,
+                                  and continuous batching was some 60 times slower (case b)
+    eos_token_id                  -1 for forced lengths, so that nothing ends; this is cheaper than min_new_tokens,
+                                  which rewrites the logits for every token
 
-Two things that no setting changes: without Triton (so on every CPU) TRL 1.16 computes the log-probabilities of the
-prompt's tokens, too, and masks them; and its backward pass computes the logits again, which saves memory. In bfloat16
-its frozen reference keeps float32 weights under autocast, as the policy does; Tally's is loaded in bfloat16.
+No setting changes two things. Without Triton, so on every CPU, TRL 1.16 also computes the log-probabilities of the
+prompt's tokens, and masks them. And its backward pass computes the logits again, which saves memory. In bfloat16 its
+frozen reference keeps float32 weights under autocast, as the policy does. Tally loads its reference in bfloat16.
 """
 
 import itertools

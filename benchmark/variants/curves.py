@@ -3,9 +3,10 @@
     python benchmark/variants/curves.py                               # ten to fifteen minutes on two cores
     python benchmark/variants/curves.py --plot                        # only the figure again, of what is there
 
-A variant is a patch, applied to a copy of the scripts in a temporary folder. As many runs at once as there are cores,
-of one thread each. Writes curves.json, a run a line, and curves.png: held-out right answers at temperature 0, originals
-in their algorithm's colour; for the length penalty, whose judge pays for long answers, a completion's tokens, too.
+A variant is a patch. It is applied to a copy of the scripts in a temporary folder. As many runs at once as there are
+cores, of one thread each. Writes curves.json, a run a line, and curves.png. The figure shows held-out right answers at
+temperature 0. The originals have the colour of their algorithm. The judge of the length penalty pays for long answers,
+so there the figure shows the tokens of a completion, too.
 """
 
 import json
