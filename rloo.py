@@ -13,9 +13,9 @@ p(y_it) is the probability of token t, given the prompt and the tokens before it
 policy that sampled the completion. p_new is the policy that is being trained. p_ref is a frozen
 reference model. c is --cliprange.
 
-By default there is one update for each batch of completions. Then p_new is p_old, and every ratio
-is 1. The loss is 0, because the advantages of a group add up to 0. Its gradient is not 0. It is
-the gradient of REINFORCE: the mean over the episodes of -A_i * sum_t grad log p_new(y_it).
+By default a batch gets one update, which is one optimizer step. Then p_new is p_old, and every
+ratio is 1. The loss is 0, because the advantages of a group add up to 0. Its gradient is not 0. It
+is the gradient of REINFORCE: the mean over episodes of -A_i * sum_t grad log p_new(y_it).
 
 The words: an iteration samples one batch of episodes and trains on it. A mini-batch holds the
 episodes of one optimizer step, on all processes together. A micro-batch holds the episodes of one
@@ -38,7 +38,7 @@ Then comes the machinery, sections 6 to 11. You can skip it on a first reading.
     every random number            `keyed_rng`             change the key that it is made from
     the baseline                   `rloo_advantages`       return other advantages
     the loss                       `rloo_loss`             return other losses
-    an entropy bonus               `token_logprobs`        return entropies, too; train all episodes
+    an entropy bonus               `token_logprobs`        return entropies too; skip no episode
 
 How it differs: grpo.py divides advantages by a standard deviation, has one ratio for each token,
 and the KL in the loss. ppo.py trains a value model, and samples one completion for each prompt.
@@ -84,7 +84,7 @@ Schedule = Literal[
 @dataclass
 class Args:
     # run
-    seed: int = 1  # every random number depends on it, and on what the number is for
+    seed: int = 1  # every random number depends only on this and on its purpose
     output_dir: str | None = None  # folder of the run; None: runs/<script>__<seed>__<unix time>
     resume: bool = False  # continue from the newest checkpoint in --output-dir, if there is one
     save_every: int | None = None  # iterations between checkpoints; None: no checkpoints
@@ -145,7 +145,7 @@ class Args:
 
 # ===================================== 2  the arithmetic =====================================
 def batch_arithmetic(args: Args, num_prompts: int, world_size: int) -> SimpleNamespace:
-    """Every count of a run. `--plan` prints them. No other place plans a count.
+    """Every planned count of a run. `--plan` prints them.
 
     num_prompts: prompts in the dataset; world_size: processes
     """
@@ -160,12 +160,12 @@ def batch_arithmetic(args: Args, num_prompts: int, world_size: int) -> SimpleNam
     plan.mini_batch_size = args.batch_size // args.num_mini_batches
     plan.iterations = math.ceil(plan.episodes / args.batch_size)
     plan.last_batch_size = plan.episodes - (plan.iterations - 1) * args.batch_size
-    # Episodes are left over, so the last batch may be smaller. A mini-batch has at least one.
+    # The last batch may be smaller. Each of its mini-batches has at least one episode.
     last_mini_batches = min(args.num_mini_batches, plan.last_batch_size)
     mini_batches = (plan.iterations - 1) * args.num_mini_batches + last_mini_batches
     plan.steps = args.num_ppo_epochs * mini_batches
     plan.epochs = plan.prompts / num_prompts
-    # At most so many: episodes without a gradient take no pass.
+    # An upper bound: episodes without a gradient are skipped.
     process_share = math.ceil(plan.mini_batch_size / world_size)
     plan.gradient_accumulation_steps = math.ceil(process_share / args.per_device_train_batch_size)
     return plan
@@ -219,7 +219,7 @@ def rloo_advantages(rewards, k: int):
     """
     groups = rewards.view(-1, k)  # [groups, k]
     baselines = (groups.sum(1, keepdim=True) - groups) / (k - 1)  # [groups, k]
-    # By rounding, the mean of equal rewards may be another number. Their advantages must be 0.
+    # Rounding may move the mean of equal rewards off their value. Their advantages must be 0.
     all_equal = (groups == groups[:, :1]).all(1, keepdim=True)  # [groups, 1]
     return (groups - baselines).masked_fill(all_equal, 0.0).flatten()
 
@@ -289,7 +289,7 @@ def main(args: Args):
         num_episodes = args.batch_size
         if iteration == plan.iterations:
             num_episodes = plan.last_batch_size
-        first = (iteration - 1) * plan.prompts_per_iteration  # so many prompts were drawn before
+        first = (iteration - 1) * plan.prompts_per_iteration  # prompts that were drawn before
         positions = draw_prompts(args.seed, len(prompts), first, num_episodes // args.k)
         drawn = [prompts[position] for position in positions]  # [groups]
         shape = (len(drawn), args.k, args.response_length)
@@ -328,8 +328,8 @@ def main(args: Args):
                         logprobs = completion_logprobs(args, policy, batch, micro_batch.episodes)
                         given = loss_inputs.select(micro_batch.episodes)
                         if args.updates_per_batch == 1:
-                            # p_new is p_old. This removes the rounding between sampling and
-                            # training: the ratio is exactly 1.
+                            # p_new is p_old. Sampling and training round differently, so this
+                            # makes the ratio exactly 1.
                             given.old_logprobs = logprobs.detach()
                         terms = rloo_loss(args, logprobs, given)
                         # Divide by the size of the whole mini-batch, not of this micro-batch. So
@@ -343,7 +343,7 @@ def main(args: Args):
                 )
                 new_logprobs, terms = results.gather(to_train)  # of all processes
                 update = update_metrics(terms, len(mini_batch)) | {"grad_norm": grad_norm}
-                if not updates:  # before the first update, both must be equal up to rounding
+                if not updates:  # no step yet: trainer and sampler agree up to rounding
                     update |= compare_with_sampler(args, new_logprobs, batch.logprobs[to_train])
                 check_gradient(grad_norm, iteration, step)
                 learning_rate = optimizer.param_groups[0]["lr"]
@@ -384,8 +384,8 @@ def main(args: Args):
 def generate(args: Args, accelerator, policy, prompts, uniforms, temperature: float) -> Batch:
     """Sample k completions of every prompt. Each process samples a share, and then gets them all.
 
-    An inference engine takes the place of `sample` here. Give it the new weights before. It returns
-    the same tensors; if it knows no entropies, they are 0.
+    An inference engine takes the place of `sample` here. First give it the new weights. It returns
+    the same tensors. If it knows no entropies, they are 0.
     prompts: [groups]; uniforms: [groups, k, response], a random number in [0, 1) for each token
     """
     k = uniforms.shape[1]
@@ -405,8 +405,8 @@ def generate(args: Args, accelerator, policy, prompts, uniforms, temperature: fl
     samples = results.gather(episodes)
     lengths = samples["lengths"]
     token_ids = trim_rows(samples["tokens"], lengths)
-    # Micro-batches are sorted by pass_lengths. It is equal in a group, so a group stays together,
-    # and its prompt is run once.
+    # Micro-batches are sorted by pass_lengths. A group has one value, so its episodes stay
+    # neighbours, and the prompt is run once in each micro-batch.
     longest = lengths.cpu().view(-1, k).amax(1).repeat_interleave(k)
     return Batch(
         prompts=prompts,
@@ -426,7 +426,7 @@ def sample(model, prompts, uniforms, temperature: float) -> dict:
     temperature: 0 takes the most likely token.
     Returns tokens, lengths, ended, logprobs and entropies, as in Batch.
     """
-    model.eval()  # There is no dropout, but gradient checkpointing would switch off the KV cache.
+    model.eval()  # In train mode, gradient checkpointing would switch off the KV cache.
     tokens = torch.zeros(uniforms.shape, dtype=torch.long, device=uniforms.device)
     lengths = torch.zeros_like(tokens[:, 0])
     ended = torch.zeros_like(lengths, dtype=torch.bool)
@@ -502,7 +502,7 @@ def micro_batches(accelerator, episodes, lengths, size: int) -> list[MicroBatch]
     episodes: indices; lengths: [episodes of the batch]; a share is sorted by it, to save padding
     """
     count = len(episodes)
-    if count == 0:  # One pass that does not count gives gradients of 0. They would be None.
+    if count == 0:  # Without a pass, gradients would be None. One that does not count makes 0s.
         episodes = torch.zeros(1, dtype=torch.long)
     share = math.ceil(len(episodes) / accelerator.num_processes)
     positions = accelerator.process_index * share + torch.arange(share)
