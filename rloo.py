@@ -1334,7 +1334,8 @@ def score_summary(args: Args, output_dir: Path) -> str:
     summary = f"sampled score {sampled[0]:.3f} -> {np.mean(sampled[-10:]):.3f}"
     if held_out:
         change = f"{held_out[0]:.3f} -> {held_out[-1]:.3f}"
-        summary = f"held-out score at temperature {args.eval_temperature:g} {change}, {summary}"
+        where = f"at temperature {args.eval_temperature:g}"
+        summary = f"held-out score ({where}) {change}, {summary}"
     return summary
 
 

@@ -64,6 +64,8 @@ def run(script: str, flags: str = "", folder: Path | None = None, launcher=(), *
 def run_forked(job: tuple[str, str]) -> dict:
     """`run(*job)` inside this process, which has imported the libraries already: a start costs nothing."""
     script, flags = job
+    # OMP_NUM_THREADS comes too late for a program that imports torch before it calls `run_all`.
+    importlib.import_module("torch").set_num_threads(1)
     path = Path(script if script.endswith(".py") else ROOT / f"{script}.py")
     sys.path.insert(0, str(path.parent))
     module = importlib.import_module(path.stem)
