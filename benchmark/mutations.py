@@ -25,6 +25,7 @@ from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
 os.environ |= {"TOKENIZERS_PARALLELISM": "false", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+os.environ.pop("CI", None)  # With it pytest shows the whole difference of two runs, and needs minutes to find it.
 
 import pytest
 
