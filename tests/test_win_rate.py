@@ -55,6 +55,7 @@ def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
     (folder / "judges_of_pairs.py").write_text(JUDGES)
     sys.modules.pop("judges_of_pairs", None)  # of another folder: pytest may set this fixture up twice in a process
+    sys.path[:] = [path for path in sys.path if not path.startswith(str(folder.parent / "pair"))]
     rows = [row | {"reference": str(row["number"])} for row in make_rows(make_prompts(12, seed=5))]
     flags = {"model": save_model(folder / "model", make_model("llama", seed=4))}
     flags |= {"baseline": save_model(folder / "baseline", make_model("llama", seed=5))}
