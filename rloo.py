@@ -57,6 +57,7 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, NamedTuple
@@ -70,6 +71,7 @@ import yaml
 from accelerate.utils import concatenate, gather_object, recursively_apply
 from rich.console import Console
 from rich.table import Table
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 DEFAULT = Path(__file__).resolve().parent / "benchmark" / "default"
@@ -216,12 +218,15 @@ def rloo_advantages(rewards, k: int):
     """A_i = R_i - mean of the other k - 1 rewards of the group (arXiv 2402.14740, section 3.3).
 
     rewards: [episodes], the k episodes of a group side by side. Returns [episodes].
+    An episode without a score has the reward nan: no mean counts it, and its advantage is 0.
     """
     groups = rewards.view(-1, k)  # [groups, k]
-    baselines = (groups.sum(1, keepdim=True) - groups) / (k - 1)  # [groups, k]
+    no_score = groups.isnan()
+    others = (~no_score).sum(1, keepdim=True) - 1  # [groups, 1]
+    baselines = (groups.nan_to_num().sum(1, keepdim=True) - groups) / others  # [groups, k]
     # Rounding may move the mean of equal rewards off their value. Their advantages must be 0.
-    all_equal = (groups == groups[:, :1]).all(1, keepdim=True)  # [groups, 1]
-    return (groups - baselines).masked_fill(all_equal, 0.0).flatten()
+    all_equal = equal_groups(groups)  # [groups, 1]
+    return (groups - baselines).masked_fill(all_equal | no_score, 0.0).flatten()
 
 
 def rloo_loss(args: Args, logprobs, given: LossInputs) -> LossTerms:
@@ -399,9 +404,10 @@ def generate(args: Args, accelerator, policy, prompts, uniforms, temperature: fl
     with sampling_weights(accelerator, policy):
         for micro_batch in micro_batches(accelerator, episodes, prompt_lengths, size):
             chosen = micro_batch.episodes
-            token_ids = [prompts[i].token_ids for i in chosen]
-            # `model(function, ...)` calls `function(model, ...)`, see CompletionModel.forward.
-            results.add(micro_batch, model(sample, token_ids, uniforms[chosen], temperature))
+            token_ids = [prompts[i].token_ids for i in chosen.tolist()]
+            inputs = dict(prompts=token_ids, uniforms=uniforms[chosen], temperature=temperature)
+            # `model(function)` calls `function(model)`, see CompletionModel.forward.
+            results.add(micro_batch, model(partial(sample, **inputs)))
     samples = results.gather(episodes)
     lengths = samples["lengths"]
     token_ids = trim_rows(samples["tokens"], lengths)
@@ -434,39 +440,41 @@ def sample(model, prompts, uniforms, temperature: float) -> dict:
     entropies = torch.zeros_like(logprobs)
     eos_ids = torch.tensor(model.eos_ids, device=uniforms.device)
     active = torch.arange(len(prompts), device=uniforms.device)  # episodes that have not ended
-    logits, cache, mask = run_prompts(model, prompts)
+    logits, cache, mask = run_prompts(model.language_model, prompts, logits_to_keep=1)
     for t in range(uniforms.shape[1]):
         logits = logits[:, -1].float() / (temperature or 1.0)
         log_p = torch.log_softmax(logits, dim=-1)  # [active, vocabulary]
+        p = log_p.exp()
         if temperature > 0:
-            picked = pick_tokens(log_p, uniforms[active, t])
+            picked = pick_tokens(p, uniforms[active, t])
         else:
             picked = log_p.argmax(-1)
         tokens[active, t] = picked
         lengths[active] = t + 1
         logprobs[active, t] = log_p.gather(-1, picked[:, None]).squeeze(1)
-        entropies[active, t] = torch.special.entr(log_p.exp()).sum(-1)  # entr(p) is -p log p
-        ended[active] = torch.isin(picked, eos_ids)
-        goes_on = ~ended[active]
-        if t + 1 == uniforms.shape[1] or not goes_on.any():
+        entropies[active, t] = torch.special.entr(p).sum(-1)  # entr(p) is -p log p
+        has_ended = torch.isin(picked, eos_ids)
+        ended[active] = has_ended
+        goes_on = (~has_ended).nonzero().squeeze(1)  # rows of the completions that have not ended
+        if t + 1 == uniforms.shape[1] or len(goes_on) == 0:
             break
-        if not goes_on.all():  # Completions that have ended leave the batch.
+        if len(goes_on) < len(active):  # Completions that have ended leave the batch.
             active = active[goes_on]
             picked = picked[goes_on]
             mask = mask[goes_on]
-            cache.batch_select_indices(goes_on.nonzero().squeeze(1))
+            cache.reorder_cache(goes_on)
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)  # [active, tokens so far]
-        logits = run_tokens(model, picked[:, None], mask, cache)
+        logits = run_tokens(model.language_model, picked[:, None], mask, cache)
     model.train()
     return dict(tokens=tokens, lengths=lengths, ended=ended, logprobs=logprobs, entropies=entropies)
 
 
-def pick_tokens(log_p, uniforms):
+def pick_tokens(p, uniforms):
     """Inverse transform: the first token whose cumulative probability exceeds the uniform number.
 
-    log_p: [rows, vocabulary]; uniforms: [rows]. Returns [rows].
+    p: [rows, vocabulary], probabilities; uniforms: [rows]. Returns [rows].
     """
-    cumulative = log_p.double().exp().cumsum(-1)
+    cumulative = p.double().cumsum(-1)
     total = cumulative[:, -1:]  # 1, up to rounding
     # right=True means strictly above. So a token of probability 0 is never picked.
     return torch.searchsorted(cumulative, uniforms[:, None] * total, right=True).squeeze(1)
@@ -474,18 +482,20 @@ def pick_tokens(log_p, uniforms):
 
 def completion_logprobs(args: Args, model, batch: Batch, episodes):
     """Log-probabilities of the tokens of some episodes, [episodes, response], in one pass."""
-    outputs = model(token_logprobs, *pass_inputs(batch, episodes), args.temperature)
+    inputs = pass_inputs(batch, episodes)
+    outputs = model(partial(pass_logprobs, **inputs, temperature=args.temperature))
     return pad_columns(outputs, args.response_length)
 
 
-def token_logprobs(model, prompts, tokens, mask, temperature: float):
+def pass_logprobs(model, prompts, tokens, mask, temperature: float):
     """Log-probability of every completion token, 0 where `mask` is False.
 
     prompts: token lists, one per episode; tokens, mask: [episodes, tokens]. Returns the same shape.
     """
-    logits = completion_logits(model, prompts, tokens, mask)  # [episodes, tokens, vocabulary]
-    log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
-    return log_p.gather(-1, tokens[:, :, None]).squeeze(-1).masked_fill(~mask, 0.0)
+    # The head makes a token's logits from the hidden state at the position before the token.
+    hidden = completion_hidden(model, prompts, tokens, mask)  # [episodes, tokens, hidden size]
+    logprobs = token_logprobs(model, hidden, tokens, temperature)
+    return logprobs.masked_fill(~mask, 0.0)
 
 
 class MicroBatch(NamedTuple):
@@ -506,11 +516,14 @@ def micro_batches(accelerator, episodes, lengths, size: int) -> list[MicroBatch]
         episodes = torch.zeros(1, dtype=torch.long)
     share = math.ceil(len(episodes) / accelerator.num_processes)
     positions = accelerator.process_index * share + torch.arange(share)
-    is_real = (positions < count).float().to(accelerator.device)
+    is_real = (positions < count).float()
     episodes = episodes[positions.clamp(max=len(episodes) - 1)]
     order = lengths[episodes].argsort(stable=True)
-    pieces = order.tensor_split(math.ceil(share / size))
-    return [MicroBatch(episodes[p], is_real[p], is_last=p is pieces[-1]) for p in pieces]
+    pieces = math.ceil(share / size)
+    episodes = episodes[order].to(accelerator.device).tensor_split(pieces)
+    is_real = is_real[order].to(accelerator.device).tensor_split(pieces)
+    is_last = [False] * (pieces - 1) + [True]
+    return list(map(MicroBatch, episodes, is_real, is_last))
 
 
 # =================================== MACHINERY ===================================
@@ -646,7 +659,8 @@ def score_episodes(accelerator, batch: Batch, scorer: Scorer, where: str):
     """Score the batch: every process scores its share, and gets all.
 
     Returns the scores [episodes], and for every episode a dict of the parts of its score. The part
-    of a function that returns a list has the name "". where: the place, for an error message
+    of a function that returns a list has the name "". A part that is None is left out. An episode
+    without parts has the score nan. where: the place, for an error message
     """
     count = math.ceil(len(batch.prompts) / accelerator.num_processes)
     first = count * accelerator.process_index
@@ -658,16 +672,21 @@ def score_episodes(accelerator, batch: Batch, scorer: Scorer, where: str):
         parts["reward_model"] = scorer.model(batch, share)
     local_parts = []
     for values in zip(*parts.values(), strict=True):
-        local_parts.append({name: float(value or 0.0) for name, value in zip(parts, values)})
+        named = dict(zip(parts, values))
+        local_parts.append({name: float(named[name]) for name in named if named[name] is not None})
     if len(local_parts) != len(share):
         message = f"the reward returned {len(local_parts)} scores for {len(share)} completions"
         raise ValueError(f"{where}: {message}")
     all_parts = gather_object(local_parts)
-    scores = torch.tensor([sum(named.values()) for named in all_parts], device=accelerator.device)
-    for prompt, score in zip(batch.prompts, scores.tolist()):
+    scores = []
+    for prompt, named in zip(batch.prompts, all_parts):
+        score = sum(named.values())
         if not math.isfinite(score):
             raise ValueError(f"{where}: the score of a completion of {prompt.text!r} is {score}")
-    return scores, all_parts
+        if not named:
+            score = math.nan
+        scores.append(score)
+    return torch.tensor(scores, device=accelerator.device), all_parts
 
 
 def call_reward(function, batch: Batch, share: range) -> dict[str, list]:
@@ -732,7 +751,7 @@ def load_reward_model(args: Args, tokenizer, device):
         size = args.per_device_train_batch_size
         for first in range(0, len(rows), size):
             tokens, mask = pad_left(rows[first : first + size], device)
-            hidden = run_trunk(model.base_model, tokens, mask)[:, -1]  # padding is on the left
+            hidden = run_tokens(model.base_model, tokens, mask)[:, -1]  # padding is on the left
             scores += model.score(hidden).float().squeeze(-1).tolist()
         return scores
 
@@ -816,7 +835,6 @@ class PassResults:
         """The rows of `episodes`, in this order, on every process."""
         passed = torch.cat([micro_batch.episodes for micro_batch in self.micro_batches])
         is_real = torch.cat([micro_batch.is_real for micro_batch in self.micro_batches])
-        passed = passed.to(self.accelerator.device)
         everything = (passed, is_real, concatenate(self.tensors))
         passed, is_real, tensors = self.accelerator.gather(everything)
         is_real = is_real > 0
@@ -840,13 +858,26 @@ def exchange_gradients(accelerator, policy, now: bool):
         yield
 
 
-def pass_inputs(batch: Batch, episodes: torch.Tensor):
+def equal_groups(groups) -> torch.Tensor:
+    """True for a group whose scores are all equal. groups: [groups, k], nan where there is no score
+
+    Returns [groups, 1].
+    """
+    highest = groups.nan_to_num(nan=-math.inf).amax(1, keepdim=True)
+    return (groups.isnan() | (groups == highest)).all(1, keepdim=True)
+
+
+def pass_inputs(batch: Batch, episodes: torch.Tensor) -> dict:
     """Prompts, tokens and mask of some episodes, without the columns after the longest one."""
-    prompts = [batch.prompts[i].token_ids for i in episodes]
-    # At least two columns: with one, `token_logprobs` would skip its second pass, and the other
+    chosen = episodes.tolist()
+    # At least two columns: with one, `completion_hidden` would skip its second pass, and the other
     # processes of a sharded model would wait for it forever.
-    columns = min(max(2, int(batch.lengths[episodes].max())), batch.tokens.shape[1])
-    return prompts, batch.tokens[episodes, :columns], batch.mask[episodes, :columns]
+    longest = max(2, *(len(batch.token_ids[i]) for i in chosen))
+    return {
+        "prompts": [batch.prompts[i].token_ids for i in chosen],
+        "tokens": batch.tokens[episodes, :longest],
+        "mask": batch.mask[episodes, :longest],
+    }
 
 
 def pad_columns(tensor: torch.Tensor, columns: int) -> torch.Tensor:
@@ -898,83 +929,140 @@ class CompletionModel(torch.nn.Module):
         self.shares_prompts = args.k > 1 and not args.gradient_checkpointing
         self.autocast = args.dtype == "bfloat16"
 
-    def forward(self, function, *inputs):
-        """Call `function(self, *inputs)`, for instance `sample` or `token_logprobs`.
+    def forward(self, function):
+        """Call `function(self)`, for instance `sample` or `pass_logprobs` with their inputs.
 
         DDP, FSDP2 and DeepSpeed see a model only through its forward, so all passes go through it.
+        They walk through lists that a forward gets. Inputs inside of a `partial` they leave alone.
         One autocast around a whole function casts every weight only once.
         """
         device_type = self.language_model.device.type
         with torch.autocast(device_type, torch.bfloat16, enabled=self.autocast):
-            return function(self, *inputs)
+            return function(self)
 
 
-def run_tokens(model, tokens, mask, cache, **settings) -> torch.Tensor:
-    """Logits of `tokens` [rows, new], which follow what is in the KV cache; mask: [rows, all].
+class KVCache(transformers.DynamicCache):
+    """Stores keys and values in the type of autocast while sampling.
 
-    Positions are counted from the mask, so padding on the left does not shift them.
+    Otherwise they would be float32, and attention would cast all of them again for every token.
+    """
+
+    def update(self, keys, values, *args, **kwargs):
+        device_type = keys.device.type
+        if torch.is_autocast_enabled(device_type) and not torch.is_grad_enabled():
+            dtype = torch.get_autocast_dtype(device_type)
+            keys = keys.to(dtype)
+            values = values.to(dtype)
+        return super().update(keys, values, *args, **kwargs)
+
+
+def run_tokens(network, tokens, mask, cache=None, **settings) -> torch.Tensor:
+    """Run `tokens` [rows, new], which follow what is in the KV cache; mask: [rows, all].
+
+    Returns the logits of a language model, or the last hidden states of a trunk, a model without
+    its head. Positions are counted from the mask, so padding on the left does not shift them.
     """
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-    return model.language_model(
+    outputs = network(
         tokens,
         attention_mask=mask,
         position_ids=positions,
         past_key_values=cache,
         use_cache=cache is not None,
         **settings,
-    ).logits
+    )
+    if "logits" in outputs:
+        return outputs.logits
+    return outputs.last_hidden_state
 
 
-def run_prompts(model, prompts: list[list[int]]):
+def run_prompts(network, prompts: list[list[int]], **settings):
     """Run the prompts; equal neighbours, as in a group, are run once and then repeated.
 
-    prompts: token lists, one per episode. Returns the logits of the first completion token
-    [episodes, 1, vocabulary], the KV cache, and its mask [episodes, longest prompt].
+    prompts: token lists, one per episode. Returns what `run_tokens` gives for the last token of
+    each prompt [episodes, 1, ...], the KV cache, and its mask [episodes, longest prompt].
     """
     different = []
-    counts = []
+    rows = []  # for each episode, the row of its prompt
     for prompt, equal in itertools.groupby(prompts):
+        rows += [len(different) for _ in equal]
         different.append(prompt)
-        counts.append(len(list(equal)))
-    tokens, mask = pad_left(different, model.language_model.device)
-    repeats = torch.tensor(counts, device=mask.device)
-    cache = transformers.DynamicCache(config=model.language_model.config)
-    logits = run_tokens(model, tokens, mask, cache, logits_to_keep=1)
-    cache.batch_repeat_interleave(repeats)
-    return logits.repeat_interleave(repeats, 0), cache, mask.repeat_interleave(repeats, 0)
+    tokens, mask = pad_left(different, network.device)
+    rows = torch.tensor(rows, device=mask.device)
+    cache = KVCache(config=network.config)
+    outputs = run_tokens(network, tokens, mask, cache, **settings)[:, -1:]
+    cache.reorder_cache(rows)
+    return outputs.index_select(0, rows), cache, mask.index_select(0, rows)
 
 
-def completion_logits(model, prompts, tokens, mask) -> torch.Tensor:
-    """Logits from which each completion token was drawn, [episodes, tokens, vocabulary].
+def completion_hidden(model, prompts, tokens, mask) -> torch.Tensor:
+    """Hidden states before each completion token, [episodes, tokens, hidden size].
 
     With shared prompts, a prompt is run once for all its completions, which go on from its KV
     cache, with gradient. Otherwise each row holds a prompt and its completion.
     """
+    trunk = model.language_model.get_decoder()
     if not model.shares_prompts:
         rows, row_mask = join_rows(prompts, tokens, mask)
-        return run_tokens(model, rows, row_mask, None, logits_to_keep=tokens.shape[1])
-    logits, cache, prompt_mask = run_prompts(model, prompts)
+        return run_tokens(trunk, rows, row_mask)[:, -tokens.shape[1] :]
+    hidden, cache, prompt_mask = run_prompts(trunk, prompts)
     if tokens.shape[1] == 1:
-        return logits
+        return hidden
     row_mask = torch.cat([prompt_mask, mask[:, :-1]], dim=1)
-    return torch.cat([logits, run_tokens(model, tokens[:, :-1], row_mask, cache)], dim=1)
+    return torch.cat([hidden, run_tokens(trunk, tokens[:, :-1], row_mask, cache)], dim=1)
 
 
 def join_rows(prompts, tokens, mask):
     """Prompts and completions side by side, and their mask. The last token is left out.
 
-    The logits at a position are those of the next token.
+    The output at a position belongs to the next token.
     """
     prompt_tokens, prompt_mask = pad_left(prompts, tokens.device)
     rows = torch.cat([prompt_tokens, tokens[:, :-1]], dim=1)
     return rows, torch.cat([prompt_mask, mask[:, :-1]], dim=1)
 
 
-def run_trunk(trunk, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The last hidden states of a model without head, [rows, tokens, hidden]."""
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    inputs = dict(attention_mask=mask, position_ids=positions, use_cache=False)
-    return trunk(tokens, **inputs).last_hidden_state
+LOGITS_AT_ONCE = 2**25  # in a training pass; 128 MiB of float32
+
+
+def token_logprobs(model, hidden, tokens, temperature: float) -> torch.Tensor:
+    """Log-probability of each token, from the hidden state before it.
+
+    hidden: [episodes, tokens, hidden size]; tokens: [episodes, tokens]. Returns the same shape.
+    The logits of all tokens would be the largest tensor of a run. So if there are many, they are
+    computed piece by piece, and once more in the backward pass.
+    """
+
+    def logprobs_of(hidden, tokens):
+        log_p = torch.log_softmax(head_logits(model, hidden) / temperature, dim=-1)
+        return log_p.gather(-1, tokens[:, None]).squeeze(1)
+
+    head = model.language_model.get_output_embeddings()
+    pieces = math.ceil(tokens.numel() * head.out_features / LOGITS_AT_ONCE)
+    if hasattr(head.weight, "ds_id"):
+        # ZeRO-3 gathers the head at every call, so all processes must make as many calls.
+        pieces = max(gather_object([pieces]))
+    hidden = hidden.flatten(0, 1)
+    if pieces == 1:
+        return logprobs_of(hidden, tokens.flatten()).view_as(tokens)
+    logprobs = []
+    for piece in zip(hidden.tensor_split(pieces), tokens.flatten().tensor_split(pieces)):
+        logprobs.append(checkpoint(logprobs_of, *piece, use_reentrant=False))
+    return torch.cat(logprobs).view_as(tokens)
+
+
+def head_logits(model, hidden) -> torch.Tensor:
+    """Logits in float32. Some models scale or bound what their head gives; their config says so."""
+    config = model.language_model.config
+    logits = model.language_model.get_output_embeddings()(hidden).float()
+    if hasattr(config, "logit_scale"):  # Cohere
+        logits = logits * config.logit_scale
+    if hasattr(config, "logits_scaling"):  # Granite
+        logits = logits / config.logits_scaling
+    bound = getattr(config, "final_logit_softcapping", None)  # Gemma
+    if bound is not None:
+        logits = bound * torch.tanh(logits / bound)
+    return logits
 
 
 def load_model(flag: str, path: str, auto_class, dtype: torch.dtype, **config_changes):
@@ -1031,9 +1119,9 @@ def load_reference(args: Args, policy: CompletionModel, device):
         return None
     if args.lora_r is not None and args.ref_model_path is None:
 
-        def policy_without_adapters(*inputs):
+        def policy_without_adapters(function):
             with policy.language_model.disable_adapter():
-                return policy(*inputs)
+                return policy(function)
 
         return policy_without_adapters
     path = args.ref_model_path or args.model_path
@@ -1091,13 +1179,18 @@ def plan_table(args: Args, num_prompts: int, world_size: int) -> str:
 def evaluate(
     args: Args, accelerator, policy, prompts: list[Prompt], scorer, iteration: int
 ) -> dict:
-    """The mean score of completions of the evaluation prompts, and of each prompt's best one."""
+    """The mean score of completions of the evaluation prompts, and of each prompt's best one.
+
+    Completions without a score are left out, and counted.
+    """
     shape = (len(prompts), args.eval_k, args.response_length)
     uniforms = keyed_rng(args.seed, EVALUATION, iteration).random(shape)
     batch = generate(args, accelerator, policy, prompts, uniforms, args.eval_temperature)
     scores, _ = score_episodes(accelerator, batch, scorer, f"evaluation {iteration}")
-    groups = scores.view(-1, args.eval_k)  # [prompts, eval_k]
-    return {"eval/scores": groups.mean().item(), "eval/best_of_k": groups.amax(1).mean().item()}
+    best = scores.nan_to_num(nan=-math.inf).view(-1, args.eval_k).amax(1)  # [prompts]
+    best_mean = best[best > -math.inf].mean().item()
+    metrics = {"eval/scores": scores.nanmean().item(), "eval/best_of_k": best_mean}
+    return metrics | count_unscored("eval/num_unscored", scores)
 
 
 def start_logging(args: Args, accelerator, output_dir: Path, state: dict):
@@ -1150,7 +1243,7 @@ def time_metrics(rollout_start: float, train_start: float, num_episodes: int) ->
 def rollout_metrics(batch: Batch, scores: torch.Tensor, parts: list[dict]) -> dict:
     """What the batch itself shows. Means are over its episodes or its tokens."""
     metrics = {
-        "objective/scores": scores.mean().item(),
+        "objective/scores": scores.nanmean().item(),
         "objective/entropy": -batch.logprobs.sum(1).mean().item(),  # an estimate, per episode
         "policy/entropy_avg": batch.entropies[batch.mask].mean().item(),  # exact, per token
         "val/num_eos_tokens": int(batch.ended.sum()),
@@ -1159,7 +1252,15 @@ def rollout_metrics(batch: Batch, scores: torch.Tensor, parts: list[dict]) -> di
     for name, mean in mean_metrics(parts).items():
         if name:
             metrics[f"reward/{name}"] = mean
-    return metrics
+    return metrics | count_unscored("val/num_unscored", scores)
+
+
+def count_unscored(name: str, scores: torch.Tensor) -> dict:
+    """The number of episodes without a score, as a metric. No metric if all have one."""
+    count = int(scores.isnan().sum())
+    if count == 0:
+        return {}
+    return {name: count}
 
 
 def kl_metrics(args: Args, scores: torch.Tensor, kl: torch.Tensor) -> dict:
@@ -1169,7 +1270,7 @@ def kl_metrics(args: Args, scores: torch.Tensor, kl: torch.Tensor) -> dict:
     return {
         "objective/kl": kl_mean,
         "objective/non_score_reward": non_score_reward,
-        "objective/rlhf_reward": scores.mean().item() + non_score_reward,
+        "objective/rlhf_reward": scores.nanmean().item() + non_score_reward,
     }
 
 
@@ -1203,9 +1304,11 @@ def mean_metrics(rows: list[dict[str, float]]) -> dict:
 
 def write_metrics(accelerator, output_dir: Path, metrics: dict, progress: tqdm):
     """Hand an iteration's metrics to the trackers, metrics.jsonl and the progress bar."""
+    # The mean of no episodes is nan, which JSON does not know.
+    metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
     accelerator.log(metrics, step=metrics["episode"])
     append_jsonl(accelerator, output_dir / "metrics.jsonl", [metrics])
-    if "eps" in metrics:
+    if "objective/scores" in metrics:
         score = f"{metrics['objective/scores']:.3g}"
         progress.set_postfix(score=score, eps=f"{metrics['eps']:.3g}")
 
@@ -1215,7 +1318,7 @@ def rollout_rows(iteration: int, batch: Batch, scores: torch.Tensor, tensors: di
     columns = {
         "prompt": [prompt.text for prompt in batch.prompts],
         "completion": batch.completions,
-        "score": scores.tolist(),
+        "score": np.where(scores.isnan().cpu(), None, scores.cpu()).tolist(),
         "token_ids": batch.token_ids,
         "logprobs": trim_rows(batch.logprobs, batch.lengths),
     }
@@ -1331,7 +1434,9 @@ def score_summary(args: Args, output_dir: Path) -> str:
             sampled.append(row["objective/scores"])
         if "eval/scores" in row:
             held_out.append(row["eval/scores"])
-    summary = f"sampled score {sampled[0]:.3f} -> {np.mean(sampled[-10:]):.3f}"
+    summary = "no sampled episode had a score"
+    if sampled:
+        summary = f"sampled score {sampled[0]:.3f} -> {np.mean(sampled[-10:]):.3f}"
     if held_out:
         change = f"{held_out[0]:.3f} -> {held_out[-1]:.3f}"
         where = f"at temperature {args.eval_temperature:g}"
@@ -1531,6 +1636,9 @@ def choose_output_dir(args: Args, accelerator) -> Path:
     device = accelerator.device.type
     processes = f"{accelerator.num_processes} x {device}, {args.dtype}"
     accelerator.print(f"{processes}; writing to {output_dir}", flush=True)
+    if device == "cuda" and args.dtype == "float32":
+        promise = "float32 gives the same run on any number of processes"
+        accelerator.print(f"{promise}; --dtype bfloat16 is several times faster", flush=True)
     holds_run = (output_dir / "args.yaml").exists() or (output_dir / "model").exists()
     if holds_run and not args.resume:
         raise ValueError(f"--output-dir {output_dir}: already holds a run; --resume continues it")

@@ -263,15 +263,15 @@ def record_passes(script, monkeypatch):
     """Returns a list. Each training pass of a run adds (iteration, prompt, completion) for each of its episodes."""
     passes, iteration, forward = [], 0, script.CompletionModel.forward
 
-    def recorded(self, function, *inputs):  # All passes of a model go through its forward.
+    def recorded(self, function):  # All passes of a model go through its forward, as a `partial`.
         nonlocal iteration
-        if function is script.sample:  # It is called once for each iteration.
+        inputs = function.keywords
+        if function.func is script.sample:  # It is called once for each iteration.
             iteration += 1
         elif torch.is_grad_enabled():
-            prompts, tokens, mask, _ = inputs
-            for prompt, row, row_mask in zip(prompts, tokens, mask):
+            for prompt, row, row_mask in zip(inputs["prompts"], inputs["tokens"], inputs["mask"]):
                 passes.append((iteration, tuple(prompt), tuple(row[row_mask].tolist())))
-        return forward(self, function, *inputs)
+        return forward(self, function)
 
     monkeypatch.setattr(script.CompletionModel, "forward", recorded)
     return passes

@@ -357,7 +357,7 @@ def record_calls(monkeypatch, owner, name):
 
     def wrapped(*args, **kwargs):
         result = function(*args, **kwargs)
-        calls.append(SimpleNamespace(args=args, result=result, training=torch.is_grad_enabled()))
+        calls.append(SimpleNamespace(args=args, inputs=kwargs, result=result, training=torch.is_grad_enabled()))
         return result
 
     monkeypatch.setattr(owner, name, wrapped)

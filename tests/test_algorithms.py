@@ -301,8 +301,8 @@ def test_grpo_with_every_completion_truncated_learns_nothing(script, run, monkey
     """All episodes are masked. The gradient is zero, and no metric is NaN."""
     sample = script.sample
 
-    def never_ends(*args):
-        result = sample(*args)
+    def never_ends(*args, **inputs):
+        result = sample(*args, **inputs)
         return result | {"ended": torch.zeros_like(result["ended"])}
 
     monkeypatch.setattr(script, "sample", never_ends)

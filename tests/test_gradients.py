@@ -51,7 +51,7 @@ def test_gradient_of_models_with_windows(script, run, tmp_path, updates, archite
 # ============================================== micro-batches ===============================================
 def test_unequal_lengths_have_one_denominator(script, run, world, monkeypatch, updates):
     """A mini-batch of completions of unequal lengths gives the same gradient at micro-batch 1, 5 and all."""
-    gradients, passes = {}, record_calls(monkeypatch, script, "token_logprobs")
+    gradients, passes = {}, record_calls(monkeypatch, script, "pass_logprobs")
     for size in (64, 1, 5):
         updates.clear(), passes.clear()
         flags = dict(model_path=world.mild, total_episodes=12, per_device_train_batch_size=size)
@@ -106,7 +106,7 @@ def make_every_episode_count(monkeypatch, script):
 
 
 def trained_episodes(calls):
-    return sum(len(call.args[1]) for call in calls if call.training)
+    return sum(len(call.inputs["prompts"]) for call in calls if call.training)
 
 
 @only("rloo", "grpo")
@@ -118,7 +118,7 @@ def test_episodes_without_gradient_take_no_pass(script, run, world, monkeypatch,
     over fewer episodes. No gradient is ever None."""
     flags = dict(batch_size=24, num_train_epochs=4, kl_coef=0.0, reward=world.reward("seldom"), stop_token_id=5)
     flags |= dict(num_ppo_epochs=num_ppo_epochs)
-    calls, runs = record_calls(monkeypatch, script, "token_logprobs"), []
+    calls, runs = record_calls(monkeypatch, script, "pass_logprobs"), []
     for _ in range(2):
         calls.clear(), updates.clear()
         _, metrics, output_dir = run(script, per_device_train_batch_size=size, **flags)
@@ -143,7 +143,7 @@ def test_episodes_without_gradient_take_no_pass(script, run, world, monkeypatch,
 @only("rloo", "grpo")
 def test_episodes_that_have_a_gradient_take_a_pass(script, run, world, monkeypatch):
     """With a KL in the loss or in the reward, episodes with equal scores have a gradient, too."""
-    calls = record_calls(monkeypatch, script, "token_logprobs")
+    calls = record_calls(monkeypatch, script, "pass_logprobs")
     flags = dict(batch_size=24, reward=world.reward("seldom"), ref_model_path=world.reference, kl_coef=0.1)
     metrics = run(script, **flags)[1]
     assert trained_episodes(calls) == metrics[-1]["episode"]
@@ -154,7 +154,7 @@ def test_all_advantages_zero_is_a_step_of_zero_gradients(script, run, world, mon
     """Each update takes one pass. Its gradients are 0 and not None, and its weights stay.
 
     The step counts. Metrics of ratios are left out."""
-    calls = record_calls(monkeypatch, script, "token_logprobs")
+    calls = record_calls(monkeypatch, script, "pass_logprobs")
     _, metrics, output_dir = run(script, reward=world.reward("five"), kl_coef=0.0, num_train_epochs=2)
     assert len(updates) == len(metrics) == metrics[-1]["step"] and trained_episodes(calls) == len(updates)
     assert all(flat(update.gradients).abs().max() == 0 for update in updates)
@@ -171,7 +171,7 @@ def test_whitened_advantages_keep_exact_zeros(script, run, world, monkeypatch):
 
     Advantages of equal scores stay exactly 0, and their episodes take no pass. Subtracting the mean would add its
     rounding error to them, and the policy would be trained on noise."""
-    calls = record_calls(monkeypatch, script, "token_logprobs")
+    calls = record_calls(monkeypatch, script, "pass_logprobs")
     flags = dict(batch_size=21, num_train_epochs=3, kl_coef=0.0, reward=world.reward("seldom"))
     _, metrics, output_dir = run(script, whiten_advantages=True, **flags)
     rows = read_jsonl(output_dir / "rollouts.jsonl")

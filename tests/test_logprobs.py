@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+from functools import partial
 
 import numpy as np
 import pytest
@@ -55,10 +56,11 @@ def test_a_shared_prompt_gives_what_rows_of_their_own_give(script, architecture,
         seen = []
         for shares_prompts in (False, True):
             rows_in = []
-            hook = model.register_forward_pre_hook(lambda _, args: rows_in.append(len(args[0])))
+            hook = model.get_decoder().register_forward_pre_hook(lambda _, args: rows_in.append(len(args[0])))
             policy = completion_model(script, model, [EOS], shares_prompts)
             chunk = [prompts[i] for i in indices]
-            logprobs = policy(script.token_logprobs, chunk, tokens[indices], mask[indices], 0.7)
+            inputs = dict(prompts=chunk, tokens=tokens[indices], mask=mask[indices], temperature=0.7)
+            logprobs = policy(partial(script.pass_logprobs, **inputs))
             hook.remove()
             assert rows_in[0] == (len({str(p) for p in chunk}) if shares_prompts else len(indices))
             model.zero_grad()

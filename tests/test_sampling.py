@@ -2,6 +2,7 @@
 
 import math
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,7 +32,8 @@ ARCHITECTURES = ["llama", "gpt2", "neox", "qwen3", "mistral", "gemma2", "gemma3"
 def sample(script, model, prompts, uniforms, temperature, eos_ids):
     """A script's `sample`, of these texts."""
     policy = completion_model(script, model, eos_ids)
-    result = policy(script.sample, [encode(prompt) for prompt in prompts], uniforms, temperature)
+    inputs = dict(prompts=[encode(prompt) for prompt in prompts], uniforms=uniforms, temperature=temperature)
+    result = policy(partial(script.sample, **inputs))
     model.eval()  # no dropout in what it is compared with; a script's models have none at all
     return result
 
@@ -109,13 +111,13 @@ def test_no_token_of_probability_zero_is_ever_drawn(script):
     logits = torch.tensor([[-math.inf, 0.0, 1.0, -math.inf, 2.0, -math.inf, -math.inf]]).repeat(5, 1)
     uniforms = torch.tensor([0.0, 1e-300, 1 - 1e-12, math.nextafter(1, 0), 0.5], dtype=torch.float64)
     for temperature in (0.3, 1.0, 3.0):
-        picked = script.pick_tokens((logits / temperature).log_softmax(-1), uniforms).tolist()
+        picked = script.pick_tokens((logits / temperature).softmax(-1), uniforms).tolist()
         assert picked[:4] == [1, 1, 4, 4] and picked[4] in (1, 2, 4)
-    nearly_sure = torch.tensor([[20.0, 0.0, -20.0]]).log_softmax(-1)  # float32 would give the first token all there is
+    nearly_sure = torch.tensor([[20.0, 0.0, -20.0]]).softmax(-1)  # a float32 sum would give the first token all of it
     assert script.pick_tokens(nearly_sure, torch.tensor([1 - 1e-9], dtype=torch.float64)).item() == 1
     wide = torch.randn(50_000, generator=torch.Generator().manual_seed(0)) * 3
     wide[-100:] = wide[:100] = -math.inf  # rows that pad a vocabulary
-    wide = wide.log_softmax(-1)[None]
+    wide = wide.softmax(-1)[None]
     assert script.pick_tokens(wide, uniforms[:1]).item() >= 100
     assert script.pick_tokens(wide, uniforms[3:4]).item() < 49_900
 
@@ -175,7 +177,7 @@ def test_sampling_works_in_chunks(script, run, monkeypatch):
         calls.clear()
         output_dir = run(script, per_device_rollout_batch_size=size, total_episodes=12)[2]
         runs.append([(row["prompt"], row["token_ids"]) for row in read_jsonl(output_dir / "rollouts.jsonl")])
-        assert [len(call.args[1]) for call in calls] == {None: [12], 5: [4] * 3, 1: [1] * 12}[size]
+        assert [len(call.inputs["prompts"]) for call in calls] == {None: [12], 5: [4] * 3, 1: [1] * 12}[size]
     assert runs[0] == runs[1] == runs[2]
 
 
@@ -238,7 +240,8 @@ def test_nothing_after_the_end_counts(script):
             tokens = torch.tensor([c + [junk] * (6 - len(c)) for c in completions])
             model = make_model("llama")
             policy = completion_model(script, model, [EOS], shares_prompts)
-            logprobs = policy(script.token_logprobs, prompts, tokens, mask, 1.0)
+            inputs = dict(prompts=prompts, tokens=tokens, mask=mask, temperature=1.0)
+            logprobs = policy(partial(script.pass_logprobs, **inputs))
             assert torch.equal(logprobs != 0, mask)
             for row, prompt, completion in zip(logprobs, prompts, completions):
                 plain = plain_logprobs(model, prompt, completion)
@@ -292,7 +295,7 @@ def test_every_iteration_draws_its_own_numbers(script, run, world, monkeypatch):
     """No uniform number is used twice in a run, neither in a group, nor in another iteration or evaluation."""
     calls = record_calls(monkeypatch, script, "sample")
     run(script, num_train_epochs=3, eval_dataset=world.dataset(5, seed=9), eval_temperature=1.0)
-    numbers = [x for call in calls for x in call.args[2].flatten().tolist()]
+    numbers = [x for call in calls for x in call.inputs["uniforms"].flatten().tolist()]
     assert len(calls) > 3 and len(set(numbers)) == len(numbers)
 
 
@@ -378,13 +381,14 @@ def test_weights_laid_out_by_column_sample_the_same_and_are_put_back(script, arc
     model = completion_model(script, make_model(architecture, tie_word_embeddings=True), [EOS])
     before = {name: (weight.data_ptr(), weight.stride(), weight.clone()) for name, weight in model.named_parameters()}
     prompts, uniforms = [encode(prompt) for prompt in PROMPTS], random_uniforms(len(PROMPTS), 12)
-    expected = model(script.sample, prompts, uniforms, 1.0)
+    sample_them = partial(script.sample, prompts=prompts, uniforms=uniforms, temperature=1.0)
+    expected = model(sample_them)
     with script.sampling_weights(SimpleNamespace(is_fsdp2=False), model):
         changed = {name for name, weight in model.named_parameters() if weight.stride() != before[name][1]}
         assert len(changed) == (
             15 if architecture == "llama" else 1
         )  # llama: seven in each layer, and the head; GPT-2: the head
-        got = model(script.sample, prompts, uniforms, 1.0)
+        got = model(sample_them)
     assert torch.equal(got["tokens"], expected["tokens"])
     assert torch.allclose(got["logprobs"], expected["logprobs"], atol=1e-5)
     for name, weight in model.named_parameters():

@@ -128,7 +128,7 @@ def test_the_scripts_do_not_drift(pair):
     assert sum(not name.startswith("Args.") for name in counted) <= 8
     assert {section_of(name, part) for name in pair for part in differing} <= {1, 3, 4, 9, 10, 11}
     assert {"Batch", "CompletionModel.forward", "PassResults.gather", "JSONL_FILES", "Args"} <= shared - differing
-    assert {"generate", "sample", "token_logprobs", "micro_batches", "evaluate", "load_state"} <= shared - differing
+    assert {"generate", "sample", "pass_logprobs", "token_logprobs", "micro_batches", "evaluate", "load_state"} <= shared - differing
     assert len(shared) > 130
 
 
@@ -139,7 +139,8 @@ def test_every_line_of_the_table_is_needed():
     assert differing == DIFFERENT.keys()
 
 
-SHARED_LINES = {("rloo", "grpo"): (0.9, 20), ("rloo", "ppo"): (0.8, None)}  # the share at least, and hunks at most
+# The share at least, and hunks at most. Lines that the two advantage functions have in common make two of the hunks.
+SHARED_LINES = {("rloo", "grpo"): (0.9, 22), ("rloo", "ppo"): (0.8, None)}
 
 
 @pytest.mark.parametrize("pair", SHARED_LINES, ids="-".join)
@@ -155,9 +156,9 @@ def test_most_lines_of_two_scripts_are_the_same(pair):
 
 # ================================================== how a script reads ===========================================
 LIMITS = {
-    "rloo": dict(lecture_lines=520, lecture_tokens=3_500, tokens=10_600, main=150, conditional_expressions=12),
-    "grpo": dict(lecture_lines=575, lecture_tokens=4_000, tokens=11_100, main=160, conditional_expressions=12),
-    "ppo": dict(lecture_lines=650, lecture_tokens=4_600, tokens=12_300, main=175, conditional_expressions=14),
+    "rloo": dict(lecture_lines=532, lecture_tokens=3_500, tokens=11_500, main=150, conditional_expressions=12),
+    "grpo": dict(lecture_lines=587, lecture_tokens=4_000, tokens=12_000, main=160, conditional_expressions=12),
+    "ppo": dict(lecture_lines=650, lecture_tokens=4_600, tokens=13_200, main=175, conditional_expressions=14),
 }
 ALL_LIMITS = dict(function=60, lecture_tokens_per_line=10, tokens_per_line=11, width=100, comprehensions_per_100=4)
 ALL_LIMITS |= dict(tuple_assignments=4, nesting=6)
@@ -229,7 +230,7 @@ def test_a_script_is_easy_to_read(name):
 
 # Names and their sections. The first five sections are the lecture.
 LECTURE = dict(Args=1, batch_arithmetic=2, Batch=3, main=4, generate=5, sample=5, completion_logprobs=5)
-LECTURE |= dict(token_logprobs=5, micro_batches=5)
+LECTURE |= dict(pass_logprobs=5, micro_batches=5)
 OWN_LECTURE = {name: {f"{name}_advantages": 3, f"{name}_loss": 3} for name in ("rloo", "grpo")}
 OWN_LECTURE["ppo"] = dict(gae=3, ppo_loss=3)
 

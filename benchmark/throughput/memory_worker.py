@@ -29,21 +29,21 @@ def main(job: dict) -> dict:
     def end(part: str):
         peaks[part] = max(read_kilobytes("VmHWM"), peaks.get(part, 0))
 
-    def watch(name: str, before=lambda *args: None, after=lambda *args: None):
+    def watch(name: str, before=lambda: None, after=lambda: None):
         original = getattr(module, name)
 
-        def watched(*args):
-            before(*args)
-            result = original(*args)
-            after(*args)
+        def watched(*args, **inputs):
+            before()
+            result = original(*args, **inputs)
+            after()
             return result
 
         setattr(module, name, watched)
 
     for name, part in ROLLOUT_PARTS.items():
-        watch(name, before=lambda *_, part=part: begin(part), after=lambda *_, part=part: end(part))
-    watch("draw_mini_batches", before=lambda *_: begin("train"))  # the first call of the updates
-    watch("time_metrics", after=lambda *_: end("train"))  # the first call after the last update
+        watch(name, before=lambda part=part: begin(part), after=lambda part=part: end(part))
+    watch("draw_mini_batches", before=lambda: begin("train"))  # the first call of the updates
+    watch("time_metrics", after=lambda: end("train"))  # the first call after the last update
     seconds = [step["seconds"] for step in tally_worker.measure(module, job)["steps"]]
     parts = {part: (peaks[part] - began[part]) / 2**20 for part in peaks}
     return dict(parts=parts, peak_gib=max(peaks.values()) / 2**20, seconds=seconds)

@@ -87,9 +87,9 @@ def measure(module, job: dict) -> dict:
     def put_a_clock_around(name: str, part: str):
         function = getattr(module, name)
 
-        def clocked(*args):
+        def clocked(*args, **inputs):
             started = time.perf_counter()
-            result = function(*args)
+            result = function(*args, **inputs)
             steps[-1][part] += time.perf_counter() - started
             if part == "generation":
                 steps[-1]["longest_completion"] = int(result["lengths"].max())

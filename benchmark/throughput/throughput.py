@@ -139,6 +139,24 @@ CASES = {  # `aim`: how many times TRL's episodes per second
         completion_tokens=64,
         aim=dict(rloo=2.5),
     ),
+    "g": dict(
+        about="a large vocabulary: random Llama of 42M parameters, 151,936 words, 32 / 128 tokens",
+        algorithms=("rloo",),
+        k=4,
+        batch=8,
+        completion_tokens=128,
+        forced=True,
+        aim=dict(rloo=2.3),
+    ),
+    "h": dict(
+        about="the same, 32 / 384 tokens",
+        algorithms=("grpo",),
+        k=4,
+        batch=8,
+        completion_tokens=384,
+        forced=True,
+        aim=dict(grpo=1.7),
+    ),
 }
 # forced: every completion has all its tokens, no EOS ends it
 CASE_DEFAULTS = dict(reward="share_of_letters", forced=False, kl_coef=0.05, dtype="float32", learning_rate=1e-6)
@@ -179,7 +197,7 @@ TITLE = "Give this post a title of at most five words."
 @dataclass
 class Args:
     case: tuple[str, ...] = tuple(CASES)
-    """the cases to run: a b c c-bf16 d e f"""
+    """the cases to run: a b c c-bf16 d e f g h"""
     algorithms: tuple[Literal["rloo", "grpo", "ppo"], ...] = ALL
     """run only these of a case's algorithms"""
     pairs: int = 2
@@ -255,6 +273,10 @@ def model_and_rows(name: str, count: int, folder: Path, seed: int) -> tuple[str,
         return str(BENCHMARK / "default" / "policy"), (rows * (count // len(rows) + 1))[:count]
     if name == "b":
         return random_llama(folder / "llama", 256, 128, 4), [random_words(draw, 256, 12) for _ in range(count)]
+    if name in "gh":
+        vocabulary = 151_936
+        rows = [random_words(draw, vocabulary, 32) for _ in range(count)]
+        return random_llama(folder / "llama", vocabulary, hidden=256, layers=4), rows
     model = BENCHMARK / "smollm2" / "model"
     if not model.exists():
         raise SystemExit(f"throughput.py: case {name} needs {model}; run python benchmark/smollm2/prepare.py")
