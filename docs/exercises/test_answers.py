@@ -1,0 +1,607 @@
+"""The tests of the exercises in docs/exercises/README.md.
+
+Each test gives your function a few small numbers, and compares its answer with the right one. If your answer is one
+that a typical mistake gives, the message names the mistake. It knows only your numbers, and does not read your code.
+"""
+
+import math
+
+import pytest
+import torch
+
+inf, nan = math.inf, math.nan
+
+
+# =========================================== how answers are compared ===========================================
+def show(value) -> str:
+    """A number, or a tensor as a list of short numbers."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().tolist()
+    if isinstance(value, list):
+        return f"[{', '.join(map(show, value))}]"
+    if isinstance(value, float):
+        return f"{value + 0.0:.4g}"  # + 0.0: not -0
+    return str(value)
+
+
+def stop(message: str, **shown):
+    """Fail with a message, and with the numbers that explain it."""
+    width = max(map(len, shown), default=0)
+    lines = [f"    {name.ljust(width)}  {show(value)}" for name, value in shown.items()]
+    pytest.fail("\n".join([message, *lines]), pytrace=False)
+
+
+def is_close(answer, value) -> bool:
+    """True if they have the same shape, and the same numbers up to rounding."""
+    value = torch.as_tensor(value).double()
+    answer = answer.detach().double()
+    return answer.shape == value.shape and torch.allclose(answer, value, rtol=1e-4, atol=2e-4, equal_nan=True)
+
+
+def check(answer, right, mistakes: list, **given):
+    """Fail unless a tensor is right. mistakes: what typical mistakes give, each with the message for it."""
+    if not isinstance(answer, torch.Tensor):
+        stop(f"Return a tensor. You return {type(answer).__name__}.", **given)
+    right = torch.as_tensor(right)
+    if is_close(answer, right):
+        return
+    message = "This is not right. Compute the first wrong number by hand, and compare."
+    if answer.shape != right.shape:
+        message = f"Return a tensor of the shape {list(right.shape)}. Yours has the shape {list(answer.shape)}."
+    for value, about in mistakes:
+        if is_close(answer, value):
+            message = about
+            break
+    stop(message, **given, **{"your answer": answer, "right": right})
+
+
+# ============================================ 1  the counts of a run ============================================
+RUN = dict(num_prompts=490, num_train_epochs=1.0, k=4, batch_size=64, num_mini_batches=1, num_ppo_epochs=1)
+RUN |= dict(per_device_train_batch_size=64, world_size=1)
+RUNS = [  # what is given, and the right counts
+    (RUN, dict(episodes=1960, iterations=31, last_batch_size=40, steps=31, gradient_accumulation_steps=1)),
+    (  # The episodes fill the batches exactly.
+        RUN | dict(num_prompts=16, num_train_epochs=3.0, batch_size=16),
+        dict(episodes=192, iterations=12, last_batch_size=16, steps=12, gradient_accumulation_steps=1),
+    ),
+    (  # There are several updates of each batch, and five processes.
+        RUN | dict(num_mini_batches=2, num_ppo_epochs=3, per_device_train_batch_size=3, world_size=5),
+        dict(episodes=1960, iterations=31, last_batch_size=40, steps=186, gradient_accumulation_steps=3),
+    ),
+    (  # Half an epoch of 5 prompts is 3 prompts. The last batch has 2 episodes.
+        RUN | dict(num_prompts=5, num_train_epochs=0.5, k=2, batch_size=4, num_mini_batches=4, num_ppo_epochs=2),
+        dict(episodes=6, iterations=2, last_batch_size=2, steps=12, gradient_accumulation_steps=1),
+    ),
+]
+
+
+def mistakes_in_counts(given: dict, right: dict) -> dict:
+    """For each count: what typical mistakes give, each with the message for it."""
+    k = given["k"]
+    batch_size = given["batch_size"]
+    mini_batches = given["num_mini_batches"]
+    ppo_epochs = given["num_ppo_epochs"]
+    processes = given["world_size"]
+    micro_batch = given["per_device_train_batch_size"]
+    unrounded = given["num_train_epochs"] * given["num_prompts"]
+    episodes = right["episodes"]
+    iterations = right["iterations"]
+    mini_batch = batch_size // mini_batches
+    return {
+        "episodes": [
+            (episodes // k, "You count prompts. Each prompt gets k completions, and each completion is an episode."),
+            (int(unrounded) * k, "Half a prompt is rounded up. int(2.5) and Python's round(2.5) are both 2."),
+            (unrounded * k, "You train on half a prompt. First round the prompts. Then multiply by k."),
+            (episodes * ppo_epochs, "A PPO epoch trains on the same episodes again. It makes no new ones."),
+            (iterations * batch_size, "You round up to whole batches. The last batch is smaller instead."),
+            (episodes // batch_size * batch_size, "You drop the last, smaller batch."),
+        ],
+        "iterations": [
+            (episodes // batch_size, "You drop the last, smaller batch. Round up."),
+            (math.ceil(episodes / k / batch_size), "A batch holds episodes, not prompts. Divide the episodes."),
+            (math.ceil(episodes / batch_size / processes), "batch_size is for all processes together."),
+            (iterations * ppo_epochs, "A PPO epoch trains on the same batch again. It is not a new iteration."),
+        ],
+        "last_batch_size": [
+            (0, "The episodes fill the batches exactly. So the last batch is a whole one, and not empty."),
+            (batch_size, "The last batch holds only the episodes that are left."),
+        ],
+        "steps": [
+            (iterations, "You count iterations. A whole batch gives num_ppo_epochs * num_mini_batches steps."),
+            (iterations * mini_batches, "You forget the PPO epochs. Each is one more pass over the mini-batches."),
+            (iterations * ppo_epochs, "You forget the mini-batches. Each is one optimizer step."),
+            (
+                iterations * mini_batches * ppo_epochs,
+                "A mini-batch has at least one episode. The last batch has fewer episodes than num_mini_batches, so it"
+                " gives fewer steps.",
+            ),
+            (
+                right["steps"] // processes,
+                "All processes take a step together. They do not change the number of steps.",
+            ),
+        ],
+        "gradient_accumulation_steps": [
+            (math.ceil(mini_batch / micro_batch), "You forget that the processes share a mini-batch."),
+            (math.ceil(batch_size / processes / micro_batch), "One step takes a mini-batch, not the whole batch."),
+            (mini_batch // processes // micro_batch, "You drop the last, smaller micro-batch. Round up."),
+        ],
+    }
+
+
+def test_1_counts_of_a_run(answer):
+    for given, right in RUNS:
+        counts = answer.count_run(**given)
+        if not isinstance(counts, dict):
+            stop(f"Return a dict. You return {type(counts).__name__}.")
+        for name, value in right.items():
+            if name not in counts:
+                stop(f"Your dict has no key {name!r}.", **{"your keys": list(counts)})
+            if counts[name] == value:
+                continue
+            message = "This is not right. Count a smaller run by hand, one episode at a time."
+            for wrong, about in mistakes_in_counts(given, right)[name]:
+                if counts[name] == wrong:
+                    message = about
+                    break
+            stop(f"{name}: {message}", **given, **{"your answer": counts[name], "right": value})
+
+
+# ====================================== 2  sampling by the inverse transform ====================================
+TOO_LOW = (
+    "By rounding, the probabilities add up to a little less than 1, and the random number is above their sum. Multiply"
+    " it by their sum, in float64."
+)
+
+
+def test_2_sampling_by_the_inverse_transform(answer):
+    probabilities = torch.tensor([[0.2, 0.5, 0.3], [0.2, 0.5, 0.3], [0.6, 0.1, 0.3], [0.6, 0.1, 0.3]])
+    uniforms = torch.tensor([0.1, 0.75, 0.5, 0.65], dtype=torch.float64)
+    check(
+        answer.pick_tokens(probabilities.log(), uniforms.clone()),
+        [0, 2, 0, 1],
+        [
+            ([1, 1, 0, 0], "You take the most likely token. That is not sampling: it does not use the random number."),
+            ([-1, 1, -1, 0], "You are one token too far to the left: -1 is not a token."),
+            ([0, 0, 0, 0], "You use the random number of the first row for all rows."),
+            ([2, 1, 0, 0], "You add up the probabilities from right to left. Go from left to right."),
+        ],
+        probabilities=probabilities,
+        uniforms=uniforms,
+    )
+
+    log_p = torch.tensor([[0.2, 0.5, 0.3]]).log().repeat(1000, 1)
+    uniforms = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    picked, again = (answer.pick_tokens(log_p.clone(), uniforms.clone()) for _ in range(2))
+    if not torch.equal(picked, again):
+        stop(
+            "Two calls with the same input give different tokens. Use the uniforms, and no random numbers of your own."
+        )
+    check(
+        torch.bincount(picked, minlength=3),
+        [200, 500, 300],
+        [],
+        probabilities=[0.2, 0.5, 0.3],
+        uniforms="0.0005, 0.0015, ..., 0.9995",
+        compared="how often each token is picked",
+    )
+
+    check(
+        answer.pick_tokens(torch.tensor([[0.0, 0.5, 0.5]]).log(), torch.tensor([0.0], dtype=torch.float64)),
+        [1],
+        [
+            (
+                [0],
+                "You pick a token of probability 0. The cumulative probability must be above the random number. It is"
+                " not enough that they are equal.",
+            )
+        ],
+        probabilities=[[0.0, 0.5, 0.5]],
+        uniforms=[0.0],
+    )
+
+    log_p = torch.tensor([[-1.203973, -0.356676, -inf]])
+    check(
+        answer.pick_tokens(log_p.clone(), torch.tensor([1 - 1e-9], dtype=torch.float64)),
+        [1],
+        [
+            ([3], f"You pick token 3, and the vocabulary has only 0, 1 and 2. {TOO_LOW}"),
+            ([2], f"You pick the last token, and its probability is 0. {TOO_LOW}"),
+            ([0], f"You pick the first token, and the random number is almost 1. {TOO_LOW}"),
+        ],
+        log_p=log_p,
+        probabilities="[0.3, 0.6999993, 0]",
+        uniforms="[0.999999999]",
+    )
+
+
+# ==================================== 3  log-probabilities of a padded batch ====================================
+EOS = 0  # The padding is 0, too. So only the lengths say where a completion ends.
+PROMPTS = [[3, 1, 4, 5], [6, 2], [7]]
+COMPLETIONS = [[2, 7, 1], [EOS], [5, EOS]]  # The first one did not end.
+
+
+def make_model():
+    """A tiny GPT-2 with random weights. Its positions are absolute, so wrong positions give other numbers."""
+    import transformers
+
+    torch.manual_seed(0)
+    shape = dict(vocab_size=8, n_embd=16, n_layer=2, n_head=2, n_positions=16, initializer_range=0.4)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, bos_token_id=EOS, eos_token_id=EOS)).eval()
+
+
+@torch.no_grad()
+def row_by_row(model, temperature=0.5, padding=0, shift=0, late=0):
+    """The log-probabilities [rows, tokens], by a pass without padding for each row; and what mistakes make of them.
+
+    Each row is `missing` tokens shorter than the longest prompt. It gets this number of zeros in front, times
+    `padding`. Its positions are shifted by this number, times `shift`. Logits are read `late` positions too late.
+    """
+    longest = max(map(len, PROMPTS))
+    table = torch.zeros(len(PROMPTS), max(map(len, COMPLETIONS)))
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS)):
+        missing = longest - len(prompt)
+        tokens = [0] * missing * padding + prompt + completion
+        positions = (torch.arange(len(tokens)) + missing * shift).clamp(min=0)
+        logits = model(torch.tensor([tokens]), position_ids=positions[None]).logits[0] / temperature
+        first = len(tokens) - len(completion) - 1 + late
+        log_p = torch.log_softmax(logits[first : first + len(completion)], -1)
+        table[row, : len(completion)] = log_p.gather(1, torch.tensor(completion)[:, None]).squeeze(1)
+    return table
+
+
+def mistakes_in_logprobs(model, right) -> list:
+    mask = right != 0
+    no_eos = torch.tensor([[1.0, 1, 1], [0, 0, 0], [1, 0, 0]])
+    is_read = "The padding is read as if it were tokens. Give the model a mask of all tokens that are real."
+    return [
+        (row_by_row(model, shift=1), "The positions count the padding. The first token of a prompt has position 0."),
+        (row_by_row(model, padding=1), is_read),
+        (row_by_row(model, padding=1, shift=-1), is_read),
+        (
+            row_by_row(model, late=1),
+            "You read the logits one position too late: those at a position are for the next token.",
+        ),
+        (row_by_row(model, temperature=1.0), "You forget the temperature. It divides the logits."),
+        (row_by_row(model, temperature=2.0), "You multiply the logits by the temperature. It divides them."),
+        (
+            right * no_eos,
+            "The EOS gets 0. It is a token that the policy chose, so it has a log-probability. The mask comes from the"
+            " lengths, not from the token ids.",
+        ),
+        (right.exp() * mask, "You return probabilities. Return their logarithms."),
+        (-right, "The sign is wrong. A log-probability is never above 0."),
+    ]
+
+
+def test_3_logprobs_of_a_padded_batch(answer):
+    model = make_model()
+    right = row_by_row(model)
+    mistakes = mistakes_in_logprobs(model, right)
+    passes = []
+    model.transformer.h[0].register_forward_hook(lambda *_: passes.append(1))
+    result = answer.completion_logprobs(
+        model,
+        torch.tensor([[3, 1, 4, 5], [0, 0, 6, 2], [0, 0, 0, 7]]),
+        torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1]]),
+        torch.tensor([[2, 7, 1], [0, 0, 0], [5, 0, 0]]),
+        torch.tensor([3, 1, 2]),
+        0.5,
+    )
+    num_passes = len(passes)
+    given = dict(prompts=PROMPTS, completions=COMPLETIONS, EOS=EOS, padding=EOS, temperature=0.5)
+    if isinstance(result, torch.Tensor) and result.shape == right.shape:
+        mask = right != 0
+        if is_close(result * mask, right) and not is_close(result, right):
+            message = "The tokens are right. But after the end of a completion the answer must be 0."
+            stop(message, **given, **{"your answer": result, "right": right})
+    check(result, right, mistakes, **given)
+    if not result.requires_grad:
+        stop(
+            "The numbers are right. But they have no gradient, so nothing can be trained. Use no no_grad and no detach."
+        )
+    if num_passes > 2:
+        stop(f"The numbers are right. But the model runs {num_passes} times. Run all rows in one pass.")
+
+
+# ================================================= 4  advantages ================================================
+GROUPS = torch.tensor([1.0, 2, 6, 0, 3, 0])  # two groups of three
+MINUS_MEAN = torch.tensor([-2.0, -1, 3, -1, 2, -1])  # minus the mean of the group
+DEVIATION = torch.tensor([7.0, 7, 7, 3, 3, 3]).sqrt()  # of the group
+OF_BATCH = 5.2**0.5
+MIXED = "You mix the groups. Neighbours are a group: the first k episodes belong to the first prompt."
+
+
+def test_4a_leave_one_out_advantages(answer):
+    check(
+        answer.leave_one_out_advantages(GROUPS.clone(), 3),
+        [-3, -1.5, 4.5, -1.5, 3, -1.5],
+        [
+            (
+                MINUS_MEAN,
+                "You include the episode itself in its baseline. The baseline is the mean of the other k - 1 rewards.",
+            ),
+            (
+                [-1.6667, -0.3333, 5, -1, 3, -1],
+                "You divide the sum of the other rewards by k. There are k - 1 of them.",
+            ),
+            ([4, 3.5, 1.5, 1.5, 0, 1.5], "You return the baselines. Subtract them from the rewards."),
+            (
+                [3, 1.5, -4.5, 1.5, -3, 1.5],
+                "The sign is wrong. A reward above the baseline must give a positive advantage.",
+            ),
+            ([-3.5, 2, 4, -1, -0.5, -1], MIXED),
+            ([-1.2, 0, 4.8, -2.4, 1.2, -2.4], "You take the others of the whole batch. Take only those of the group."),
+            (GROUPS - 2, "You subtract the mean of the whole batch. Take the others of the group."),
+        ],
+        rewards=GROUPS,
+        k=3,
+    )
+    rewards = torch.tensor([1.0, 3, 0, 4])
+    check(answer.leave_one_out_advantages(rewards.clone(), 2), [-2, 2, -4, 4], [], rewards=rewards, k=2)
+
+
+def test_4b_group_normalized_advantages(answer):
+    check(
+        answer.group_normalized_advantages(GROUPS.clone(), 3),
+        [-0.7559, -0.3779, 1.1338, -0.5773, 1.1546, -0.5773],
+        [
+            (
+                MINUS_MEAN / DEVIATION * 1.5**0.5,
+                "You use the biased deviation. Divide the sum of the squares by k - 1, not by k.",
+            ),
+            (MINUS_MEAN / DEVIATION.square(), "You divide by the variance. The deviation is its root."),
+            (MINUS_MEAN, "You do not divide by the deviation."),
+            (GROUPS / DEVIATION, "You do not subtract the mean."),
+            (
+                1.5 * MINUS_MEAN / DEVIATION,
+                "You subtract the mean of the others. Here the mean includes the episode itself.",
+            ),
+            ([-0.9271, 1.1546, 1.0596, -0.5773, -0.1324, -0.5773], MIXED),
+            (MINUS_MEAN / OF_BATCH, "You divide by the deviation of the whole batch. Each group has its own."),
+            ((GROUPS - 2) / OF_BATCH, "You use mean and deviation of the whole batch. Each group has its own."),
+        ],
+        scores=GROUPS,
+        k=3,
+    )
+    scores = torch.tensor([0.5, 0.5, 1, 2])
+    check(
+        answer.group_normalized_advantages(scores.clone(), 2),
+        [0, 0, -0.707, 0.707],
+        [
+            (
+                [nan, nan, -0.707, 0.707],
+                "The scores of a group are equal, so you divide 0 by 0. Add 1e-4 to the deviation.",
+            )
+        ],
+        scores=scores,
+        k=2,
+    )
+
+
+# =============================================== 5  the clipped loss ============================================
+ADVANTAGES = torch.tensor([2.0, 2, 2, -2, -2, -2])
+RATIOS = torch.tensor([0.5, 1, 1.5, 0.5, 1, 1.5])
+GIVEN_5 = dict(ratios=RATIOS, advantages=ADVANTAGES, cliprange=0.2)
+
+
+def losses_at(answer, ratios):
+    """New log-probabilities that give these ratios, and the losses of the answer."""
+    old_logprobs = torch.tensor([-1.0, -2, -3, -1, -2, -3])
+    logprobs = (old_logprobs + ratios.log()).requires_grad_()
+    return logprobs, answer.clipped_loss(logprobs, old_logprobs, ADVANTAGES.clone(), 0.2)
+
+
+def gradient_at(answer, ratios):
+    """The derivative of the sum of the losses by each new log-probability."""
+    logprobs, losses = losses_at(answer, ratios)
+    if not (isinstance(losses, torch.Tensor) and losses.requires_grad):
+        stop("Your losses have no gradient. Only the old log-probabilities and the advantages are constants.")
+    return torch.autograd.grad(losses.sum(), logprobs)[0]
+
+
+def test_5a_clipped_loss(answer):
+    check(
+        losses_at(answer, RATIOS)[1],
+        [-1, -2, -2.4, 1.6, 2, 3],
+        [
+            ([-1.6, -2, -3, 1, 2, 2.4], "You take the smaller of the two losses. The clipped loss is the larger one."),
+            ([1, 2, 2.4, -1.6, -2, -3], "The sign is wrong. This is maximized, and the loss is its negative."),
+            ([-1.6, -2, -2.4, 1.6, 2, 2.4], "You always clip. Take the larger of the clipped and the unclipped loss."),
+            ([-1, -2, -3, 1, 2, 3], "You never clip."),
+            (
+                [-2.4, -2, -1.3333, 4, 2, 1.6],
+                "The ratio is upside down. It is the new probability divided by the old one.",
+            ),
+            (
+                [1.3863, 0, -0.8109, 1.6, 1.6, 1.6],
+                "You take the difference of the log-probabilities as the ratio. The ratio is the exponential of it.",
+            ),
+            ([-2, -2, -2, 2, 2, 2], "Your ratio is always 1. Use the old log-probabilities that are given."),
+            (0.2, "You return the mean. Return the loss of each token."),
+        ],
+        **GIVEN_5,
+    )
+
+
+def test_5b_gradient_of_the_clipped_loss(answer):
+    check(
+        gradient_at(answer, torch.ones(6)),
+        [-2, -2, -2, 2, 2, 2],
+        [
+            (
+                [0] * 6,
+                "At ratio 1 your gradient is 0. The losses add up to 0 there, but each has the gradient -advantage.",
+            ),
+            ([2, 2, 2, -2, -2, -2], "The sign is wrong. A step would make good tokens less likely."),
+        ],
+        **GIVEN_5 | dict(ratios=torch.ones(6), compared="the derivative by each log-probability"),
+    )
+    check(
+        gradient_at(answer, RATIOS),
+        [-1, -2, 0, 0, 2, 3],
+        [
+            (
+                [0, -2, 0, 0, 2, 0],
+                "Your gradient is 0 wherever the ratio is outside of 0.8 .. 1.2. But a good token that became less"
+                " likely, and a bad one that became more likely, must still be corrected.",
+            ),
+            (
+                [-1, -2, -3, 1, 2, 3],
+                "You never clip. A good token that is already much more likely has gradient 0. So has a bad token that"
+                " is already much less likely.",
+            ),
+            ([0, -2, -3, 1, 2, 0], "You take the smaller of the two losses. The clipped loss is the larger one."),
+        ],
+        **GIVEN_5 | dict(compared="the derivative by each log-probability"),
+    )
+
+
+# ================================================ 6  one denominator ============================================
+# A mini-batch of five episodes. The loss of a token is a parameter times its entry here. 7 is padding.
+TOKENS = torch.tensor([[1.0, 2, 3], [4, 7, 7], [2, 2, 7], [6, 1, 7], [5, 5, 5]])
+LENGTHS = torch.tensor([3, 1, 2, 2, 3])
+REPEATED = -4  # episode 4 once more, which does not count
+GRADIENT = 36 / 11  # the sum over all tokens, divided by their number
+STEPS = [  # the episodes of each micro-batch of each process; and what mistakes give
+    (
+        "one process, one micro-batch",
+        [[[0, 1, 2, 3, 4]]],
+        [
+            (64 / 11, "You add up the padding, too. Use the mask."),
+            (36 / 15, "You count the padding as tokens. Count the True entries of the masks."),
+            (64 / 15, "The padding is in your sum and in your denominator. Use the mask for both."),
+            (36 / 5, "You divide by the number of episodes. Divide by the number of tokens."),
+            (
+                (2 + 4 + 2 + 3.5 + 5) / 5,
+                "You take the mean of the means of the episodes. Then a token of a short episode counts more than a"
+                " token of a long episode.",
+            ),
+            (36, "You return the sum. Divide it by the number of tokens."),
+        ],
+    ),
+    (
+        "one process, three micro-batches",
+        [[[0, 1], [2], [3, 4]]],
+        [
+            (
+                (10 / 4 + 4 / 2 + 22 / 5) / 3,
+                "This is a mean of means. You divide each micro-batch by its own tokens, so a token of a short"
+                " micro-batch counts more. Divide by the tokens of the whole mini-batch.",
+            ),
+            (
+                10 / 4 + 4 / 2 + 22 / 5,
+                "This is a sum of means. You divide each micro-batch by its own tokens. Divide by the tokens of the"
+                " whole mini-batch.",
+            ),
+            (GRADIENT / 3, "You divide by the number of micro-batches, too. Their gradients add up to the right one."),
+        ],
+    ),
+    (
+        "two processes",
+        [[[0, 1], [2]], [[3, 4], [REPEATED]]],
+        [
+            (
+                GRADIENT / 2,
+                "Your gradient is half of the right one. DDP takes the mean over the processes, and you need their sum."
+                " Multiply each loss by the number of processes.",
+            ),
+            ((14 / 6 + 22 / 5) / 2, "Each process divides by its own tokens. Divide by the tokens of all processes."),
+            ((36 + 15) / 11, "You add up the repeated episode, which must not count. Multiply by is_real."),
+            (36 / 14, "You count the tokens of the repeated episode. Leave out what is not real."),
+            ((36 + 15) / 14, "The repeated episode is in your sum and in your denominator. It must not count."),
+            (GRADIENT / 4, "You divide by the number of processes. DDP does so already: multiply by it."),
+        ],
+    ),
+]
+
+
+def make_micro_batch(episodes, parameter):
+    rows = torch.tensor(episodes).abs()
+    mask = torch.arange(TOKENS.shape[1]) < LENGTHS[rows][:, None]
+    is_real = (torch.tensor(episodes) >= 0).float()
+    return parameter * TOKENS[rows], mask, is_real
+
+
+def gradient_after_ddp(answer, split) -> torch.Tensor:
+    """Each process adds up the gradients of its micro-batches. Then DDP takes the mean over the processes."""
+    parameter = torch.tensor(1.0, requires_grad=True)
+    processes = []
+    for of_process in split:
+        processes.append([make_micro_batch(episodes, parameter) for episodes in of_process])
+    losses = answer.micro_batch_losses(processes)
+    if list(map(len, losses)) != list(map(len, split)):
+        stop("Return a list for each process, with one loss for each of its micro-batches.")
+    gradients = []
+    for of_process in losses:
+        for loss in of_process:
+            if not (isinstance(loss, torch.Tensor) and loss.shape == () and loss.requires_grad):
+                stop("Each loss must be a tensor with one number and with gradient.", **{"your answer": repr(loss)})
+        gradients.append(torch.autograd.grad(sum(of_process), parameter, retain_graph=True)[0])
+    return torch.stack(gradients).mean()
+
+
+def test_6_one_denominator(answer):
+    for name, split, mistakes in STEPS:
+        check(
+            gradient_after_ddp(answer, split),
+            GRADIENT,
+            mistakes,
+            split=f"{name}, with the episodes {str(split).replace('-4', '4 (not real)')}",
+            lengths=LENGTHS,
+            compared="the gradient after DDP",
+        )
+
+
+# ========================================= 7  GAE with rewards at the end =======================================
+def test_7_gae_with_rewards_at_the_end(answer):
+    scores = torch.tensor([4.0])
+    values = torch.tensor([[1.0, 2, 3]])
+    check(
+        answer.gae_from_scores(scores.clone(), values.clone(), torch.tensor([3]), 0.5, 0.8),
+        [[-0.04, -0.1, 1]],
+        [
+            ([[0, -0.5, 0.8]], "You go from left to right. A_t needs A_{t+1}, so begin at the last token."),
+            ([[-0.2, -0.5, 0]], "You leave out the last token. The loop is one token too short."),
+            ([[0, 0, 1]], "You forget lam: A_{t+1} is multiplied by gamma * lam."),
+            ([[0.24, 0.3, 1]], "You forget gamma in front of A_{t+1}: it is multiplied by gamma * lam."),
+            ([[1.56, 1.4, 1]], "You forget gamma in delta. It multiplies the next value."),
+            ([[0, -0.5, 1]], "You return the deltas. Add gamma * lam * A_{t+1} to each."),
+            ([[-0.2, -0.1, 1]], "You add only the next delta. Add A_{t+1}, which holds all later ones."),
+            ([[0.96, 1.9, 4]], "These are the returns. The advantages are the returns minus the values."),
+            ([[-0.5, 0, 2.5]], "The next value is off by one: you use V_t in place of V_{t+1}."),
+            ([[-1.42, 0.2, 5.5]], "You swap V_t and V_{t+1}."),
+            ([[2.24, 3.1, 4]], "You do not subtract V_t."),
+            ([[0.2, 0.5, 2.5]], "After the last token the value is 0. You use the last value once more."),
+            ([[5.56, 3.9, 1]], "You give the score to every token. Only the last token gets it."),
+            ([[3.32, -1.7, -3]], "You give the score to the first token. The last token gets it."),
+        ],
+        scores=scores,
+        values=values,
+        lengths=[3],
+        gamma=0.5,
+        lam=0.8,
+    )
+
+    scores = torch.tensor([4.0, 1])
+    values = torch.tensor([[1.0, 2, 3, 9], [2, 9, 9, 9]])
+    right = torch.tensor([[-0.04, -0.1, 1, 0], [-1, 0, 0, 0]])
+    is_read = "You read the value after the end of a completion. It is padding. Put 0 in its place."
+    given = dict(scores=scores, values=values, lengths=[3, 1], gamma=0.5, lam=0.8)
+    result = answer.gae_from_scores(scores.clone(), values.clone(), torch.tensor([3, 1]), 0.5, 0.8)
+    mistakes = [
+        ([[-0.424, -1.06, -1.4, 0], [-1.936, 0, 0, 0]], "The score is in the last column. Put it at the last token."),
+        (
+            [[-0.424, -1.06, -1.4, 0], [-1.6, 0, 0, 0]],
+            "The score is off by one: it is after the last token. The last token of a completion has the index"
+            " length - 1.",
+        ),
+        ([[0.104, 0.26, 1.9, 0], [0.404, 0, 0, 0]], is_read),
+        ([[0.68, 1.7, 5.5, 0], [3.5, 0, 0, 0]], is_read),
+    ]
+    if isinstance(result, torch.Tensor) and result.shape == right.shape:
+        is_token = right != 0
+        rest = result * ~is_token
+        # Where a completion has ended, the numbers differ from one program to the next. So they are told apart first.
+        mistakes = [(torch.tensor(value) + rest, message) for value, message in mistakes]
+        mistakes.append((right + rest, "The tokens are right. But after the end of a completion the answer must be 0."))
+    check(result, right, mistakes, **given)

@@ -1,0 +1,64 @@
+"""The solutions of docs/exercises, made of the functions of the scripts.
+
+pytest docs/exercises --answer tests/exercise_solutions.py
+"""
+
+from types import SimpleNamespace
+
+import torch
+
+import grpo
+import ppo
+import rloo
+
+
+def count_run(num_prompts, world_size, **flags):
+    plan = rloo.batch_arithmetic(SimpleNamespace(total_episodes=None, **flags), num_prompts, world_size)
+    return vars(plan)
+
+
+pick_tokens = rloo.pick_tokens
+
+
+def completion_logprobs(model, prompts, prompt_mask, completions, lengths, temperature):
+    args = rloo.Args(temperature=temperature, response_length=completions.shape[1])
+    policy = rloo.CompletionModel(model, None, [0], args)
+    token_lists = [row[mask > 0].tolist() for row, mask in zip(prompts, prompt_mask)]
+    batch = SimpleNamespace(
+        prompts=[rloo.Prompt({}, "", token_ids) for token_ids in token_lists],
+        tokens=completions,
+        lengths=lengths,
+        mask=torch.arange(completions.shape[1]) < lengths[:, None],
+    )
+    return rloo.completion_logprobs(args, policy, batch, torch.arange(len(prompts)))
+
+
+leave_one_out_advantages = rloo.rloo_advantages
+
+
+def group_normalized_advantages(scores, k):
+    return grpo.grpo_advantages(scores, k, scale_rewards="group")[0]
+
+
+def clipped_loss(logprobs, old_logprobs, advantages, cliprange):
+    return rloo.clipped_policy_loss(logprobs - old_logprobs, advantages, cliprange, cliprange)[0]
+
+
+def micro_batch_losses(processes):
+    micro_batches = [micro_batch for of_process in processes for micro_batch in of_process]
+    lengths = torch.cat([mask.sum(1) for _, mask, _ in micro_batches])
+    included = torch.cat([is_real for _, _, is_real in micro_batches])
+    # 1 / tokens of the mini-batch, for the episodes that count
+    weight = grpo.token_weights(SimpleNamespace(loss_type="dapo"), lengths, included).max() * len(processes)
+
+    def loss(token_losses, mask, is_real):
+        return ((token_losses * mask).sum(1) * is_real).sum() * weight
+
+    return [[loss(*micro_batch) for micro_batch in of_process] for of_process in processes]
+
+
+def gae_from_scores(scores, values, lengths, gamma, lam):
+    mask = torch.arange(values.shape[1]) < lengths[:, None]
+    rewards = torch.zeros_like(values)
+    rewards[torch.arange(len(scores)), lengths - 1] = scores
+    return ppo.gae(rewards, values * mask, gamma, lam)
