@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import HERE, MODULES, SCRIPTS, one_text, only
 
-PAGES = [HERE / "README.md", HERE / "benchmark/README.md", *sorted((HERE / "docs").glob("*.md"))]
+PAGES = [HERE / "README.md", HERE / "benchmark/README.md", *sorted((HERE / "docs").rglob("*.md"))]
 WITH_COMMANDS = [page for page in PAGES if page.parent.name != "benchmark"]
 README = (HERE / "README.md").read_text(encoding="utf-8")
 BY_CI = ("pip install -r requirements.txt && python rloo.py", "pip install -r requirements.txt && pytest")
@@ -119,12 +119,21 @@ def run_as_two_machines(clone, command):
     assert other.wait(timeout=60) == 0 and "2 x cpu" in output
 
 
+def run_and_draw(clone, command):
+    clone(f"python rloo.py {FEW}")
+    clone(command)
+    assert (clone.folder / "runs/plot.png").stat().st_size > 10_000
+
+
 RUNS = {  # the beginning of a command, and how it is run
     "python rloo.py --plan": run_plan,
     "python rloo.py --output-dir runs/mine": run_and_resume,
     "python rloo.py": run_with_few_episodes,
     "python -c": run_on_adapter,
     "python grpo.py --batch-size 32": run_with_your_own,
+    "python grpo.py": run_with_few_episodes,
+    "python ppo.py": run_with_few_episodes,
+    "python benchmark/plot.py": run_and_draw,
     "accelerate launch rloo.py --rloo-k 4 --model-path": run_with_your_own,
     "accelerate launch rloo.py": run_with_few_episodes,
     "ACCELERATE_USE_CPU=true torchrun": run_with_few_episodes,
@@ -194,6 +203,7 @@ FLAGS = {name.replace("_", "-") for module in MODULES.values() for name in modul
 OTHER_FLAGS = set(
     "help no-index nproc-per-node nnodes node-rank master-addr master-port nodes ntasks-per-node gpus-per-node".split()
     + "rdzv-backend rdzv-endpoint rdzv-id cpu model baseline judge case algorithms steps pairs overlong-cache".split()
+    + ["answer"]
 )
 
 
