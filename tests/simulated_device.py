@@ -1,0 +1,176 @@
+"""A simulated GPU in pure Python: PyTorch's PrivateUse1 backend, named `sim`. Its tensors lie in host memory.
+
+The CPU computes every operation. As on a GPU, operations on tensors of two devices are refused, and the host waits for
+the device when it needs a number from it, or when it copies memory that is not pinned.
+
+    python simulated_device.py SCRIPT.py [flags]    runs a script on it; the last line of the output is `waits` as JSON
+"""
+
+import json
+import runpy
+import sys
+import threading
+import traceback
+
+import torch
+from accelerate.state import PartialState
+from torch.utils import backend_registration
+
+aten = torch.ops.aten
+CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+waits = []  # the kind of each wait, and the (function, line) of the script that waits, the innermost first
+
+INDEXING = ["index", "index_put", "_index_put_impl"]
+# Beside device tensors, most operations take a CPU tensor without axes as a number. These do not.
+NEEDS_ONE_DEVICE = "cat stack gather scatter index_add index_select mm bmm addmm embedding searchsorted isin".split()
+# The host needs a number, or the length of the result.
+NEEDS_WAIT = "_local_scalar_dense nonzero masked_select equal _unique2 unique_consecutive bincount".split()
+IN_BFLOAT16 = "matmul bmm linear mm addmm scaled_dot_product_attention".split()  # under autocast
+
+
+def is_on_device(x):
+    return isinstance(x, torch.Tensor) and x.device.type == "sim"
+
+
+def for_each(function, x):
+    """The function of x, or of everything in it, where x is a list or tuple."""
+    return tuple(for_each(function, entry) for entry in x) if isinstance(x, (list, tuple)) else function(x)
+
+
+def to_device_tensor(tensor):
+    """A device tensor over the memory of a CPU tensor."""
+    memory = tensor.untyped_storage()
+    address, device = memory.data_ptr(), torch.device("sim", 0)
+    storage = torch._C._construct_storage_from_data_pointer(address, device, memory.nbytes())
+    storage.memory = memory  # So the memory lives as long as the storage.
+    return set_storage(torch._C._acc.create_empty_tensor([0], tensor.dtype), storage, tensor)
+
+
+def set_storage(tensor, storage, like=None):
+    """Give a device tensor a storage, and the shape of another tensor. Without one it has the whole storage."""
+    if like is None:
+        like = torch.empty(storage.nbytes() // tensor.element_size(), device="meta")
+    shape = like.storage_offset(), like.size(), like.stride()
+    return aten.set_.source_Storage_storage_offset.redispatch(CPU_KERNELS, tensor, storage, *shape)
+
+
+def to_cpu_tensor(tensor):
+    """A CPU tensor over the memory of a device tensor."""
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0:
+        return torch.empty(tensor.size(), dtype=tensor.dtype)
+    shape = tensor.storage_offset(), tensor.size(), tensor.stride()
+    return torch.empty(0, dtype=tensor.dtype).set_(storage.memory, *shape)
+
+
+def run_on_cpu(op, *args, **kwargs):
+    """The kernel of every operation: check the devices, let the CPU compute, make device tensors of the results."""
+    name = op._schema.name.removeprefix("aten::")
+    check_devices(name, args, kwargs)
+    unknown_length = name == "repeat_interleave" and len(args) == 1 and kwargs.get("output_size") is None
+    if name in NEEDS_WAIT or unknown_length:
+        record_wait("item" if name == "_local_scalar_dense" else name)
+    originals = {}  # device tensors and their CPU tensors, by the id of the CPU tensor
+
+    def lower(x):
+        if not is_on_device(x):
+            return torch.device("cpu") if isinstance(x, torch.device) else x
+        lowered = to_cpu_tensor(x)
+        originals[id(lowered)] = x, lowered
+        return lowered
+
+    def lift(x):
+        if not isinstance(x, torch.Tensor):
+            return x
+        if id(x) not in originals:
+            return to_device_tensor(x)
+        original = originals[id(x)][0]  # The operation works in place, or writes into its argument `out`.
+        if original.shape != x.shape:  # `out` was too small.
+            set_storage(original, to_device_tensor(x).untyped_storage(), x)
+        return original
+
+    args = for_each(lower, args)
+    kwargs = {key: for_each(lower, x) for key, x in kwargs.items() if key != "pin_memory"}
+    for i, argument in enumerate(op._schema.arguments[: len(args)]):  # A number can stand for a tensor.
+        if isinstance(args[i], bool) and str(argument.type) == "Tensor":
+            args = (*args[:i], torch.tensor(args[i]), *args[i + 1 :])
+    with torch._C._AutoDispatchBelowAutograd():
+        return for_each(lift, op(*args, **kwargs))
+
+
+def check_devices(name, args, kwargs):
+    """Refuse tensors of two devices, as CUDA does."""
+    tensors = []
+    for_each(lambda x: isinstance(x, torch.Tensor) and tensors.append(x), [*args, *kwargs.values()])
+    on_cpu = [x for x in tensors if not is_on_device(x)]
+    base = name.removesuffix("_")
+    if base in INDEXING:  # Indices may be on the CPU.
+        on_cpu = [x for x in on_cpu if not any(x is index for index in args[1])]
+    changes_it = base != name  # Operations that work in place end with _.
+    bad = [x for x in on_cpu if x.dim() > 0 or base in NEEDS_ONE_DEVICE or (changes_it and x is args[0])]
+    if bad and len(bad) < len(tensors):
+        message = "Expected all tensors to be on the same device, but found at least two devices, sim:0 and cpu!"
+        raise RuntimeError(f"{message} ({name}, shapes on the CPU: {[tuple(x.shape) for x in bad]})")
+
+
+def copy_from(source, target, non_blocking=False):
+    """A copy within the device does not wait. A copy from or to the host does: the host's memory is not pinned."""
+    if source.device != target.device and source.numel() > 0:
+        record_wait("copy to host" if is_on_device(source) else "copy to device")
+    lowered_source, lowered_target = [to_cpu_tensor(x) if is_on_device(x) else x for x in (source, target)]
+    with torch._C._AutoDispatchBelowAutograd():
+        lowered_target.copy_(lowered_source)
+    return target
+
+
+def attention(query, key, value, attn_mask=None, *args, **kwargs):
+    """Attention as matrix products and a softmax. The mask is added, so where it is False it becomes minus infinity."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    return aten._scaled_dot_product_attention_math(query, key, value, attn_mask, *args, **kwargs)[0]
+
+
+def in_bfloat16(op, *args, **kwargs):
+    """An operation under autocast."""
+    with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+        args = for_each(lambda x: x.bfloat16() if is_on_device(x) and x.is_floating_point() else x, args)
+        return op(*args, **kwargs)
+
+
+def record_wait(kind):
+    """The backward pass has threads of its own. The main thread stands at the line of the script that started it."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    stack = [(frame.f_code, line) for frame, line in traceback.walk_stack(frame)]
+    waits.append((kind, [(code.co_name, line) for code, line in stack if code.co_filename == sys.argv[0]]))
+
+
+def install():
+    """Register the device, and make it accelerate's. It lasts as long as the returned registrations."""
+    backend_registration._setup_privateuseone_for_python_backend("sim")
+    torch.sim.get_amp_supported_dtype = lambda: [torch.bfloat16]
+    everything = torch.library.Library("_", "IMPL")
+    everything.fallback(run_on_cpu, "PrivateUse1")
+    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    operations = torch.library.Library("aten", "IMPL")
+    for op in (aten.as_strided.default, aten.view.default, aten._reshape_alias.default):
+        # Views read no memory, so the CPU's kernels make them for any device.
+        operations.impl(op, lambda *args, op=op: op.redispatch(CPU_KERNELS, *args), "PrivateUse1")
+    operations.impl("_copy_from", copy_from, "PrivateUse1")
+    operations.impl("set_.source_Storage", set_storage, "PrivateUse1")  # for torch.save
+    operations.impl("scaled_dot_product_attention", attention, "PrivateUse1")
+    operations.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
+    for name in IN_BFLOAT16:
+        op = getattr(aten, name).default
+        operations.impl(op, lambda *args, op=op, **kwargs: in_bfloat16(op, *args, **kwargs), "AutocastPrivateUse1")
+    # A module that moves to the device keeps its parameters, which the optimizer already holds.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    PartialState.default_device = property(lambda self: torch.device("sim", 0))
+    return everything, operations
+
+
+if __name__ == "__main__":
+    registrations = install()
+    sys.argv.pop(0)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    print(json.dumps(waits))
