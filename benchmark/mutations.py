@@ -107,7 +107,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "rows.append(batch.prompts[i].token_ids + batch.token_ids[i][:-1])",
      REWARDS + "reward_model_reads_the_episode_with_its_eos[rloo-llama-0]"),
     # algorithms
-    ("baseline has the episode itself", "rloo", "baselines = (groups.nan_to_num().sum(1, keepdim=True) - groups) / others",
+    ("baseline has the episode itself", "rloo",
+     "baselines = (groups.nan_to_num().sum(1, keepdim=True) - groups) / others",
      "baselines = groups.nanmean(1, keepdim=True)", ALGORITHMS + "rloo_advantages_by_hand"),
     ("KL sign, RLOO", "rloo", "rewards = scores - args.kl_coef * kl", "rewards = scores + args.kl_coef * kl",
      ALGORITHMS + "rloo_with_a_single_update_is_reinforce"),

@@ -8,7 +8,9 @@ from transformers import AutoModelForCausalLM
 
 
 def completion_model(script, model, eos_ids, shares_prompts=True):
-    """A CompletionModel as a script makes it, around a language model. Passes are `it(partial(script.pass_logprobs, ...))`."""
+    """A CompletionModel as a script makes it, around a language model.
+
+    A pass is `it(partial(script.pass_logprobs, ...))`."""
     args = SimpleNamespace(k=2, gradient_checkpointing=not shares_prompts, dtype="float32")
     made = script.CompletionModel(model, None, eos_ids, args)
     assert made.shares_prompts == shares_prompts

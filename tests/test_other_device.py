@@ -21,9 +21,9 @@ TWO_UPDATES = dict(num_mini_batches=2, per_device_train_batch_size=4, per_device
 BFLOAT16 = dict(dtype="bfloat16", lora_r=4, gradient_checkpointing=True, total_episodes=24)
 # Three bugs: random numbers, a mask, and what tells repeated episodes from others are on the CPU.
 BUGS = {
-    ".flatten(0, 1).to(accelerator.device)": ".flatten(0, 1)",
-    "batch.mask[episodes, :columns]": "batch.mask[episodes, :columns].cpu()",
-    "(positions < count).float().to(accelerator.device)": "(positions < count).float()",
+    "torch.arange(args.response_length, device=accelerator.device)": "torch.arange(args.response_length)",
+    "batch.mask[episodes, :longest]": "batch.mask[episodes, :longest].cpu()",
+    "is_real[order].to(accelerator.device)": "is_real[order]",
 }
 
 

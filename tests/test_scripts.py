@@ -128,7 +128,15 @@ def test_the_scripts_do_not_drift(pair):
     assert sum(not name.startswith("Args.") for name in counted) <= 8
     assert {section_of(name, part) for name in pair for part in differing} <= {1, 3, 4, 9, 10, 11}
     assert {"Batch", "CompletionModel.forward", "PassResults.gather", "JSONL_FILES", "Args"} <= shared - differing
-    assert {"generate", "sample", "pass_logprobs", "token_logprobs", "micro_batches", "evaluate", "load_state"} <= shared - differing
+    assert {
+        "generate",
+        "sample",
+        "pass_logprobs",
+        "token_logprobs",
+        "micro_batches",
+        "evaluate",
+        "load_state",
+    } <= shared - differing
     assert len(shared) > 130
 
 
