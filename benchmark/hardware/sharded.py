@@ -51,9 +51,9 @@ def count_gathers(module, *owners_and_names) -> Counter:
     gathers = Counter(gathers=0, while_sampling=0, samplings=0)
     sample = module.sample
 
-    def watched_sample(*args):
+    def watched_sample(*args, **inputs):
         before = gathers["gathers"]
-        result = sample(*args)
+        result = sample(*args, **inputs)
         gathers.update(while_sampling=gathers["gathers"] - before, samplings=1)
         return result
 
