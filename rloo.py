@@ -53,6 +53,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -244,7 +245,8 @@ def clipped_policy_loss(logratio, advantages, low: float, high: float):
     Returns the losses, and True where the clipped term is larger: above 1 + high for a positive
     advantage, below 1 - low for a negative one. There the gradient is 0. Shapes: as logratio.
     """
-    ratio = logratio.exp()
+    # A ratio that is clipped must not be inf: the backward pass would make nan of 0 * inf.
+    ratio = torch.where(advantages < 0, logratio, logratio.clamp(max=80)).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     return torch.maximum(unclipped, clipped), clipped > unclipped
@@ -572,7 +574,7 @@ def load_prompts(path: str | None, reward, tokenizer, max_length: int | None) ->
     """
     if path is None:
         return []
-    prompts = []
+    rows = []
     columns = {}
     for number, row in enumerate(read_rows(path), start=1):
         prompt = row.get("prompt") if isinstance(row, dict) else None
@@ -582,9 +584,12 @@ def load_prompts(path: str | None, reward, tokenizer, max_length: int | None) ->
             message = "needs an `answer`, with which the reward exact_match compares"
             raise ValueError(f"{path}:{number}: {message}")
         columns |= dict.fromkeys(row)
-        prompts.append(tokenize_prompt(row, tokenizer))
+        rows.append(row)
+    prompts = tokenize_prompts(rows, tokenizer)
     kept = []
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts, start=1):
+        if tokenizer is not None and not prompt.token_ids:
+            raise ValueError(f"{path}:{number}: the prompt, as the model reads it, has no tokens")
         if len(prompt.token_ids) <= (max_length or math.inf):
             kept.append(prompt._replace(row=columns | prompt.row))
     if not kept:
@@ -595,16 +600,20 @@ def load_prompts(path: str | None, reward, tokenizer, max_length: int | None) ->
     return kept
 
 
-def tokenize_prompt(row: dict, tokenizer) -> Prompt:
-    """Render a row's prompt, where it is a chat, and tokenize it."""
-    text = row["prompt"]
+def tokenize_prompts(rows: list[dict], tokenizer) -> list[Prompt]:
+    """Render the prompts that are chats, and tokenize them. One call for many rows is fast."""
     if tokenizer is None:
-        return Prompt(row, text, token_ids=[])
-    is_chat = isinstance(text, list)
-    if is_chat:
-        text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
-    # A chat template writes the special tokens itself.
-    return Prompt(row, text, tokenizer(text, add_special_tokens=not is_chat)["input_ids"])
+        return [Prompt(row, row["prompt"], token_ids=[]) for row in rows]
+    prompts = []
+    for is_chat, group in itertools.groupby(rows, lambda row: isinstance(row["prompt"], list)):
+        same_kind = list(group)
+        texts = [row["prompt"] for row in same_kind]
+        if is_chat:
+            texts = tokenizer.apply_chat_template(texts, tokenize=False, add_generation_prompt=True)
+        # A chat template writes the special tokens itself.
+        encoded = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"]
+        prompts += map(Prompt, same_kind, texts, encoded)
+    return prompts
 
 
 def exact_match(completions: list, answer: list, **_) -> list[float]:
@@ -708,7 +717,10 @@ def call_reward(function, batch: Batch, share: range) -> dict[str, list]:
         message = [{"role": "assistant", "content": text}]
         columns["completions"].append(message if is_chat else text)
     scores = function(**columns)
-    return dict(scores) if isinstance(scores, dict) else {"": scores}
+    parts = dict(scores) if isinstance(scores, dict) else {"": scores}
+    if "reward_model" in parts:
+        raise ValueError("--reward: no part may have the name reward_model; it is the model's part")
+    return parts
 
 
 def load_reward_model(args: Args, tokenizer, device):
@@ -1304,8 +1316,8 @@ def mean_metrics(rows: list[dict[str, float]]) -> dict:
 
 def write_metrics(accelerator, output_dir: Path, metrics: dict, progress: tqdm):
     """Hand an iteration's metrics to the trackers, metrics.jsonl and the progress bar."""
-    # The mean of no episodes is nan, which JSON does not know.
-    metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
+    # The mean of no episodes is nan, and a ratio can be inf. JSON knows neither.
+    metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
     accelerator.log(metrics, step=metrics["episode"])
     append_jsonl(accelerator, output_dir / "metrics.jsonl", [metrics])
     if "objective/scores" in metrics:
@@ -1458,7 +1470,9 @@ def save_model(accelerator, policy, output_dir: Path, summary: str):
     model.language_model.save_pretrained(folder, state_dict=weights)
     model.tokenizer.save_pretrained(folder)
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    card = f"`{' '.join(sys.argv)}`: {summary}. {versions}, accelerate {accelerate.__version__}.\n"
+    card = (
+        f"`{shlex.join(sys.argv)}`: {summary}. {versions}, accelerate {accelerate.__version__}.\n"
+    )
     (folder / "README.md").write_text(card)
     folder.rename(output_dir / "model")
 
@@ -1582,7 +1596,9 @@ def check_flags(args: Args):
     if "none" in (args.reward, args.eval_reward) and not args.reward_model_path:
         raise ValueError("--reward none and --eval-reward none need a --reward-model-path")
     path = args.eval_dataset
-    refuse(args.eval_every and not path, "--eval-every needs an --eval-dataset")
+    for flag in ("eval_every", "eval_reward", "eval_k"):
+        is_used = getattr(args, flag) != getattr(Args, flag)
+        refuse(is_used and not path, f"--{flag.replace('_', '-')} needs an --eval-dataset")
     if path and not path.endswith(".jsonl") and ":" not in path:
         raise ValueError("--eval-dataset must be a .jsonl file, or a Hub dataset as NAME:SPLIT")
     if args.eval_k > 1 and args.eval_temperature == 0:

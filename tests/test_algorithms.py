@@ -20,7 +20,8 @@ from conftest import (
     weights_of,
 )
 from plain import plain_gradient, token_weights
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM
 
 
 # ============================================ logged of a rollout ===========================================
@@ -129,6 +130,19 @@ def test_the_clip_cuts_where_it_helps(script):
     losses, cut = script.clipped_policy_loss(logratio, advantages, 0.2, 0.9)
     assert losses.tolist() == pytest.approx([-2 * math.exp(0.5), *expected[1:]])
     assert cut.tolist() == [False, False, False, True, False]
+
+
+def test_a_ratio_that_overflows_makes_no_nan(script):
+    """Above e^88 a float32 ratio is inf. Where it is clipped, or the advantage is 0, its gradient is 0 all the same.
+
+    With a negative advantage the loss is inf. Its gradient stops the run."""
+    logratio = torch.full((2,), 200.0, requires_grad=True)
+    losses, cut = script.clipped_policy_loss(logratio, torch.tensor([0.0, 1.0]), 0.2, 0.2)
+    losses.sum().backward()
+    assert losses.tolist() == pytest.approx([0.0, -1.2]) and cut.tolist() == [False, True]
+    assert logratio.grad.tolist() == [0.0, 0.0]
+    losses, cut = script.clipped_policy_loss(torch.tensor([200.0]), torch.tensor([-1.0]), 0.2, 0.2)
+    assert losses.item() == math.inf and not cut.item()
 
 
 # ================================================ a new loss ================================================
@@ -443,6 +457,25 @@ def test_ppo_values_and_returns_by_plain_passes(script, run, updates, tmp_path, 
     (0.5 * loss).backward()
     expected = [parameter.grad for parameter in model.parameters()]
     assert distance(expected, updates[0].gradients[-len(expected) - 1 : -1]) < 1e-5  # the last is the head's bias
+
+
+@only("ppo")
+def test_ppo_writes_its_value_model(script, run, tmp_path):
+    """--value-model-path takes the folder value_model/ of a run: the next run begins with the values it ended with.
+
+    That includes the bias of the head. With LoRA, where the run has only adapters, no value_model/ is written."""
+    flags = dict(learning_rate=0.01, kl_coef=0.0, total_episodes=24, batch_size=12)
+    first = run(script, **flags)[2]
+    trained = load_file(first / "value_model" / "value_head.safetensors")
+    assert trained["bias"].abs() > 1e-4 and trained["weight"].shape == (1, 16)
+    second = run(script, **flags, model_path=str(first / "model"), value_model_path=str(first / "value_model"))[2]
+    [row] = [row for row in read_jsonl(second / "rollouts.jsonl") if row["iteration"] == 1 and row["index"] == 0]
+    tokens = torch.tensor([encode(row["prompt"]) + row["token_ids"]])
+    trunk = AutoModel.from_pretrained(first / "value_model").eval()
+    hidden = trunk(tokens).last_hidden_state[0, -len(row["token_ids"]) - 1 : -1]
+    expected = (hidden @ trained["weight"].T + trained["bias"]).squeeze(1)
+    assert row["values"] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert not (run(script, **flags, lora_r=2)[2] / "value_model").exists()
 
 
 @only("ppo")

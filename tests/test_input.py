@@ -15,6 +15,7 @@ import tyro
 from conftest import (
     HERE,
     base_flags,
+    encode,
     group_flag,
     import_file,
     make_args,
@@ -59,11 +60,14 @@ BAD_FLAGS = [  # a flag, which the message must name, and its bad value
     *[("missing_eos_penalty", -1.0), ("weight_decay", -1.0), ("max_grad_norm", 0.0), ("max_grad_norm", math.nan)],
     *[("log_with", "no_such_tracker"), ("log_with", "mlflow"), ("reward", "none"), ("eval_reward", "none")],
     *[("warmup_steps", 3), ("eval_dataset", "someone/sums"), ("resume", True), ("eval_every", 2), ("eval_k", 2)],
+    *[("eval_k", 3), ("eval_reward", "mine.py:score")],
 ]
 ALSO = {  # other flags, which the value contradicts
     ("batch_size", 13): dict(num_mini_batches=2),
     ("warmup_steps", 3): dict(lr_scheduler_type="constant"),
     ("eval_every", 2): dict(dataset="mine.jsonl"),
+    ("eval_k", 3): dict(dataset="mine.jsonl", eval_temperature=1.0),
+    ("eval_reward", "mine.py:score"): dict(dataset="mine.jsonl"),
 }
 OWN_BAD_FLAGS = {
     "rloo": [("rloo_k", 1), ("rloo_k", 0), ("rloo_k", -3)],
@@ -267,6 +271,39 @@ def test_a_template_that_refuses_is_heard(script, refuses, tmp_path):
     path = save_model(tmp_path / "picky", make_model("llama"), tokenizer=picky)
     dataset = write_jsonl(tmp_path / "chat.jsonl", [{"prompt": [USER], "answer": "2"}])
     refuses(script, "only text", model_path=path, dataset=dataset)
+
+
+@one_text
+def test_a_template_that_writes_nothing_is_named_by_its_row(script, refuses, tmp_path):
+    """A prompt without tokens has nothing to continue."""
+    silent = make_tokenizer()
+    silent.chat_template = "{% if messages[0]['role'] == 'user' %}{{ messages[0]['content'] }}{% endif %}"
+    path = save_model(tmp_path / "silent", make_model("llama"), tokenizer=silent)
+    rows = [{"prompt": [{"role": role, "content": "1+1="}], "answer": "2"} for role in ("user", "assistant")]
+    dataset = write_jsonl(tmp_path / "chat.jsonl", rows)
+    refuses(script, "chat.jsonl:2", "no tokens", model_path=path, dataset=dataset, error=ValueError)
+
+
+@one_text
+def test_rows_of_text_and_of_chats_keep_their_order(script, tmp_path):
+    """Rows of one kind are tokenized together, text with special tokens, a rendered chat without more of them."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}="
+    calls = []
+
+    class Recorded:
+        apply_chat_template = tokenizer.apply_chat_template
+
+        def __call__(self, texts, **settings):
+            calls.append((len(texts), settings))
+            return tokenizer(texts, **settings)
+
+    prompts = ["1", "22", [USER | {"content": "3"}], [USER | {"content": "44"}], "5"]
+    found = script.tokenize_prompts([{"prompt": prompt} for prompt in prompts], Recorded())
+    assert [prompt.text for prompt in found] == ["1", "22", "3=", "44=", "5"]
+    assert [prompt.token_ids for prompt in found] == [encode(prompt.text) for prompt in found]
+    assert [prompt.row["prompt"] for prompt in found] == prompts
+    assert calls == [(count, {"add_special_tokens": special}) for count, special in ((2, True), (2, False), (1, True))]
 
 
 # ================================================== folders =================================================

@@ -154,6 +154,14 @@ def test_none_is_no_opinion(script, run, tmp_path):
 
 
 @one_text
+def test_no_part_of_a_reward_has_the_name_of_the_reward_model(script, run, tmp_path):
+    """It would be overwritten by the reward model's part, or be taken for it."""
+    (tmp_path / "named.py").write_text("def score(completions, **_): return {'reward_model': [1.0] * len(completions)}")
+    with pytest.raises(ValueError, match="--reward: no part may have the name reward_model"):
+        run(script, reward=f"{tmp_path / 'named.py'}:score")
+
+
+@one_text
 def test_a_faulty_reward_stops_the_run(script, run, world, updates, tmp_path):
     """What the reward raises is raised as it is. A wrong number of scores is named. No update of that iteration is
     made."""
