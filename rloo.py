@@ -314,10 +314,13 @@ def main(args: Args):
         rewards = scores
         if reference is not None:
             kl = (batch.logprobs - ref_logprobs).sum(1)  # [episodes], in nats
+            if kl.isnan().any():  # A reward of nan means that there is no score.
+                raise RuntimeError(f"iteration {iteration}: the KL to the reference is nan")
             rewards = scores - args.kl_coef * kl
         advantages = rloo_advantages(rewards, args.k)  # [episodes]
         if args.whiten_advantages:  # Their mean is 0 already. So it is enough to divide.
-            advantages = advantages * torch.rsqrt(advantages.var(correction=0) + 1e-8)
+            num_scored = (~scores.isnan()).sum().clamp(min=1)
+            advantages = advantages * torch.rsqrt(advantages.square().sum() / num_scored + 1e-8)
         loss_inputs = LossInputs(batch.logprobs, advantages)
 
         # ---- 4d  optimize

@@ -37,6 +37,7 @@ LIBRARIES += [f"transformers.models.{name}.modeling_{name}" for name in ("llama"
 NAMES = "sampling logprobs gradients algorithms rewards processes resume".split()
 SAMPLING, LOGPROBS, GRADIENTS, ALGORITHMS, REWARDS, PROCESSES, RESUME = (f"tests/test_{x}.py::test_" for x in NAMES)
 COUNTS = "test_accounting.py::test_"
+MISSING = "tests/test_missing_scores.py::test_"
 BATCH = COUNTS + "batch_arithmetic_equals_dealing_cards"
 SHARED = LOGPROBS + "a_shared_prompt_gives_what_rows_of_their_own_give[beyond-the-window-gpt2-rloo]"
 MICRO_BATCH = PROCESSES + "gradients_do_not_depend_on_the_micro_batch"
@@ -106,6 +107,18 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("reward model does not read the EOS", "rloo", "rows.append(batch.prompts[i].token_ids + batch.token_ids[i])",
      "rows.append(batch.prompts[i].token_ids + batch.token_ids[i][:-1])",
      REWARDS + "reward_model_reads_the_episode_with_its_eos[rloo-llama-0]"),
+    # episodes without a score
+    ("None counted as 0", "rloo", "            score = math.nan", "            score = 0.0",
+     MISSING + "gradient_without_some_scores[0.2-rloo]"),
+    ("unscored episode in the baseline", "rloo", "others = (~no_score).sum(1, keepdim=True) - 1", "others = k - 1",
+     MISSING + "rloo_advantages_without_some_scores"),
+    ("unscored episode in the deviation", "grpo", "advantages.square().nansum(1, keepdim=True) / others",
+     "advantages.square().nansum(1, keepdim=True) / (k - 1)", MISSING + "grpo_advantages_without_some_scores"),
+    ("unscored episode without KL", "grpo", "(advantages != 0) | (reference is not None)",
+     "(advantages != 0) | ((reference is not None) & ~scores.isnan())",
+     MISSING + "gradient_without_some_scores[0.2-grpo]"),
+    ("unscored episode whitened", "rloo", "advantages.square().sum() / num_scored", "advantages.square().mean()",
+     MISSING + "whitening_counts_only_scored_episodes"),
     # algorithms
     ("baseline has the episode itself", "rloo",
      "baselines = (groups.nan_to_num().sum(1, keepdim=True) - groups) / others",

@@ -139,20 +139,6 @@ def test_rewards_may_be_lists_arrays_tensors_or_parts(script, run, world):
     assert [row["score"] for row in rows] == [len(row["completion"]) + row["completion"].count("1") for row in rows]
 
 
-@only("rloo")
-def test_none_is_no_opinion(script, run, tmp_path):
-    """None counts as 0, in a list and in a part of a dict."""
-    (tmp_path / "opinions.py").write_text(
-        "def plain(completions, **_):\n    return [None if len(c) > 2 else 3 for c in completions]\n"
-        "def parts(completions, **_):\n    return {'a': plain(completions), 'b': [1.5] * len(completions)}\n"
-    )
-    for name, more in (("plain", 0), ("parts", 1.5)):
-        output_dir = run(script, reward=f"{tmp_path / 'opinions.py'}:{name}", total_episodes=12)[2]
-        rows = read_jsonl(output_dir / "rollouts.jsonl")
-        assert [row["score"] for row in rows] == [more + 3 * (len(row["completion"]) <= 2) for row in rows]
-        assert len({row["score"] for row in rows}) == 2
-
-
 @one_text
 def test_no_part_of_a_reward_has_the_name_of_the_reward_model(script, run, tmp_path):
     """It would be overwritten by the reward model's part, or be taken for it."""

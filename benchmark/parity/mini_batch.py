@@ -23,6 +23,7 @@ import functools
 import io
 import itertools
 import json
+import math
 import random
 import sys
 import tempfile
@@ -77,13 +78,23 @@ def equal_at_zero(**columns) -> list[float]:
     return score(**columns, of_equals=0.0)
 
 
-def none_of_seven(completions: list, **columns) -> list:
-    """No opinion on completions with a 7."""
-    return [None if "7" in c else s for c, s in zip(completions, score(completions=completions, **columns))]
+def none_of_seven(prompts: list, completions: list, **_) -> list:
+    """None for completions with a 7, and for one whole group. In another group a single completion has a score."""
+    scores = score(prompts, completions)
+    return [None if "7" in c or p.startswith("=") else s for p, c, s in zip(prompts, completions, scores)]
 
 
-def zero_of_seven(**columns) -> list[float]:
-    return [value or 0.0 for value in none_of_seven(**columns)]
+def none_of_long(prompts: list, completions: list, **_) -> list:
+    """None for completions of more than four characters."""
+    return [None if len(completion) > 4 else float(len(completion)) for completion in completions]
+
+
+def two_parts(**columns) -> dict[str, list]:
+    """Many completions have one part, and some have none. TRL gets the two functions."""
+    return {"seven": none_of_seven(**columns), "long": none_of_long(**columns)}
+
+
+TRL_REWARDS = {"two_parts": [none_of_seven, none_of_long]}
 
 
 LLAMA = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
@@ -212,7 +223,9 @@ def run_trl(world, algorithm: str, tally, micro_batches: int = 1, reward=None, p
     order = torch.cat(SCRIPTS[algorithm].draw_mini_batches(args, 1, 0, EPISODES))
     in_order = patch.object(TRL_FILES[algorithm], "shuffle_sequence_dict", lambda columns: permuted(columns, order))
     data = dict(rows=[{"prompt": row["prompt"]} for row in rollout[:: args.k]], model=args.model_path)
-    data |= dict(reward=reward or globals()[args.reward.split(":")[1]], callbacks=[TallyWeights(tally.updates)])
+    name = args.reward.split(":")[1]
+    data["reward"] = reward or TRL_REWARDS.get(name) or globals()[name]
+    data["callbacks"] = [TallyWeights(tally.updates)]
     with (
         tempfile.TemporaryDirectory(dir=world.folder) as folder,
         quiet_and_fresh(),
@@ -266,10 +279,24 @@ def same_cases() -> list[dict]:
         case = dict(algorithm="grpo", loss_type=loss_type, scale_rewards=scale, importance_sampling_level=level)
         case |= dict(cliprange=1.0 if loss_type == "cispo" else low, cliprange_high=high)
         cases += [case | dict(kl_coef=kl_coef) for kl_coef in (0.0, 0.05)]
+    cases += [case | dict(reward=reward) for case in cases_without_scores(cases) for reward in WITHOUT_SCORES]
     cases = [case | dict(num_ppo_epochs=2) for case in cases]
     grpo_kl = [dict(algorithm="grpo", loss_type=loss_type, kl_coef=0.05) for loss_type in loss_types]
     in_pieces = [case | dict(micro_batches=4) for case in (rloo_kl[1], *grpo_kl)]
     return cases + rloo_kl + grpo_kl + in_pieces
+
+
+WITHOUT_SCORES = ("none_of_seven", "two_parts")
+
+
+def cases_without_scores(cases: list[dict]) -> list[dict]:
+    """The cases that are run again with rewards that return None: every advantage, every loss, and with KL."""
+    chosen = [case for case in cases if case["algorithm"] == "rloo" and "temperature" not in case]
+    for case in cases:
+        if case["algorithm"] == "grpo" and case["importance_sampling_level"] == "token":
+            is_default = (case["loss_type"], case["scale_rewards"]) == ("grpo", "group")
+            chosen += [case] if case["kl_coef"] or is_default else []
+    return chosen
 
 
 def compare_same(world, case: dict) -> list[dict]:
@@ -300,9 +327,16 @@ def mini_batch_factor(tally, number: int) -> float:
 
 
 def whitening_factor(tally, _) -> float:
-    """The sample deviation of the advantages + 1e-4, for one population deviation."""
-    advantages = rloo.rloo_advantages(torch.tensor([row["score"] for row in tally.rollout]), tally.args.k)
-    return float((advantages.std() + 1e-4) * torch.rsqrt(advantages.var(correction=0) + 1e-8))
+    """TRL's deviation + 1e-4, for one of Tally's.
+
+    Neither counts an episode without a score. TRL also leaves out an episode that alone has a score in its group."""
+    groups = torch.tensor([math.nan if row["score"] is None else row["score"] for row in tally.rollout])
+    groups = groups.view(-1, tally.args.k)
+    has_score = ~groups.isnan()
+    others = (has_score.sum(1, keepdim=True) - 1).clamp(min=1)
+    advantages = (groups - groups.nanmean(1, keepdim=True)) * (others + 1) / others  # R_i - mean of the others
+    theirs = advantages[has_score & (has_score.sum(1, keepdim=True) > 1)].std() + 1e-4
+    return float(theirs * torch.rsqrt(advantages[has_score].var(correction=0) + 1e-8))
 
 
 # flags of Tally's, and what TRL gets besides `settings_like` them; then what takes the difference away: other flags for
@@ -346,20 +380,14 @@ DIFFERENCES = [
         )
         for loss_type in ("grpo", "dr_grpo")
     ),
-    dict(
-        what="whitened: TRL divides by the sample deviation + 1e-4, Tally by the population's",
-        flags=dict(algorithm="rloo", whiten_advantages=True, num_ppo_epochs=2, kl_coef=0.0),
-        undo=dict(factor=whitening_factor),
-        undone_by="times the quotient of the two",
-    ),
     *(
         dict(
-            what="a reward without opinion (None): TRL leaves the episode out of its group, Tally scores it 0",
-            flags=dict(algorithm=algorithm, reward="none_of_seven", kl_coef=0.0),
-            undo=dict(theirs=dict(reward=zero_of_seven)),
-            undone_by="0 for None",
+            what="whitened: TRL divides by the sample deviation + 1e-4, Tally by the population's",
+            flags=dict(algorithm="rloo", whiten_advantages=True, num_ppo_epochs=2, kl_coef=0.0, reward=reward),
+            undo=dict(factor=whitening_factor),
+            undone_by="times the quotient of the two",
         )
-        for algorithm in ("rloo", "grpo")
+        for reward in ("score", "none_of_seven")
     ),
     dict(
         what="a group of equal scores 0.87, whose mean rounds: TRL divides what is left by 1e-4, in Tally it is 0",
@@ -519,7 +547,7 @@ def compare_ppo(world) -> list[dict]:
 
 
 # ================================================== result ===================================================
-SHOWN = ("algorithm", "loss_type", "scale_rewards", "importance_sampling_level", "kl_coef", "temperature")
+SHOWN = ("algorithm", "reward", "loss_type", "scale_rewards", "importance_sampling_level", "kl_coef", "temperature")
 MEASURES = ("loss", "gradient", "value_loss", "value")
 
 

@@ -8,14 +8,15 @@ line, for instance with `--reward trl.rewards:think_format_reward`. Some functio
 as `--reward benchmark/parity/trl_rewards.py:repetition`. Then TRL's trainer runs on the same completions with the same
 functions. Only its `_generate_single_turn` is replaced. Two things are compared: what TRL's `_calculate_rewards` gives
 every completion with Tally's score, and the mean that TRL logs with Tally's `objective/scores`. One prompt in eight has
-a solution that math_verify cannot read, and accuracy rewards return None for it. Tally counts 0 there. TRL leaves the
-completion out of its mean, which is compared with `of_opinions`.
+a solution that math_verify cannot read, and accuracy rewards return None for it. Then the completion has no score: both
+must leave it out of the mean.
 
 Writes rewards.json, a line for each script and function. The exit status is 1 if a number differs.
 """
 
 import itertools
 import json
+import math
 import sys
 import tempfile
 import warnings
@@ -80,7 +81,7 @@ def run_tally(script: str, spec: str, folder: Path) -> tuple[list[dict], float]:
 
 
 def run_trl(algorithm: str, reward, rollout: list[dict], rows: list[dict], folder: Path) -> tuple[torch.Tensor, float]:
-    """What TRL's trainer gives the completions of Tally's rollout, NaN for None, and the mean reward that it logs."""
+    """What TRL's trainer gives the completions of Tally's rollout, nan for None, and the mean reward that it logs."""
     model, kept = folder / "model", []
     tokenizer = AutoTokenizer.from_pretrained(model)
     rendered = dict(tokenize=False, add_generation_prompt=True)
@@ -100,12 +101,11 @@ def compare(script: str, name: str, rows: list[dict], folder: Path) -> dict:
     spec = f"trl.rewards:{name}" if name in OWN else f"{HERE / 'trl_rewards.py'}:{name}"
     rollout, mean = run_tally(script, spec, folder)
     theirs, logged = run_trl(script, getattr(trl_own if name in OWN else trl_rewards, name), rollout, rows, folder)
-    ours, has_opinion = torch.tensor([row["score"] for row in rollout]), ~theirs.isnan()
-    row = dict(script=script, reward=name, completions=len(ours), none=int((~has_opinion).sum()))
-    row |= dict(differ=int((ours != theirs)[has_opinion].sum()), not_0_for_none=int((ours != 0)[~has_opinion].sum()))
-    of_opinions = ours[has_opinion].mean().item()  # what TRL logs
-    row |= dict(mean=mean, of_opinions=of_opinions, trl=logged, mean_difference=abs(of_opinions - logged))
-    return row | dict(values=len(set(ours.tolist())))
+    ours = torch.tensor([math.nan if row["score"] is None else row["score"] for row in rollout])
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())  # nan: both have no score
+    row = dict(script=script, reward=name, completions=len(ours), none=int(theirs.isnan().sum()))
+    row |= dict(differ=int((~same).sum()), mean=mean, trl=logged, mean_difference=abs(mean - logged))
+    return row | dict(values=len(set(ours[~ours.isnan()].tolist())))
 
 
 def main():
@@ -121,7 +121,7 @@ def main():
             print(json.dumps(row), flush=True)
             results.append(row)
     write_lines(HERE / "rewards.json", results)
-    wrong = [row for row in results if row["differ"] or row["not_0_for_none"] or row["mean_difference"] > 1e-6]
+    wrong = [row for row in results if row["differ"] or row["mean_difference"] > 1e-6]
     print(f"{len(results) - len(wrong)} of {len(results)}: the same numbers")
     sys.exit(len(wrong) > 0)
 

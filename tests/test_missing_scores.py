@@ -1,0 +1,372 @@
+"""Episodes without a score. The reward returns None for them, and they leave their group."""
+
+import json
+import math
+import statistics
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    base_flags,
+    compare_runs,
+    distance,
+    encode,
+    flat,
+    launch,
+    make_model,
+    one_text,
+    only,
+    plain_logprobs,
+    read_jsonl,
+    record_calls,
+    result_of,
+    save_model,
+    weights_of,
+)
+from plain import plain_gradient
+from transformers import AutoModelForCausalLM
+
+UNSURE = """
+from rewards import letters
+
+calls = 0
+
+def unsure(prompts, completions, **_):
+    '''The reward `letters`, but None for a completion with an "a".'''
+    return [None if "a" in c else s for c, s in zip(completions, letters(prompts, completions))]
+
+def parts(prompts, completions, **_):
+    length = [None if len(c) < 4 else 0.5 * len(c) for c in completions]
+    return {"letters": unsure(prompts, completions), "length": length, "never": [None] * len(completions)}
+
+def never(completions, **_):
+    return [None] * len(completions)
+
+def not_second(prompts, completions, **_):
+    '''Every completion of the second iteration has no score.'''
+    global calls
+    calls += 1
+    return never(completions) if calls == 2 else letters(prompts, completions)
+"""
+grouped = only("rloo", "grpo")
+ONE_BATCH = dict(batch_size=24, total_episodes=24, seed=5)  # This batch has groups with 0, 1, 2 and 3 scores.
+NAN = math.nan
+
+
+@pytest.fixture
+def unsure(world):
+    """unsure(name): the --reward of a function above. It is None for some completions."""
+    (world.folder / "unsure.py").write_text(UNSURE)
+    return lambda name="unsure": f"{world.folder / 'unsure.py'}:{name}"
+
+
+def own_advantage(script, rewards, i):
+    """The advantage of the i-th episode of a group, in a loop over the others. None is an episode without a score."""
+    scored = [r for r in rewards if r is not None]
+    if rewards[i] is None or len(scored) < 2:
+        return 0.0
+    if script.__name__ == "rloo":
+        others = [r for j, r in enumerate(rewards) if r is not None and j != i]
+        return rewards[i] - sum(others) / len(others)
+    return (rewards[i] - statistics.mean(scored)) / (statistics.stdev(scored) + 1e-4)
+
+
+def groups_of(rows, k=3):
+    """The groups of rollouts.jsonl, in which some episodes have no score."""
+    groups = [rows[i : i + k] for i in range(0, len(rows), k)]
+    counts = {sum(row["score"] is not None for row in group) for group in groups}
+    assert counts == set(range(k + 1)), "the test needs groups with 0 to k scores"
+    return groups
+
+
+# ================================================ advantages ================================================
+@only("rloo")
+def test_rloo_advantages_without_some_scores(script):
+    """By hand: groups with three scores, two, one and none, and one with two equal scores."""
+    rewards = [1.0, NAN, 2.0, 6.0, 5.0, NAN, NAN, 2.0, NAN, 7.0, NAN, NAN, *[NAN] * 4, 0.1, 0.1, NAN, NAN]
+    expected = [1 - 4, 0, 2 - 3.5, 6 - 1.5, 3, 0, 0, -3, *[0] * 12]
+    advantages = script.rloo_advantages(torch.tensor(rewards), 4).tolist()
+    assert advantages == pytest.approx(expected) and advantages[8:] == [0.0] * 12
+
+
+@only("grpo")
+def test_grpo_advantages_without_some_scores(script):
+    """By hand, for each --scale-rewards. Deviations are those of the scores that are there."""
+    scores = [1.0, NAN, 2.0, 6.0, 5.0, NAN, NAN, 2.0, NAN, 7.0, NAN, NAN, *[NAN] * 4, 0.1, 0.1, NAN, NAN]
+    centered = [-2, 0, -1, 3, 1.5, 0, 0, -1.5, *[0] * 12]
+    first, second = statistics.stdev([1, 2, 6]), statistics.stdev([5, 2])
+    batch = statistics.stdev([1, 2, 6, 5, 2, 7, 0.1, 0.1])
+    for scale, deviations in {"none": [1.0] * 3, "group": [first, second, 1], "batch": [batch] * 3}.items():
+        epsilon = 0 if scale == "none" else 1e-4
+        expected = [a / (deviations[min(i // 4, 2)] + epsilon) for i, a in enumerate(centered)]
+        advantages, all_equal = script.grpo_advantages(torch.tensor(scores), 4, scale)
+        assert advantages.tolist() == pytest.approx(expected, rel=1e-5), scale
+        assert advantages[8:].tolist() == [0.0] * 12 and all_equal.tolist() == [False, False, True, True, True]
+        for few in ([NAN] * 4, [3.0, NAN, NAN, NAN]):  # the whole batch has at most one score
+            assert script.grpo_advantages(torch.tensor(few), 4, scale)[0].tolist() == [0.0] * 4
+
+
+@grouped
+@pytest.mark.parametrize("kl_coef", [0.0, 0.2])
+def test_gradient_without_some_scores(script, run, world, unsure, updates, kl_coef):
+    """Advantages by a loop over the scores of a group, and gradients by plain passes. Denominators count all episodes.
+
+    RLOO's KL is a part of the reward, so an episode without a score has no gradient. GRPO's KL is a part of the loss.
+    Every episode has its gradient."""
+    flags = dict(reward=unsure(), kl_coef=kl_coef, ref_model_path=world.reference, per_device_train_batch_size=5)
+    rows = read_jsonl(run(script, **flags, **ONE_BATCH)[2] / "rollouts.jsonl")
+    weights = []
+    for group in groups_of(rows):
+        rewards = [row["score"] for row in group]
+        for i, row in enumerate(group):
+            assert (row["score"] is None) == ("a" in row["completion"])
+            kl = sum(row["logprobs"]) - sum(row["ref_logprobs"])
+            if script.__name__ == "rloo" and row["score"] is not None:
+                rewards[i] = row["score"] - kl_coef * kl
+        for i, row in enumerate(group):
+            advantage = own_advantage(script, rewards, i)
+            assert row["advantage"] == pytest.approx(advantage, rel=1e-4, abs=1e-5)
+            weight = torch.full((len(row["token_ids"]),), advantage)
+            if script.__name__ == "grpo":
+                difference = torch.tensor(row["ref_logprobs"]) - torch.tensor(row["logprobs"])
+                weight = (weight - kl_coef * (1 - difference.exp())) / len(weight)
+            weights.append(weight / 24)
+            has_gradient = (weight != 0).any().item()
+            assert has_gradient == (advantage != 0 or (script.__name__ == "grpo" and kl_coef > 0))
+    assert distance(plain_gradient(world.llama, rows, weights), updates[0].gradients) < 1e-5
+
+
+@only("grpo")
+@pytest.mark.parametrize("loss_type", ["dapo", "dr_grpo", "cispo"])
+def test_denominators_count_episodes_without_a_score(script, run, world, unsure, updates, loss_type):
+    """The tokens of all episodes in dapo and cispo, and the number of all episodes in dr_grpo."""
+    flags = dict(reward=unsure(), kl_coef=0.0, loss_type=loss_type, **ONE_BATCH)
+    rows = read_jsonl(run(script, **flags)[2] / "rollouts.jsonl")
+    assert groups_of(rows)
+    all_tokens = sum(len(row["token_ids"]) for row in rows)
+    denominator = 24 * 6 if loss_type == "dr_grpo" else all_tokens
+    weights = [torch.full((len(row["token_ids"]),), row["advantage"] / denominator) for row in rows]
+    assert distance(plain_gradient(world.llama, rows, weights), updates[0].gradients) < 1e-5
+
+
+@only("rloo")
+def test_whitening_counts_only_scored_episodes(script, run, unsure):
+    """The population variance of the advantages of all episodes with a score is 1. Without any score it stays 0."""
+    flags = dict(whiten_advantages=True, kl_coef=0.0, **ONE_BATCH)
+    rows = read_jsonl(run(script, reward=unsure(), **flags)[2] / "rollouts.jsonl")
+    assert groups_of(rows) and all(row["advantage"] == 0 for row in rows if row["score"] is None)
+    scored = [row["advantage"] for row in rows if row["score"] is not None]
+    assert np.mean(scored) == pytest.approx(0, abs=1e-6) and np.var(scored) == pytest.approx(1, abs=1e-5)
+    rows = read_jsonl(run(script, reward=unsure("never"), **flags)[2] / "rollouts.jsonl")
+    assert [row["advantage"] for row in rows] == [0.0] * 24
+
+
+# ================================================== parts ===================================================
+@grouped
+def test_a_part_that_is_none_adds_nothing(script, run, unsure):
+    """The score is the sum of the parts that are there. An episode without any part has no score.
+
+    `reward/<name>` is the mean over the episodes that have the part."""
+    _, [line], output_dir = run(script, reward=unsure("parts"), batch_size=24, total_episodes=24, seed=3)
+    rows = read_jsonl(output_dir / "rollouts.jsonl")
+    plain = {}
+    for row in rows:
+        text = row["completion"]
+        letters = len(set(text)) + 0.3 * text.count("1") - 0.1 * len(text) * (len(row["prompt"]) % 3)
+        named = {"letters": None if "a" in text else letters, "length": None if len(text) < 4 else 0.5 * len(text)}
+        named = {name: value for name, value in named.items() if value is not None}
+        for name, value in named.items():
+            plain.setdefault(name, []).append(value)
+        assert row["score"] == (pytest.approx(sum(named.values()), abs=1e-5) if named else None)
+    missing = sum(row["score"] is None for row in rows)
+    assert len(plain["letters"]) < 24 - missing < 24 and len(plain["length"]) < 24 - missing
+    for name, values in plain.items():
+        assert line[f"reward/{name}"] == pytest.approx(np.mean(values), rel=1e-5)
+    assert line["objective/scores"] == pytest.approx(np.mean([r["score"] for r in rows if r["score"] is not None]))
+    assert line["val/num_unscored"] == missing and "reward/never" not in line
+
+
+@grouped
+def test_a_reward_model_gives_every_episode_a_score(script, run, world, unsure):
+    """The function returns None for some completions. Their score is that of the reward model alone."""
+    flags = dict(reward_model_path=world.classifier, total_episodes=12)
+    both, [line], output_dir = run(script, reward=unsure(), **flags)
+    alone = read_jsonl(run(script, reward="none", **flags)[2] / "rollouts.jsonl")
+    is_same = []
+    for row, other in zip(read_jsonl(output_dir / "rollouts.jsonl"), alone, strict=True):
+        is_same.append(row["score"] == other["score"])
+        assert is_same[-1] == ("a" in row["completion"])
+    assert any(is_same) and not all(is_same) and "val/num_unscored" not in line
+
+
+@one_text
+def test_the_penalty_of_a_missing_eos_gives_no_score(script, run, unsure):
+    """An episode without a score has none after --missing-eos-penalty, either."""
+    rows = read_jsonl(run(script, reward=unsure(), missing_eos_penalty=3.0)[2] / "rollouts.jsonl")
+    assert any("a" in row["completion"] and row["token_ids"][-1] != 1 for row in rows)
+    assert all((row["score"] is None) == ("a" in row["completion"]) for row in rows)
+
+
+@only("rloo")
+def test_the_kl_is_that_of_all_episodes(script, run, world, unsure):
+    """objective/kl is the mean over all episodes, with and without a score."""
+    flags = dict(reward=unsure(), kl_coef=0.1, ref_model_path=world.reference, total_episodes=12)
+    _, [line], output_dir = run(script, **flags)
+    policy, reference = (AutoModelForCausalLM.from_pretrained(p).eval() for p in (world.llama, world.reference))
+    sums = []
+    for row in read_jsonl(output_dir / "rollouts.jsonl"):
+        episode = encode(row["prompt"]), row["token_ids"]
+        with torch.no_grad():
+            kl = plain_logprobs(policy, *episode) - plain_logprobs(reference, *episode)
+        sums.append(kl.sum().item())
+    assert line["objective/kl"] == pytest.approx(np.mean(sums), rel=1e-4) and line["val/num_unscored"] > 0
+    assert line["objective/rlhf_reward"] == pytest.approx(line["objective/scores"] - 0.1 * np.mean(sums), rel=1e-4)
+
+
+# ============================================ no score in a batch ===========================================
+@grouped
+def test_a_run_without_any_score(script, run, world, unsure, capsys):
+    """It ends, and the weights are as before. No mean of scores is logged, and no file or tracker has nan."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = dict(reward=unsure("never"), eval_dataset=world.dataset(5), log_with="tensorboard", kl_coef=0.0)
+    flags |= dict(num_mini_batches=2, num_ppo_epochs=2)
+    args, metrics, output_dir = run(script, **flags)
+    assert "; no sampled episode had a score in " in capsys.readouterr().out
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(world.llama), weights_of(output_dir / "model")))
+    assert metrics[0] == {"iteration": 0, "step": 0, "episode": 0, "epoch": 0.0, "eval/num_unscored": 5}
+    for line in metrics[1:]:
+        assert line["val/num_unscored"] == 12 - 3 * (line is metrics[-1]) and line["grad_norm"] == 0
+        assert not {"objective/scores", "objective/rlhf_reward", "reward/", "val/ratio"} & line.keys()
+        assert all(math.isfinite(value) for value in line.values())
+    assert metrics[-1]["eval/num_unscored"] == 5 and not {"eval/scores", "eval/best_of_k"} & metrics[-1].keys()
+    for name in ("rollouts.jsonl", "samples.jsonl"):
+        assert {row["score"] for row in read_jsonl(output_dir / name)} == {None}
+        assert "NaN" not in (output_dir / name).read_text()
+    tracked = EventAccumulator(str(output_dir / "tally")).Reload()
+    tags = tracked.Tags()["scalars"]
+    assert "val/num_unscored" in tags and "objective/scores" not in tags
+    assert all(math.isfinite(event.value) for tag in tags for event in tracked.Scalars(tag))
+
+
+@grouped
+def test_an_iteration_without_any_score(script, run, unsure, updates, capsys):
+    """Its gradient is 0, and its line has no mean of scores. The iterations around it train as always."""
+    metrics = run(script, reward=unsure("not_second"), kl_coef=0.0)[1]
+    norms = [flat(update.gradients).norm().item() for update in updates]
+    assert norms[0] > 0.01 and norms[1] == 0 and len(norms) == len(metrics) == 2
+    first, second = metrics
+    assert "val/num_unscored" not in first and second["val/num_unscored"] == 9
+    assert first.keys() - second.keys() >= {"objective/scores"} and second["grad_norm"] == 0
+    score = f"{first['objective/scores']:.3f}"
+    assert f"sampled score {score} -> {score}" in capsys.readouterr().out
+
+
+# ================================================ evaluation ================================================
+@pytest.mark.parametrize("k, temperature", [(1, 0.0), (2, 1.0)])
+def test_evaluation_without_some_scores(script, run, world, unsure, monkeypatch, k, temperature):
+    """eval/scores is the mean over the completions with a score, and eval/num_unscored counts the others.
+
+    eval/best_of_k is the mean over the prompts that have a score. PPO, too, may evaluate with such a reward."""
+    flags = dict(eval_reward=unsure(), eval_dataset=world.dataset(20, seed=2), eval_k=k, eval_temperature=temperature)
+    calls = record_calls(monkeypatch, script, "score_episodes")
+    _, metrics, _ = run(script, **flags)
+    [texts] = [call.args[1].completions for call in calls if call.args[3] == "evaluation 0"]
+    prompts = [prompt.text for call in calls if call.args[3] == "evaluation 0" for prompt in call.args[1].prompts]
+    scores = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        letters = len(set(text)) + 0.3 * text.count("1") - 0.1 * len(text) * (len(prompt) % 3)
+        scores.append(None if "a" in text else letters)
+    groups = [[s for s in scores[i : i + k] if s is not None] for i in range(0, len(scores), k)]
+    best = [max(group) for group in groups if group]
+    scored = [score for score in scores if score is not None]
+    assert 0 < len(best) < 20 and len(texts) == 20 * k
+    assert metrics[0]["eval/scores"] == pytest.approx(np.mean(scored), rel=1e-5)
+    assert metrics[0]["eval/best_of_k"] == pytest.approx(np.mean(best), rel=1e-5)
+    assert metrics[0]["eval/num_unscored"] == 20 * k - len(scored)
+    assert "objective/scores" in metrics[1] and "val/num_unscored" not in metrics[1]
+
+
+# =================================================== files ==================================================
+@one_text
+def test_a_missing_score_is_null_and_is_shown(script, run, unsure, capsys):
+    """rollouts.jsonl and samples.jsonl have null, and valid JSON. The table in the terminal has None."""
+    output_dir = run(script, reward=unsure(), num_sample_generations=4)[2]
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    for name in ("metrics.jsonl", "rollouts.jsonl", "samples.jsonl"):
+        rows = [json.loads(line, parse_constant=refuse) for line in open(output_dir / name)]
+        assert name == "metrics.jsonl" or any(row["score"] is None for row in rows)
+    assert "│ None" in capsys.readouterr().out
+
+
+@one_text
+def test_a_resumed_run_without_some_scores(script, run, unsure, monkeypatch):
+    """A run that stops and resumes gives the same files and weights as one that never stopped."""
+    flags = dict(reward=unsure(), save_every=1, batch_size=6)
+    expected = result_of(run(script, **flags)[2])
+    folder, score_episodes, calls = None, script.score_episodes, []
+
+    def stop(accelerator, batch, scorer, where):
+        calls.append(where)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return score_episodes(accelerator, batch, scorer, where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "score_episodes", stop)
+        folder = str(unsure()).rsplit("/", 1)[0] + "/resumed"
+        with pytest.raises(KeyboardInterrupt):
+            run(script, **flags, output_dir=folder)
+    output_dir = run(script, **flags, output_dir=folder, resume=True)[2]
+    assert result_of(output_dir) == expected
+
+
+@grouped
+@pytest.mark.slow
+def test_two_processes_without_some_scores(script, run, world, unsure, tmp_path):
+    """Two processes give the run of one."""
+    flags = dict(reward=unsure("parts"), num_train_epochs=2.0, num_mini_batches=2, num_ppo_epochs=2, learning_rate=1e-3)
+    flags |= {"rloo": dict(whiten_advantages=True), "grpo": dict(scale_rewards="batch")}[script.__name__]
+    flags |= dict(eval_dataset=world.dataset(3, seed=4), eval_reward=unsure(), kl_coef=0.1)
+    _, metrics, output_dir = run(script, **flags)
+    assert any("val/num_unscored" in line for line in metrics)
+    flags |= dict(output_dir=tmp_path / "out", per_device_train_batch_size=3)
+    finished = launch(script, 2, tmp_path, base_flags(world) | flags)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    compare_runs(output_dir, tmp_path / "out")
+
+
+# ============================================ what stops the run ============================================
+@only("ppo")
+def test_ppo_refuses_an_episode_without_a_score(script, run, world, updates, tmp_path):
+    """The error names the prompt, and says what to return. No update of that iteration is made."""
+    out = tmp_path / "out"
+    with pytest.raises(ValueError) as raised:
+        run(script, reward=world.reward("none"), output_dir=str(out), batch_size=6, num_train_epochs=2)
+    assert len(updates) == len(read_jsonl(out / "metrics.jsonl")) == 1 and not (out / "model").exists()
+    prompts = [row["prompt"] for row in read_jsonl(world.dataset(7))]
+    named = [prompt for prompt in prompts if f"a completion of {prompt!r} has no score" in str(raised.value)]
+    assert len(named) == 1 and "--reward gave None, and PPO needs a number for each completion" in str(raised.value)
+
+
+@only("ppo")
+def test_ppo_names_the_prompt_without_a_score(script):
+    """The first episode without a score is named."""
+    batch = SimpleNamespace(prompts=[SimpleNamespace(text=text) for text in ("1+1", "2+2", "3+3")])
+    script.refuse_missing_scores(batch, torch.tensor([0.0, 1.0, -1.0]))
+    with pytest.raises(ValueError, match=r"'2\+2' has no score"):
+        script.refuse_missing_scores(batch, torch.tensor([0.0, NAN, NAN]))
+
+
+def test_a_kl_of_nan_is_not_a_missing_score(script, run, world, tmp_path, updates):
+    """A broken reference stops the run before the first update."""
+    model = make_model("llama", seed=1)
+    model.lm_head.weight.data[5] = NAN
+    with pytest.raises(RuntimeError, match="is nan"):
+        run(script, ref_model_path=save_model(tmp_path / "broken", model), kl_coef=0.1)
+    assert not updates
