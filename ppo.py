@@ -1080,7 +1080,10 @@ def run_whole_batch(args: Args, accelerator, one_pass, model, batch: Batch) -> t
     results = PassResults(accelerator, len(batch.prompts))
     for micro_batch in micro_batches(accelerator, episodes, batch.pass_lengths, size):
         results.add(micro_batch, one_pass(args, model, batch, micro_batch.episodes))
-    return results.gather(episodes)
+    found = results.gather(episodes)
+    if found.isnan().any():  # In rewards, nan would mean that there is no score.
+        raise RuntimeError("a pass without gradient gave nan; are the weights of its model whole?")
+    return found
 
 
 # ============================== 8  loading and running models ==============================

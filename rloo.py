@@ -314,8 +314,6 @@ def main(args: Args):
         rewards = scores
         if reference is not None:
             kl = (batch.logprobs - ref_logprobs).sum(1)  # [episodes], in nats
-            if kl.isnan().any():  # A reward of nan means that there is no score.
-                raise RuntimeError(f"iteration {iteration}: the KL to the reference is nan")
             rewards = scores - args.kl_coef * kl
         advantages = rloo_advantages(rewards, args.k)  # [episodes]
         if args.whiten_advantages:  # Their mean is 0 already. So it is enough to divide.
@@ -928,7 +926,10 @@ def run_whole_batch(args: Args, accelerator, one_pass, model, batch: Batch) -> t
     results = PassResults(accelerator, len(batch.prompts))
     for micro_batch in micro_batches(accelerator, episodes, batch.pass_lengths, size):
         results.add(micro_batch, one_pass(args, model, batch, micro_batch.episodes))
-    return results.gather(episodes)
+    found = results.gather(episodes)
+    if found.isnan().any():  # In rewards, nan would mean that there is no score.
+        raise RuntimeError("a pass without gradient gave nan; are the weights of its model whole?")
+    return found
 
 
 # ============================== 8  loading and running models ==============================
