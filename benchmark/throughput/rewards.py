@@ -23,3 +23,8 @@ def one_group_in_four(completions: list, **_) -> list[float]:
     """`share_of_letters` for groups 0, 4, 8, .. of a batch with k = 4; 0 for the others, whose scores are so equal."""
     shares = share_of_letters(completions)
     return [share if episode // 4 % 4 == 0 else 0.0 for episode, share in enumerate(shares)]
+
+
+def place_in_group(completions: list, **_) -> list[float]:
+    """0, 1, 2, 3, 0, 1, .. with k = 4. No group has equal scores, so every episode is trained on."""
+    return [float(episode % 4) for episode in range(len(completions))]

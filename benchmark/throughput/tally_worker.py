@@ -1,4 +1,4 @@
-"""One measured run of a script for throughput.py and scaling.py, in a process of its own.
+"""One measured run of a script for throughput.py, scaling.py and gpu/measure.py, in a process of its own.
 
     python benchmark/throughput/tally_worker.py JOB.json RESULT.json
 
@@ -10,6 +10,10 @@ It imports the script as it is, and replaces in the module only what a measureme
                                of an iteration
     save_model                 writes nothing, and marks the end of the last iteration
     find_eos_ids               where the lengths are forced: no token ends a completion
+    time_metrics               waits until the GPU is done with the last update
+
+The job's `device` is `cpu` or `cuda`. Without it, it is `cpu`. A GPU works on while the program goes on, so each clock
+waits for it first. The memory of a GPU is the most that PyTorch's tensors had at once.
 """
 
 import contextlib
@@ -63,7 +67,8 @@ def flags(job: dict) -> list[str]:
 
 def load_script(job: dict):
     """Import the script, with the job's number of threads and, for forced lengths, without an EOS."""
-    os.environ["ACCELERATE_USE_CPU"] = "true"
+    if job.get("device", "cpu") == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
     sys.path.insert(0, str(FOLDER.parent.parent))
     import torch
 
@@ -83,14 +88,21 @@ def measure(module, job: dict) -> dict:
     steps = []
     prompt_lengths = []
     load_prompts = module.load_prompts
+    time_metrics = module.time_metrics
+    on_gpu = job.get("device", "cpu") == "cuda"
+
+    def now() -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def put_a_clock_around(name: str, part: str):
         function = getattr(module, name)
 
         def clocked(*args, **inputs):
-            started = time.perf_counter()
+            started = now()
             result = function(*args, **inputs)
-            steps[-1][part] += time.perf_counter() - started
+            steps[-1][part] += now() - started
             if part == "generation":
                 steps[-1]["longest_completion"] = int(result["lengths"].max())
             return result
@@ -103,18 +115,23 @@ def measure(module, job: dict) -> dict:
         return prompts
 
     def in_file_order(seed, num_prompts, first, count):
-        begins.append(time.perf_counter())
+        begins.append(now())
         order = [position % num_prompts for position in range(first, first + count)]
         lengths = [prompt_lengths[i] for i in order]
         counts = dict(prompt_tokens=job["k"] * sum(lengths), longest_prompt=max(lengths))
         steps.append(dict(generation=0.0, logprobs=0.0, **counts))
         return order
 
+    def after_the_update(*args):
+        now()
+        return time_metrics(*args)
+
     for name, part in ROLLOUT_PARTS.items():
         put_a_clock_around(name, part)
     module.load_prompts = keep_lengths
     module.draw_prompts = in_file_order
-    module.save_model = lambda *args: begins.append(time.perf_counter())
+    module.save_model = lambda *args: begins.append(now())
+    module.time_metrics = after_the_update
     with torch.profiler.profile() if job.get("profile") else contextlib.nullcontext() as profile:
         module.main(tyro.cli(module.Args, args=flags(job)))
     if profile is not None:
@@ -129,10 +146,11 @@ def measure(module, job: dict) -> dict:
         step["rollout_s"] = row["time/rollout_s"]  # as the script logs it: generation, log-probabilities, scores
         step["tokens"] = round(row["response_length_mean"] * job["batch"])
         step["ended"] = row["val/num_eos_tokens"]
+    peak = torch.cuda.max_memory_allocated() if on_gpu else read_kilobytes("VmHWM") * 2**10
     return dict(
         steps=steps,
         episodes=rows[-1]["episode"],
-        peak_gib=read_kilobytes("VmHWM") / 2**20,
+        peak_gib=peak / 2**30,
         versions={name: version(name) for name in ("torch", "transformers", "accelerate")},
     )
 

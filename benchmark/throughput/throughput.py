@@ -221,8 +221,11 @@ class Args:
 # ---- models and prompts
 
 
-def random_llama(folder: Path, vocabulary: int, hidden: int, layers: int) -> str:
-    """Write a Llama with random weights and a tokenizer of `vocabulary` words, `w2` and so on -> its path."""
+def random_llama(folder: Path, vocabulary: int, hidden: int, layers: int, dtype: str = "float32", **more) -> str:
+    """Write a Llama with random weights and a tokenizer of `vocabulary` words, `w2` and so on -> its path.
+
+    dtype: of the weights in the file; more: other sizes of LlamaConfig
+    """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -237,9 +240,8 @@ def random_llama(folder: Path, vocabulary: int, hidden: int, layers: int) -> str
     torch.manual_seed(0)
     sizes = dict(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=4)
     ids = dict(vocab_size=vocabulary, pad_token_id=0, bos_token_id=None, eos_token_id=1)
-    LlamaForCausalLM(
-        LlamaConfig(**sizes, **ids, tie_word_embeddings=True, max_position_embeddings=1024)
-    ).save_pretrained(folder)
+    config = LlamaConfig(**(sizes | more), **ids, tie_word_embeddings=True, max_position_embeddings=1024)
+    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
     return str(folder)
 
 
@@ -303,15 +305,15 @@ def trl_python(given: str | None) -> str:
     return str(python)
 
 
-def run(worker: str, job: dict, folder: Path, python: str = sys.executable) -> dict:
-    """Run a worker script on a job in a process of its own -> what it measured."""
+def run(worker: str, job: dict, folder: Path, python: str = sys.executable, limit: float | None = None) -> dict:
+    """Run a worker script on a job in a process of its own, at most `limit` seconds -> what it measured."""
     job_file, result_file, log_file = (folder / name for name in ("job.json", "result.json", "log.txt"))
     folder.mkdir(parents=True)
     job_file.write_text(json.dumps(job | dict(output_dir=str(folder / "run"))))
     environment = os.environ | dict(OMP_NUM_THREADS=str(job["threads"]), TOKENIZERS_PARALLELISM="false")
     with open(log_file, "w") as log:
         command = [python, RESULT.parent / worker, job_file, result_file]
-        finished = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        finished = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=limit)
     if finished.returncode:
         raise SystemExit(f"{worker} ended with status {finished.returncode}; see {log_file}")
     return json.loads(result_file.read_text())

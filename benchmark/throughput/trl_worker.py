@@ -1,4 +1,4 @@
-"""One measured run of TRL's RLOOTrainer or GRPOTrainer for throughput.py, in TRL's own environment.
+"""One measured run of TRL's RLOOTrainer or GRPOTrainer for throughput.py and gpu/measure.py, in TRL's own environment.
 
     python benchmark/throughput/trl_worker.py JOB.json RESULT.json
 
@@ -40,12 +40,24 @@ from transformers import PrinterCallback, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
 
 
+def on_gpu(job: dict) -> bool:
+    """True if the job's `device` is a GPU."""
+    return job.get("device", "cpu") == "cuda"
+
+
+def now(job: dict) -> float:
+    """The time at which the device is done with all that it was given. See tally_worker.py."""
+    if on_gpu(job):
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def settings(job: dict) -> dict:
     """The arguments of RLOOConfig or GRPOConfig."""
     chosen = dict(
         output_dir=job["output_dir"],
         seed=job["seed"],
-        use_cpu=True,
+        use_cpu=not on_gpu(job),
         bf16=job["dtype"] == "bfloat16",
         model_init_kwargs={"dtype": "float32"},
         gradient_checkpointing=False,
@@ -82,7 +94,7 @@ def settings(job: dict) -> dict:
     return chosen
 
 
-def clocked(trainer_class):
+def clocked(trainer_class, job: dict):
     """The trainer with clocks around its parts; each step's seconds and counts are in its list `steps`."""
 
     class Clocked(trainer_class):
@@ -97,13 +109,13 @@ def clocked(trainer_class):
                 self.steps.append(dict(generation=0.0, logprobs=0.0))
             inputs = super()._prepare_inputs(*args, **kwargs)
             if is_first:
-                self.steps[-1]["train_began"] = time.perf_counter()
+                self.steps[-1]["train_began"] = now(job)
             return inputs
 
         def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-            started = time.perf_counter()
+            started = now(job)
             result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-            self.steps[-1]["generation"] += time.perf_counter() - started
+            self.steps[-1]["generation"] += now(job) - started
             completion_ids = result[0] if isinstance(result, tuple) else result  # GRPO's has log-probabilities, too
             self.steps[-1] |= dict(
                 prompt_tokens=sum(len(ids) for ids in prompt_ids),
@@ -115,10 +127,11 @@ def clocked(trainer_class):
             return result
 
         def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-            started, in_rollout = time.perf_counter(), not torch.is_grad_enabled()
+            if torch.is_grad_enabled():  # a pass of training, which has its own clock
+                return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            started = now(job)  # a pass of the old policy or of the reference
             result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            if in_rollout:  # the old policy's and the reference's; the one with gradient is part of training
-                self.steps[-1]["logprobs"] += time.perf_counter() - started
+            self.steps[-1]["logprobs"] += now(job) - started
             return result
 
     return Clocked
@@ -127,14 +140,15 @@ def clocked(trainer_class):
 class StepEnds(TrainerCallback):
     """The moment that training began, and those at which each optimizer step was done."""
 
-    def __init__(self):
+    def __init__(self, job: dict):
+        self.job = job
         self.moments = []
 
     def on_train_begin(self, *args, **kwargs):
-        self.moments.append(time.perf_counter())
+        self.moments.append(now(self.job))
 
     def on_step_end(self, *args, **kwargs):
-        self.moments.append(time.perf_counter())
+        self.moments.append(now(self.job))
 
 
 def main(job: dict) -> dict:
@@ -149,9 +163,9 @@ def main(job: dict) -> dict:
         return reward(completions=completions, **columns)
 
     config, trainer_class = {"rloo": (RLOOConfig, RLOOTrainer), "grpo": (GRPOConfig, GRPOTrainer)}[job["algorithm"]]
-    ends, settled = StepEnds(), config(**settings(job))
+    ends, settled = StepEnds(job), config(**settings(job))
     data = dict(reward_funcs=score, train_dataset=Dataset.from_list(rows))
-    trainer = clocked(trainer_class)(model=job["model"], args=settled, callbacks=[ends], **data)
+    trainer = clocked(trainer_class, job)(model=job["model"], args=settled, callbacks=[ends], **data)
     trainer.remove_callback(PrinterCallback)
     if job["forced"]:
         trainer.eos_token_ids = [-1]  # an EOS that is sampled all the same does not cut the completion
@@ -161,11 +175,15 @@ def main(job: dict) -> dict:
         step["seconds"] = end - begin
         step["train"] = end - step.pop("train_began")  # forward, backward, clipping and the optimizer
         step["rest"] = step["seconds"] - step["generation"] - step["logprobs"] - step["train"]
-    peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM:"))  # see tally_worker.py
+    if on_gpu(job):
+        peak = torch.cuda.max_memory_allocated()
+    else:  # see tally_worker.py
+        line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM:"))
+        peak = int(line.split()[1]) * 2**10
     return dict(
         steps=trainer.steps,
         episodes=episodes,
-        peak_gib=int(peak.split()[1]) / 2**20,
+        peak_gib=peak / 2**30,
         versions={name: version(name) for name in ("trl", "torch", "transformers", "accelerate")},
     )
 
