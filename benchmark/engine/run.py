@@ -113,8 +113,9 @@ def long_task(folder: Path) -> str:
         for first in range(0, 16 * 20, 20):
             examples = [row["prompt"] + row["answer"] + " " for row in sums[first : first + 18]]
             file.write(json.dumps({"prompt": "".join(examples) + "10+10="}) + "\n")
-    reward = BENCHMARK / "variants" / "long_judge.py"
-    flags = f"--model-path {policy} --dataset {folder / 'prompts.jsonl'} --reward {reward}:score"
+    reward = "def score(completions, **_):\n    return [len(set(text)) for text in completions]\n"
+    (folder / "many_digits.py").write_text(reward)
+    flags = f"--model-path {policy} --dataset {folder / 'prompts.jsonl'} --reward {folder / 'many_digits.py'}:score"
     return f"{flags} --total-episodes 1024 --learning-rate 1e-3 --lr-scheduler-type constant"
 
 
