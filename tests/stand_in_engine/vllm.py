@@ -1,0 +1,125 @@
+"""A stand-in for the package vllm, for the patches of benchmark/engine.
+
+It samples with the function `sample` of the script that uses it, and with the script's own random numbers. So a patched
+script makes the run of the plain script. Every call is checked against the signatures that benchmark/engine/run.py
+recorded from the real engine. Whatever the real engine needs and a patch might forget is checked, too: new weights, an
+empty prefix cache, stop tokens, and room for prompt and completion.
+"""
+
+import functools
+import inspect
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import transformers
+
+RECORDED = json.loads((Path(__file__).parents[2] / "benchmark" / "engine" / "signatures.json").read_text())
+engines = []  # all that were made
+
+
+def check_call(name: str, *args, **kwargs) -> dict:
+    """The arguments of a call by name. Python's own TypeError if the real engine would not take them."""
+    namespace = {}
+    exec(f"def call{RECORDED['signatures'][name]}: pass", namespace)
+    return inspect.signature(namespace["call"]).bind(*args, **kwargs).arguments
+
+
+def make(name: str, **fields) -> SimpleNamespace:
+    """A result of the engine. The real one has these fields."""
+    assert fields.keys() <= set(RECORDED["fields"][name]), name
+    return SimpleNamespace(**fields)
+
+
+class SamplingParams:
+    def __init__(self, *args, **kwargs):
+        defaults = dict(temperature=1.0, max_tokens=16, seed=None, stop_token_ids=None, logprobs=None)
+        self.__dict__ |= defaults | {"flat_logprobs": False} | check_call("SamplingParams", *args, **kwargs)
+
+
+class LLM:
+    def __init__(self, *args, **kwargs):
+        given = check_call("LLM", *args, **kwargs)
+        others = given.pop("kwargs", {})
+        check_call("EngineArgs", **others)
+        for name, values in RECORDED["values"].items():
+            assert others[name] in values
+        assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "weights are handed over in this process"
+        is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        assert others["distributed_executor_backend"] == ("uni" if is_alone else "external_launcher")
+        assert others["logprobs_mode"] == "processed_logprobs", "log-probabilities are at the temperature"
+        self.max_model_len = others["max_model_len"]
+        self.script = sys._getframe(1).f_globals  # of the caller
+        dtype = getattr(torch, given["dtype"])
+        language_model = transformers.AutoModelForCausalLM.from_pretrained(given["model"], dtype=dtype)
+        self.model = self.script["CompletionModel"](language_model, None, [], self.script["Args"]())
+        self.uniforms = {}
+        self.record_uniforms()
+        self.has_prompts = False  # from rollouts before
+        self.is_stale = False
+        self.is_shut_down = False
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self.shut_down))
+        engines.append(self)
+
+    def record_uniforms(self):
+        """Let the script's `generate` note its random numbers. So a seed stands for the numbers of its episode."""
+        generate = self.script["generate"]
+
+        @functools.wraps(generate)
+        def noting(*args, **kwargs):
+            uniforms = inspect.signature(generate).bind(*args, **kwargs).arguments["uniforms"]
+            for row in uniforms.reshape(-1, uniforms.shape[-1]):
+                self.uniforms[int(row[0] * 2**53)] = row
+            return generate(*args, **kwargs)
+
+        self.script["generate"] = noting
+
+    def collective_rpc(self, *args, **kwargs):
+        given = check_call("LLM.collective_rpc", self, *args, **kwargs)
+        weights = check_call(given["method"], self, **given["kwargs"])["weights_iterator"]
+        self.model.language_model.load_state_dict(dict(weights))
+        self.is_stale = self.has_prompts
+
+    def reset_prefix_cache(self, *args, **kwargs):
+        check_call("LLM.reset_prefix_cache", self, *args, **kwargs)
+        self.is_stale = False
+
+    def generate(self, *args, **kwargs):
+        given = check_call("LLM.generate", self, *args, **kwargs)
+        prompts = given["prompts"]
+        requests = given["sampling_params"]
+        assert given["use_tqdm"] is False
+        assert not self.is_shut_down
+        assert not self.is_stale, "the prefix cache holds prompts that the old weights have run"
+        assert len(prompts) == len(requests)
+        self.has_prompts = True
+        uniforms = []
+        for prompt, request in zip(prompts, requests):
+            assert all(type(token) is int for token in prompt)
+            assert len(prompt) + request.max_tokens <= self.max_model_len
+            numbers = np.random.default_rng(request.seed).random(request.max_tokens)
+            uniforms.append(torch.from_numpy(self.uniforms.get(request.seed, numbers)))
+        self.model.eos_ids = requests[0].stop_token_ids or []
+        samples = self.script["sample"](self.model, prompts, torch.stack(uniforms), requests[0].temperature)
+        outputs = []
+        for i, request in enumerate(requests):
+            length = samples["lengths"][i]
+            logprobs = samples["logprobs"][i, :length].tolist()
+            completion = make(
+                "CompletionOutput",
+                token_ids=samples["tokens"][i, :length].tolist(),
+                finish_reason="stop" if samples["ended"][i] else "length",
+                logprobs=None,
+            )
+            if request.flat_logprobs and request.logprobs == 0:
+                completion.logprobs = make("FlatLogprobs", logprobs=logprobs)
+            outputs.append(make("RequestOutput", prompt_token_ids=prompts[i], outputs=[completion]))
+        return outputs
+
+    def shut_down(self, *args, **kwargs):
+        check_call("engine_core.shutdown", self, *args, **kwargs)
+        self.is_shut_down = True
