@@ -65,7 +65,6 @@ RUNS = {
     "equal, grpo.py, two processes": ("grpo", True, EQUAL, 2),
     "long, rloo.py": ("rloo", True, "", 1),
     "long, rloo.py, nothing forgotten": ("rloo", True, "", 1),
-    "smollm2, rloo.py without the patch": ("rloo", False, SMOLLM2, 1),
     "smollm2, rloo.py": ("rloo", True, SMOLLM2, 1),
     "smollm2, rloo.py, bfloat16 engine": ("rloo", True, f"{SMOLLM2} {BFLOAT16}", 1),
 }
