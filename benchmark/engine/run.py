@@ -47,6 +47,11 @@ SMOLLM2 = (
     "--per-device-train-batch-size 16 --total-episodes 640 --learning-rate 1e-5 --kl-coef 0.02 "
     "--missing-eos-penalty 0.5 --lr-scheduler-type constant"
 )
+HELD_OUT = (
+    "--dataset benchmark/smollm2/chain_sum_train.jsonl --reward benchmark/smollm2/chain_sum.py:score --eval-dataset "
+    "benchmark/smollm2/chain_sum_eval.jsonl --eval-k 4 --eval-temperature 0.8 --temperature 0.8 --response-length 24 "
+    "--total-episodes 8 --batch-size 8 --learning-rate 0 --kl-coef 0"
+)
 EQUAL = "--total-episodes 4096"
 BFLOAT16 = "--engine-dtype bfloat16"
 # The first word of a name is the case. Of each run: the script, whether it is patched, flags, processes.
@@ -191,6 +196,19 @@ def count_differences(folder: Path, other: Path) -> dict:
     return {"completions_that_differ": differ, "distance": float(f"{norms[0] / norms[1]:.2g}")}
 
 
+def right_answers(model: Path, folder: Path) -> float:
+    """The share of right answers of SmolLM2's weights to held-out questions. The plain script samples in float32.
+
+    It evaluates at its start and at its end. With a learning rate of 0 both are samples of the same weights.
+    """
+    script = copy_script(folder, "rloo", is_patched=False)
+    error = start(script, f"--model-path {model} {HELD_OUT}", folder / "run", processes=1, kills=0)
+    if error:
+        raise SystemExit(f"{error}; see {folder}")
+    scores = [row["eval/scores"] for row in read_rows(folder / "run" / "metrics.jsonl")]
+    return round(sum(scores) / len(scores), 4)
+
+
 def measure(name: str, work: Path) -> dict:
     """Run one of RUNS."""
     script, is_patched, flags, processes = RUNS[name]
@@ -208,6 +226,9 @@ def measure(name: str, work: Path) -> dict:
     first = work / re.sub(r"\W+", "_", f"equal, {script}.py")
     if name.startswith("equal") and folder != first:
         result |= count_differences(first / "run", folder / "run")
+    if name.startswith("smollm2"):
+        before = right_answers(BENCHMARK / "smollm2" / "model", folder / "before")
+        result["held_out_of_the_weights"] = [before, right_answers(folder / "run" / "model", folder / "after")]
     return result
 
 
