@@ -10,7 +10,8 @@ The engine needs libraries of its own versions. So the first start makes an envi
     equal        the same run again, on two processes, and killed and resumed: how many completions differ
     long         prompts of 160 tokens, which the engine keeps from rollout to rollout; once it is told to forget them
                  with the new weights, as the patch does, and once it is not
-    smollm2      ten iterations of SmolLM2-135M-Instruct with an engine in float32, and in bfloat16
+    smollm2      ten iterations of SmolLM2-135M-Instruct with an engine in float32, in bfloat16, and with both engine
+                 and training in bfloat16
 
 `smollm2` needs the model of benchmark/smollm2/prepare.py. The results are merged into run.json, run by run. The
 signatures of the engine's calls are written to signatures.json, which the tests read.
@@ -72,6 +73,7 @@ RUNS = {
     "long, rloo.py, nothing forgotten": ("rloo", True, "", 1),
     "smollm2, rloo.py": ("rloo", True, SMOLLM2, 1),
     "smollm2, rloo.py, bfloat16 engine": ("rloo", True, f"{SMOLLM2} {BFLOAT16}", 1),
+    "smollm2, rloo.py, bfloat16 engine and training": ("rloo", True, f"{SMOLLM2} {BFLOAT16} --dtype bfloat16", 1),
 }
 KILLS = 3
 
