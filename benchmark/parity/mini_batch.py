@@ -1,6 +1,6 @@
 """Loss and gradient of one rollout, computed by Tally's scripts, by TRL's trainers, and for PPO by torchrl.
 
-    OMP_NUM_THREADS=1 python benchmark/parity/mini_batch.py           # six minutes on one core
+    OMP_NUM_THREADS=1 python benchmark/parity/mini_batch.py           # nine minutes on one core
 
 It runs in the environment of trl_trainer.py. A tiny random model samples 24 completions of 1 to 10 tokens for prompts
 of 1 to 9. Then `main` of the script trains on them, once or twice. TRL's trainer runs on the same episodes, with the
