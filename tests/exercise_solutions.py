@@ -17,7 +17,8 @@ def count_run(num_prompts, world_size, **flags):
     return vars(plan)
 
 
-pick_tokens = rloo.pick_tokens
+def pick_tokens(log_p, uniforms):
+    return rloo.pick_tokens(log_p.exp(), uniforms)
 
 
 def completion_logprobs(model, prompts, prompt_mask, completions, lengths, temperature):
@@ -27,7 +28,7 @@ def completion_logprobs(model, prompts, prompt_mask, completions, lengths, tempe
     batch = SimpleNamespace(
         prompts=[rloo.Prompt({}, "", token_ids) for token_ids in token_lists],
         tokens=completions,
-        lengths=lengths,
+        token_ids=[row[:length].tolist() for row, length in zip(completions, lengths)],
         mask=torch.arange(completions.shape[1]) < lengths[:, None],
     )
     return rloo.completion_logprobs(args, policy, batch, torch.arange(len(prompts)))

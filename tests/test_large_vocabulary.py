@@ -1,5 +1,6 @@
 """Log-probabilities without all logits: pieces, models that change their logits, memory, and the cache of sampling."""
 
+import inspect
 from functools import partial
 from types import SimpleNamespace
 
@@ -91,6 +92,38 @@ def test_no_tensor_has_all_logits(script, monkeypatch):
         assert [len(call.args[1]) for call in calls] == pieces
         assert (torch.Size([24, len(VOCAB)]) in kept) == (len(pieces) == 1)
         assert not any(shape[-1] == len(VOCAB) and 1 < shape[0] < 16 for shape in kept)
+
+
+ENTROPIES = {  # what a reader changes in `token_logprobs` to get entropies, too
+    "return log_p.gather(-1, tokens[:, None]).squeeze(1)": "picked = log_p.gather(-1, tokens[:, None]).squeeze(1)\n"
+    "        return torch.stack([picked, -(log_p.exp() * log_p).sum(-1)], dim=-1)",
+    "view_as(tokens)": "view(*tokens.shape, 2)",
+}
+
+
+@one_text
+@pytest.mark.parametrize("logits_at_once", [2**25, 3 * len(VOCAB)], ids=["one piece", "pieces"])
+def test_an_entropy_with_gradient_is_one_more_tensor(script, logits_at_once):
+    """It has the gradient of a plain computation, for the hidden states and for the head."""
+    source = inspect.getsource(script.token_logprobs)
+    for before, after in ENTROPIES.items():
+        assert before in source
+        source = source.replace(before, after)
+    names = vars(script) | {"LOGITS_AT_ONCE": logits_at_once}
+    exec(source, names)
+    model = make_model("llama")
+    policy, head = completion_model(script, model, [EOS]), model.lm_head.weight
+    hidden = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    tokens = torch.arange(10).view(2, 5)
+    weights = torch.arange(1.0, 21.0).view(2, 5, 2)
+
+    def gradients(values):
+        return torch.autograd.grad((values * weights).sum(), [hidden, head])
+
+    log_p = torch.log_softmax(hidden @ head.T / 0.7, dim=-1)
+    plain = [log_p.gather(-1, tokens[:, :, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)]
+    expected = gradients(torch.stack(plain, dim=-1))
+    assert distance(expected, gradients(names["token_logprobs"](policy, hidden, tokens, 0.7))) < 1e-6
 
 
 FLAGS = {
