@@ -13,18 +13,22 @@ the difference by the norm of ours, |ours - theirs| / |ours|. For a loss nearer 
 A run makes one update, in which the ratio is 1, or two updates on the same rollout, and the second one is clipped.
 `cut` is the share of ratios where the clip changes the loss (cispo: the ratio). In some cases flags of one name mean
 different things, or no setting makes both the same. Then the row shows the difference as it is, with its name (`what`).
-It is measured again after the change in `undone_by`.
+It is measured again after the change in `undone_by`. TRL's default KL is compared with grpo.py after
+`unbiased_kl.patch` of benchmark/variants (`patch`).
 
 Writes mini_batch.json, a line for each case. The exit status is 1 if an unexplained difference above 1e-5 is left.
 """
 
 import contextlib
 import functools
+import importlib
 import io
 import itertools
 import json
 import math
 import random
+import shutil
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -57,6 +61,7 @@ import ppo
 import rloo
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
 SCRIPTS = dict(rloo=rloo, grpo=grpo, ppo=ppo)
 TRL_FILES = dict(rloo=rloo_trainer, grpo=grpo_trainer)
 TOLERANCE = 1e-5
@@ -283,7 +288,35 @@ def same_cases() -> list[dict]:
     cases = [case | dict(num_ppo_epochs=2) for case in cases]
     grpo_kl = [dict(algorithm="grpo", loss_type=loss_type, kl_coef=0.05) for loss_type in loss_types]
     in_pieces = [case | dict(micro_batches=4) for case in (rloo_kl[1], *grpo_kl)]
-    return cases + rloo_kl + grpo_kl + in_pieces
+    return cases + rloo_kl + grpo_kl + in_pieces + unbiased_kl_cases()
+
+
+def unbiased_kl_cases() -> list[dict]:
+    """grpo.py with unbiased_kl.patch. TRL's default KL is the same."""
+    cases = []
+    for loss_type, level in itertools.product(("grpo", "dapo", "dr_grpo", "cispo"), ("token", "sequence")):
+        low, high = (0.2, 0.28) if level == "token" else (0.05, 0.07)
+        case = dict(algorithm="grpo", patch="unbiased_kl", loss_type=loss_type, importance_sampling_level=level)
+        cases.append(case | dict(cliprange=1.0 if loss_type == "cispo" else low, cliprange_high=high))
+    return [case | dict(kl_coef=0.5, num_ppo_epochs=2) for case in cases]
+
+
+@contextlib.contextmanager
+def patched(world, algorithm: str, name: str | None):
+    """Inside, a script is a copy of itself with a patch of benchmark/variants. None: the script as it is."""
+    if name is None:
+        yield
+        return
+    folder = world.folder / name
+    if not folder.exists():
+        folder.mkdir()
+        shutil.copy(ROOT / f"{algorithm}.py", folder)
+        subprocess.run(["git", "apply", ROOT / f"benchmark/variants/{name}.patch"], cwd=folder, check=True)
+        (folder / f"{algorithm}.py").rename(folder / f"{algorithm}_with_{name}.py")
+        sys.path.append(str(folder))
+    module = importlib.import_module(f"{algorithm}_with_{name}")
+    with patch.dict(SCRIPTS, {algorithm: module}):
+        yield
 
 
 WITHOUT_SCORES = ("none_of_seven", "two_parts")
@@ -303,8 +336,11 @@ def compare_same(world, case: dict) -> list[dict]:
     """Both programs with the same settings -> a row for each update."""
     flags = {"per_device_train_batch_size": EPISODES // case.get("micro_batches", 1)} | case
     algorithm, micro_batches = flags.pop("algorithm"), flags.pop("micro_batches", 1)
-    tally = run_tally(world, algorithm, **flags)
-    theirs = run_trl(world, algorithm, tally, micro_batches)
+    name = flags.pop("patch", None)
+    changes = {"use_bias_correction_kl": True} if name == "unbiased_kl" else {}
+    with patched(world, algorithm, name):
+        tally = run_tally(world, algorithm, **flags)
+        theirs = run_trl(world, algorithm, tally, micro_batches, **changes)
     rows = []
     for number, (update, their_update) in enumerate(zip(tally.updates, theirs, strict=True), start=1):
         row = dict(peer="trl") | case | dict(update=number, updates=len(theirs))
@@ -547,7 +583,8 @@ def compare_ppo(world) -> list[dict]:
 
 
 # ================================================== result ===================================================
-SHOWN = ("algorithm", "reward", "loss_type", "scale_rewards", "importance_sampling_level", "kl_coef", "temperature")
+NAMES = "algorithm patch reward loss_type scale_rewards importance_sampling_level kl_coef temperature"
+SHOWN = tuple(NAMES.split())
 MEASURES = ("loss", "gradient", "value_loss", "value")
 
 
