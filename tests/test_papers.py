@@ -8,6 +8,7 @@ import inspect
 import itertools
 import re
 import shlex
+import shutil
 import subprocess
 from types import SimpleNamespace
 
@@ -208,7 +209,8 @@ def load(patch, name, folder):
     if not patch:
         return import_file(HERE / f"{name}.py")
     (folder / "benchmark").symlink_to(HERE / "benchmark")
-    (folder / f"{name}.py").write_text((HERE / f"{name}.py").read_text())
+    for script in ("rloo", "grpo", "ppo"):  # a patch may change all of them
+        shutil.copy(HERE / f"{script}.py", folder)
     subprocess.run(["git", "apply", str(HERE / patch)], cwd=folder, check=True)
     return import_file(folder / f"{name}.py")
 
@@ -223,9 +225,10 @@ def run_command(patch, command, flags, folder):
 
 
 def test_there_are_commands():
-    assert len(COMMANDS) >= 20 and {patch for patch, _ in COMMANDS} >= {
-        f"benchmark/variants/{name}.patch" for name in ("overlong_punishment", "reinforce_plus_plus", "sampler_weights")
-    }
+    assert len(COMMANDS) >= 20
+    names = "overlong_punishment reinforce_plus_plus sampler_weights masked_importance_sampling dynamic_sampling"
+    patches = {f"benchmark/variants/{name}.patch" for name in [*names.split(), "unbiased_kl", "entropy_bonus"]}
+    assert patches <= {patch for patch, _ in COMMANDS}
 
 
 @one_text
