@@ -958,18 +958,41 @@ class CompletionModel(torch.nn.Module):
 
 
 class KVCache(transformers.DynamicCache):
-    """Stores keys and values in the type of autocast while sampling.
+    """While sampling, keys and values have the type of autocast, and their memory grows by blocks.
 
     Otherwise they would be float32, and attention would cast all of them again for every token.
+    And every token would copy the whole cache.
     """
 
-    def update(self, keys, values, *args, **kwargs):
+    def update(self, keys, values, layer_idx, *args, **kwargs):
+        if torch.is_grad_enabled():
+            return super().update(keys, values, layer_idx, *args, **kwargs)
         device_type = keys.device.type
-        if torch.is_autocast_enabled(device_type) and not torch.is_grad_enabled():
+        if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
             keys = keys.to(dtype)
             values = values.to(dtype)
-        return super().update(keys, values, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        # Layers of other types keep only some tokens, for instance those of a sliding window.
+        is_plain = type(layer) is transformers.cache_utils.DynamicLayer
+        if not is_plain or not layer.is_initialized or keys.shape[2] > 1:
+            return super().update(keys, values, layer_idx, *args, **kwargs)
+        layer.keys = append_token(layer.keys, keys)
+        layer.values = append_token(layer.values, values)
+        return layer.keys, layer.values
+
+
+def append_token(old, new, block: int = 64):
+    """`new` [rows, heads, 1, size] after `old` [rows, heads, tokens, size], with room for more.
+
+    The result is the beginning of a larger tensor. The next token is written into this tensor.
+    """
+    count = old.shape[2]
+    room = old._base  # the larger tensor, or None
+    if room is None or room.shape[2] == count:
+        room = torch.cat([old, old.new_empty((*old.shape[:2], block, old.shape[3]))], dim=2)
+    room[:, :, count : count + 1] = new
+    return room[:, :, : count + 1]
 
 
 def run_tokens(network, tokens, mask, cache=None, **settings) -> torch.Tensor:
@@ -1591,9 +1614,8 @@ def check_flags(args: Args):
         check_range(name, value)
     refuse(args.rloo_k < 2, "--rloo-k must be at least 2: the others are the baseline")
     if args.dtype == "bfloat16" and args.updates_per_batch > 1:
-        raise ValueError(
-            "--dtype bfloat16: with more than one update per batch it would clip noise"
-        )
+        message = "rounding alone would clip a third of the ratios, see docs/metrics.md"
+        raise ValueError(f"--dtype bfloat16 with more than one update per batch: {message}")
     multiple = math.lcm(args.k, args.num_mini_batches)
     message = f"--batch-size must be a multiple of {multiple}, for whole groups and mini-batches"
     refuse(args.batch_size % multiple, message)

@@ -249,6 +249,40 @@ def test_the_cache_of_sampling_has_the_type_of_autocast(script, monkeypatch):
         assert torch.float32 in types.pop(True)
 
 
+@one_text
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_the_cache_of_sampling_grows_by_blocks(script, architecture, monkeypatch):
+    """The memory of keys and values moves once in 64 tokens, and when a completion ends. The samples stay the same.
+
+    Mistral has a window of attention. Its layers are those of transformers, and have no blocks."""
+    moves, samples = [], {}
+    append = script.append_token
+
+    def recorded(old, new):
+        appended = append(old, new)
+        assert torch.equal(appended, torch.cat([old, new], dim=2))
+        moves.append(appended.data_ptr() != old.data_ptr())
+        return appended
+
+    model = make_model(architecture)
+    inputs = dict(prompts=[encode(prompt) for prompt in PROMPTS], temperature=1.0)
+    uniforms = torch.rand(4, 150, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for eos_ids in ([-1], [EOS, 6]):
+        moves.clear()
+        for name, function in (("blocks", recorded), ("copies", lambda old, new: torch.cat([old, new], dim=2))):
+            monkeypatch.setattr(script, "append_token", function)
+            policy = completion_model(script, model, eos_ids)
+            samples[name] = policy(partial(script.sample, uniforms=uniforms, **inputs))
+        for name, tensor in samples["copies"].items():
+            assert torch.equal(tensor, samples["blocks"][name]), name
+        if architecture == "mistral":
+            assert not moves
+        elif eos_ids == [-1]:  # 149 tokens of 2 layers, keys and values: new blocks after 0, 64 and 128
+            assert len(moves) == 149 * 4 and sum(moves) == 3 * 4
+        else:
+            assert 0 < sum(moves) <= 4 * 4
+
+
 def test_wrappers_have_nothing_to_walk_through(script, run, monkeypatch):
     """DDP and FSDP2 copy lists and dicts that a forward gets, token by token. So it gets one `partial`."""
     calls = record_calls(monkeypatch, script.CompletionModel, "forward")

@@ -165,7 +165,7 @@ def test_most_lines_of_two_scripts_are_the_same(pair):
 
 # ================================================== how a script reads ===========================================
 LIMITS = {
-    "rloo": dict(lecture_lines=535, lecture_tokens=3_500, tokens=11_500, main=150, conditional_expressions=12),
+    "rloo": dict(lecture_lines=535, lecture_tokens=3_500, tokens=11_600, main=150, conditional_expressions=12),
     "grpo": dict(lecture_lines=590, lecture_tokens=4_000, tokens=12_000, main=160, conditional_expressions=12),
     "ppo": dict(lecture_lines=650, lecture_tokens=4_600, tokens=13_200, main=175, conditional_expressions=14),
 }

@@ -3,9 +3,11 @@
     python benchmark/smollm2/prepare.py           # the model
     python benchmark/throughput/sampling.py       # half an hour on two cores
 
-    script      the cache of the scripts, `KVCache`, which stores keys and values in the type of autocast
-    dynamic     DynamicCache of transformers: under autocast it stores float32, and attention casts it for every token
-    blocks      as `script`, but the memory grows by 64 tokens at a time. So a new token does not copy the whole cache
+    script      the cache of the scripts, `KVCache`. It stores keys and values in the type of autocast, and its memory
+                grows by 64 tokens at a time. So a new token does not copy the whole cache
+    copies      as `script`, but without blocks: every new token copies the whole cache
+    dynamic     DynamicCache of transformers: as `copies`, and under autocast it stores float32, which attention casts
+                for every token
 
 SmolLM2-135M continues prompts of 30 tokens by 256 tokens. No completion ends before. Every run is a process of its own,
 and the kinds take turns. Seconds are CPU seconds of one thread, medians over the rounds. Memory is the peak of the
@@ -26,8 +28,7 @@ import tyro
 
 RESULT = Path(__file__).with_suffix(".json")
 ROOT = RESULT.parent.parent.parent
-KINDS = ("script", "dynamic", "blocks")
-BLOCK = 64
+KINDS = ("script", "copies", "dynamic")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
@@ -49,37 +50,6 @@ class Args:
     """used by the program itself: measure one run, and print the result"""
 
 
-def blocks_of(cache_class):
-    """The cache class, with layers whose memory grows by blocks."""
-    import torch
-    from transformers.cache_utils import DynamicLayer
-
-    def append(old, new):
-        """`new` after `old`, in the memory of `old` if there is room. Both are [rows, heads, tokens, size]."""
-        length = old.shape[-2] + new.shape[-2]
-        room = old._base
-        if room is None or room.shape[-2] < length:
-            room = new.new_empty((*new.shape[:2], length + BLOCK, new.shape[3]))
-            room[:, :, : old.shape[-2]] = old
-        room[:, :, old.shape[-2] : length] = new
-        return room[:, :, :length]
-
-    class BlockLayer(DynamicLayer):
-        def update(self, keys, values, *args, **kwargs):
-            if not self.is_initialized or torch.is_grad_enabled():
-                return super().update(keys, values, *args, **kwargs)
-            self.keys = append(self.keys, keys)
-            self.values = append(self.values, values)
-            return self.keys, self.values
-
-    class BlockCache(cache_class):
-        def __init__(self, **kwargs):
-            super().__init__(**kwargs)
-            self.layers = [BlockLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
-
-    return BlockCache
-
-
 def measure(job: dict) -> dict:
     """Sample once -> CPU seconds, peak memory, and a sum over the tokens."""
     sys.path.insert(0, str(ROOT))
@@ -90,8 +60,10 @@ def measure(job: dict) -> dict:
 
     torch.set_num_threads(1)
     rloo = __import__("rloo")
-    classes = dict(script=rloo.KVCache, dynamic=transformers.DynamicCache, blocks=blocks_of(rloo.KVCache))
-    rloo.KVCache = classes[job["kind"]]
+    if job["kind"] == "copies":
+        rloo.append_token = lambda old, new: torch.cat([old, new], dim=2)
+    if job["kind"] == "dynamic":
+        rloo.KVCache = transformers.DynamicCache
     args = rloo.Args(model_path=job["model"], dtype=job["dtype"], response_length=job["tokens"])
     policy = rloo.load_policy(args, transformers.AutoTokenizer.from_pretrained(job["model"]))
     policy.eos_ids = [-1]  # no token ends a completion
