@@ -39,25 +39,48 @@ def count_run(given: dict) -> dict:
     return counts | dict(gradient_accumulation_steps=math.ceil(share / g.per_device_train_batch_size))
 
 
+def steps(g, counts: dict, last_mini_batches: int) -> int:
+    """The steps of a run whose last batch has this number of mini-batches."""
+    return ((counts["iterations"] - 1) * g.num_mini_batches + last_mini_batches) * g.num_ppo_epochs
+
+
 WRONG_COUNTS = [  # the count, the wrong formula, the message
     ("episodes", lambda g, c: c["episodes"] // g.k, "You count prompts"),
     ("episodes", lambda g, c: int(g.num_train_epochs * g.num_prompts) * g.k, "round(2.5) are both 2"),
     ("episodes", lambda g, c: round(g.num_train_epochs * g.num_prompts) * g.k, "round(2.5) are both 2"),
-    ("episodes", lambda g, c: g.num_train_epochs * g.num_prompts * g.k, "half a prompt"),
+    ("episodes", lambda g, c: g.num_train_epochs * g.num_prompts * g.k, "part of a prompt"),
+    ("episodes", lambda g, c: math.floor(g.num_train_epochs * g.num_prompts * g.k + 0.5), "First round the prompts"),
+    ("episodes", lambda g, c: math.ceil(g.num_train_epochs * g.num_prompts) * g.k, "You always round up"),
+    ("episodes", lambda g, c: g.num_prompts * g.k, "You forget num_train_epochs"),
+    ("episodes", lambda g, c: math.floor(g.num_train_epochs + 0.5) * g.num_prompts * g.k, "You round the epochs"),
+    ("episodes", lambda g, c: round(g.num_train_epochs) * g.num_prompts * g.k, "You round the epochs"),
+    ("episodes", lambda g, c: float(c["episodes"]), "must be int, and yours is a float"),
     ("episodes", lambda g, c: c["episodes"] * g.num_ppo_epochs, "It makes no new ones"),
     ("episodes", lambda g, c: c["iterations"] * g.batch_size, "round up to whole batches"),
     ("episodes", lambda g, c: c["episodes"] // g.batch_size * g.batch_size, "drop the last, smaller batch"),
     ("iterations", lambda g, c: c["episodes"] // g.batch_size, "drop the last, smaller batch. Round up"),
     ("iterations", lambda g, c: math.ceil(c["episodes"] / g.k / g.batch_size), "A batch holds episodes"),
     ("iterations", lambda g, c: math.ceil(c["episodes"] / g.batch_size / g.world_size), "all processes together"),
+    ("iterations", lambda g, c: c["episodes"] // g.batch_size + 1, "no smaller batch after them"),
+    ("iterations", lambda g, c: torch.tensor(c["iterations"]), "must be int, and yours is a Tensor"),
     ("iterations", lambda g, c: c["iterations"] * g.num_ppo_epochs, "It is not a new iteration"),
     ("last_batch_size", lambda g, c: c["episodes"] % g.batch_size, "a whole one, and not empty"),
     ("last_batch_size", lambda g, c: g.batch_size, "only the episodes that are left"),
+    ("last_batch_size", lambda g, c: c["episodes"] - c["iterations"] * g.batch_size, "one batch too many"),
     ("steps", lambda g, c: c["iterations"], "You count iterations"),
     ("steps", lambda g, c: c["iterations"] * g.num_mini_batches, "forget the PPO epochs"),
     ("steps", lambda g, c: c["iterations"] * g.num_ppo_epochs, "forget the mini-batches"),
     ("steps", lambda g, c: c["iterations"] * g.num_mini_batches * g.num_ppo_epochs, "so it gives fewer steps"),
     ("steps", lambda g, c: c["steps"] // g.world_size, "do not change the number of steps"),
+    ("steps", lambda g, c: steps(g, c, 0), "You forget the last, smaller batch"),
+    ("steps", lambda g, c: steps(g, c, 1), "like the others"),
+    (
+        "steps",
+        lambda g, c: steps(g, c, -(-c["last_batch_size"] * g.num_mini_batches // g.batch_size)),
+        "like the others",
+    ),
+    ("steps", lambda g, c: c["steps"] * int(g.num_train_epochs + 0.75), "in the number of episodes already"),
+    ("steps", lambda g, c: c["steps"] * c["gradient_accumulation_steps"], "give one step together"),
     (
         "gradient_accumulation_steps",
         lambda g, c: math.ceil(g.batch_size / g.num_mini_batches / g.per_device_train_batch_size),
@@ -73,6 +96,18 @@ WRONG_COUNTS = [  # the count, the wrong formula, the message
         lambda g, c: max(1, g.batch_size // g.num_mini_batches // g.world_size // g.per_device_train_batch_size),
         "smaller micro-batch. Round up",
     ),
+    (
+        "gradient_accumulation_steps",
+        lambda g, c: g.batch_size / g.num_mini_batches / g.world_size / g.per_device_train_batch_size,
+        "Episodes and micro-batches are whole",
+    ),
+    (
+        "gradient_accumulation_steps",
+        lambda g, c: math.ceil(
+            c["last_batch_size"] / g.num_mini_batches / g.world_size / g.per_device_train_batch_size
+        ),
+        "Count for one of full size",
+    ),
     ("steps", lambda g, c: 7, "Count a smaller run by hand"),
 ]
 
@@ -86,6 +121,13 @@ def test_wrong_counts(script, count, formula, message):
 
     fails("1", f"{count}: ", count_run=wrong)
     fails("1", message, count_run=wrong)
+
+
+@one_text
+def test_counts_that_are_no_dict(script):
+    fails("1", "Your function returns nothing", count_run=lambda **given: None)
+    fails("1", "Return a dict. You return tuple", count_run=lambda **given: (1960, 31, 40, 31, 1))
+    fails("1", "no key 'last_batch_size'", count_run=lambda **given: dict(episodes=1960, iterations=31))
 
 
 # ================================== 2  sampling by the inverse transform ====================================
@@ -168,7 +210,90 @@ def at_temperature(change):
     return lambda *inputs: padded_logprobs(*inputs[:-1], change(inputs[-1]))
 
 
+def token_logprobs(logits, picks, temperature):
+    return torch.log_softmax(logits, -1).gather(-1, picks).squeeze(-1)
+
+
+def right_mask(prompts, prompt_mask, completions, inside):
+    return torch.cat([prompt_mask, inside], 1)
+
+
+def mask_of_ids(prompts, prompt_mask, completions, inside):
+    return (torch.cat([prompts, completions], 1) != TESTS.EOS).long()
+
+
+def mask_of_prompts(prompts, prompt_mask, completions, inside):
+    return torch.cat([prompt_mask, 0 * completions], 1)
+
+
+def in_steps(mask=right_mask, positions_from=right_mask, change=lambda positions: positions, finish=token_logprobs):
+    """An answer whose steps can be replaced: the model's mask, the positions, and what is made of the logits."""
+
+    def completion_logprobs(model, prompts, prompt_mask, completions, lengths, temperature):
+        inside = torch.arange(completions.shape[1]) < lengths[:, None]
+        inputs = (prompts, prompt_mask, completions, inside)
+        positions = change((positions_from(*inputs).cumsum(1) - 1).clamp(min=0))
+        tokens = torch.cat([prompts, completions], 1)
+        logits = model(tokens, attention_mask=mask(*inputs), position_ids=positions).logits
+        logits = logits[:, prompts.shape[1] - 1 : -1] / temperature
+        return finish(logits, completions[:, :, None], temperature) * inside
+
+    return completion_logprobs
+
+
+def restarted(positions):
+    """The completions begin with position 0. They have 3 columns."""
+    return torch.cat([positions[:, :-3], torch.arange(3).expand(len(positions), 3)], 1)
+
+
+def times(factors):
+    return lambda *inputs: padded_logprobs(*inputs) * torch.tensor(factors)
+
+
+def after_end(value):
+    def completion_logprobs(*inputs):
+        inside = torch.arange(inputs[3].shape[1]) < inputs[4][:, None]
+        return padded_logprobs(*inputs).masked_fill(~inside, value)
+
+    return completion_logprobs
+
+
+def in_place_completions(model, prompts, prompt_mask, completions, *rest):
+    result = padded_logprobs(model, prompts, prompt_mask, completions, *rest)
+    completions += 1
+    return result
+
+
+def in_place_lengths(model, prompts, prompt_mask, completions, lengths, temperature):
+    lengths -= 1
+    return padded_logprobs(model, prompts, prompt_mask, completions, lengths, temperature)
+
+
+def picked(logits, picks):
+    return logits.gather(-1, picks).squeeze(-1)
+
+
 WRONG_LOGPROBS = [
+    ("The mask comes from the token ids", in_steps(mask_of_ids, mask_of_ids)),
+    ("The mask comes from the token ids", in_steps(mask_of_ids)),
+    ("The mask hides the completion", in_steps(mask_of_prompts)),
+    ("Your positions begin with 1", in_steps(change=lambda positions: positions + 1)),
+    ("They must go on there", in_steps(change=restarted)),
+    ("You return logits", in_steps(finish=lambda logits, picks, t: picked(logits, picks))),
+    ("the largest log-probability", in_steps(finish=lambda z, picks, t: z.log_softmax(-1).amax(-1))),
+    ("Divide the logits, before", in_steps(finish=lambda z, p, t: picked((z * t).log_softmax(-1), p) / t)),
+    ("the temperature twice", in_steps(finish=lambda z, p, t: picked(z.log_softmax(-1), p) / t)),
+    ("First try one row", in_steps(finish=lambda z, p, t: picked(z.log_softmax(1), p))),
+    ("one position too early", with_switch(late=-1)),
+    ("The last token of each", times([[1.0, 1, 0], [0, 0, 0], [1, 0, 0]])),
+    ("The first token of each completion gets 0", times([0.0, 1, 1])),
+    ("The first token of each completion is right", times([1.0, 2, 3])),
+    ("The first row is right", times([[1.0], [2], [3]])),
+    ("after the end of a completion", after_end(-math.inf)),
+    ("after the end of a completion", after_end(math.nan)),
+    ("You change completions in place", in_place_completions),
+    ("You change lengths in place", in_place_lengths),
+    ("You return list", lambda *inputs: padded_logprobs(*inputs).tolist()),
     ("The positions count the padding", with_switch(positions="columns")),
     ("Give the model a mask", with_switch(positions="columns", mask_is_given=False)),
     ("Give the model a mask", with_switch(mask_is_given=False)),
@@ -322,6 +447,19 @@ def mean_of_episode_means(total, it, of_process, everything, W):
     return ((losses * mask).sum(1) / mask.sum(1) * is_real).sum() / sum(x[2].sum() for x in everything) * W
 
 
+def in_place(processes):
+    """The padding of the token losses is set to 0, in the tensors that were given."""
+    for of_process in processes:
+        for losses, mask, _ in of_process:
+            losses *= mask
+    return processes
+
+
+def backward(loss):
+    loss.backward(retain_graph=True)
+    return loss
+
+
 WRONG_DENOMINATORS = {
     "You add up the padding": by(lambda s, it, p, all, W: s / tokens(all) * W, mask_is_used=False),
     "You count the padding": by(lambda s, it, p, all, W: s / tokens(all, mask_is_used=False) * W),
@@ -342,6 +480,19 @@ WRONG_DENOMINATORS = {
         lambda s, it, p, all, W: s / tokens(all, real_is_used=False) * W, real_is_used=False
     ),
     "DDP does so already": by(lambda s, it, p, all, W: s / tokens(all) / W),
+    "The sign is wrong": by(lambda s, it, p, all, W: -s / tokens(all) * W),
+    "You multiply by the number of micro-batches": by(lambda s, it, p, all, W: s / tokens(all) * W * len(p)),
+    "Divide by the tokens of all processes": by(lambda s, it, p, all, W: s / tokens(p) * W),
+    "its own micro-batch": by(lambda s, it, p, all, W: sum(summed(*x) for x in all) / tokens(all) / len(all) * W),
+    "in place of a *= b": lambda processes: RIGHT.micro_batch_losses(in_place(processes)),
+    "You change is_real in place": by(lambda s, it, p, all, W: (s / tokens(all) * W, it[2].zero_())[0]),
+    "Do not call backward": by(lambda s, it, p, all, W: backward(s / tokens(all) * W)),
+    "The operator & takes only": by(lambda s, it, p, all, W: (it[0] * (it[1] & it[2][:, None])).sum()),
+    "backward on your loss stops": by(lambda s, it, p, all, W: s * W // tokens(all)),
+    "Your function returns nothing": lambda processes: None,
+    "You return Tensor": lambda processes: processes[0][0][0].sum(),
+    "Yours holds Tensor": lambda processes: [x[0].sum() for p in processes for x in p],
+    "Yours is [[loss], [loss]]": lambda processes: [[p[0][0].sum()] for p in processes] * 2,
     "Return a list for each process": lambda processes: [[torch.ones(())]] * 2,
     "one number and with gradient": by(lambda s, it, p, all, W: (s / tokens(all) * W).item()),
 }

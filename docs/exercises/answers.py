@@ -25,7 +25,8 @@ def count_run(
 ) -> dict:
     """The counts of a run, before it starts.
 
-    Returns a dict of whole numbers with these keys: episodes, iterations, last_batch_size, steps,
+    num_train_epochs: may be a fraction, such as 0.5; the other arguments are whole numbers
+    Returns a dict of whole numbers (int) with these keys: episodes, iterations, last_batch_size, steps,
     gradient_accumulation_steps.
     """
     raise NotImplementedError
@@ -83,7 +84,7 @@ def clipped_loss(logprobs, old_logprobs, advantages, cliprange: float):
 
 # ======================================== 6  one denominator ============================================
 def micro_batch_losses(processes: list) -> list:
-    """The loss on which each process calls backward, for each of its micro-batches.
+    """One loss for each micro-batch, on which its process will call backward.
 
     processes: a list of micro-batches for each process. A micro-batch is a tuple of three tensors:
         token_losses: [episodes, tokens], with gradient

@@ -64,15 +64,23 @@ RUNS = [  # what is given, and the right counts
         RUN | dict(num_prompts=16, num_train_epochs=3.0, batch_size=16),
         dict(episodes=192, iterations=12, last_batch_size=16, steps=12, gradient_accumulation_steps=1),
     ),
-    (  # There are several updates of each batch, and five processes.
-        RUN | dict(num_mini_batches=2, num_ppo_epochs=3, per_device_train_batch_size=3, world_size=5),
-        dict(episodes=1960, iterations=31, last_batch_size=40, steps=186, gradient_accumulation_steps=3),
+    (  # A quarter of an epoch of 5 prompts is 1 prompt. The run is shorter than one batch.
+        RUN | dict(num_prompts=5, num_train_epochs=0.25, per_device_train_batch_size=8),
+        dict(episodes=4, iterations=1, last_batch_size=4, steps=1, gradient_accumulation_steps=8),
+    ),
+    (  # There are several updates of each batch, and five processes. The last batch has mini-batches of 10, not of 16.
+        RUN | dict(num_mini_batches=4, num_ppo_epochs=3, per_device_train_batch_size=3, world_size=5),
+        dict(episodes=1960, iterations=31, last_batch_size=40, steps=372, gradient_accumulation_steps=2),
     ),
     (  # Half an epoch of 5 prompts is 3 prompts. The last batch has 2 episodes.
         RUN | dict(num_prompts=5, num_train_epochs=0.5, k=2, batch_size=4, num_mini_batches=4, num_ppo_epochs=2),
         dict(episodes=6, iterations=2, last_batch_size=2, steps=12, gradient_accumulation_steps=1),
     ),
 ]
+
+
+ROUND_LATER = "You round the epochs. Multiply them by num_prompts first. Then round."
+SAME_NUMBER = "The last batch is cut into num_mini_batches mini-batches, like the others. They are smaller."
 
 
 def mistakes_in_counts(given: dict, right: dict) -> dict:
@@ -86,12 +94,20 @@ def mistakes_in_counts(given: dict, right: dict) -> dict:
     unrounded = given["num_train_epochs"] * given["num_prompts"]
     episodes = right["episodes"]
     iterations = right["iterations"]
+    last_batch = right["last_batch_size"]
     mini_batch = batch_size // mini_batches
+    whole_batches = (iterations - 1) * mini_batches  # the mini-batches of all batches but the last one
+    accumulation = right["gradient_accumulation_steps"]
     return {
         "episodes": [
             (episodes // k, "You count prompts. Each prompt gets k completions, and each completion is an episode."),
             (int(unrounded) * k, "Half a prompt is rounded up. int(2.5) and Python's round(2.5) are both 2."),
-            (unrounded * k, "You train on half a prompt. First round the prompts. Then multiply by k."),
+            (unrounded * k, "You train on a part of a prompt. First round the prompts. Then multiply by k."),
+            (math.floor(unrounded * k + 0.5), "First round the prompts. Then multiply by k."),
+            (math.ceil(unrounded) * k, "You always round up. Round to the nearest whole number of prompts."),
+            (given["num_prompts"] * k, "You forget num_train_epochs."),
+            (math.floor(given["num_train_epochs"] + 0.5) * given["num_prompts"] * k, ROUND_LATER),
+            (round(given["num_train_epochs"]) * given["num_prompts"] * k, ROUND_LATER),
             (episodes * ppo_epochs, "A PPO epoch trains on the same episodes again. It makes no new ones."),
             (iterations * batch_size, "You round up to whole batches. The last batch is smaller instead."),
             (episodes // batch_size * batch_size, "You drop the last, smaller batch."),
@@ -100,16 +116,27 @@ def mistakes_in_counts(given: dict, right: dict) -> dict:
             (episodes // batch_size, "You drop the last, smaller batch. Round up."),
             (math.ceil(episodes / k / batch_size), "A batch holds episodes, not prompts. Divide the episodes."),
             (math.ceil(episodes / batch_size / processes), "batch_size is for all processes together."),
+            (
+                episodes // batch_size + 1,
+                "The episodes fill the batches exactly. So there is no smaller batch after them.",
+            ),
             (iterations * ppo_epochs, "A PPO epoch trains on the same batch again. It is not a new iteration."),
         ],
         "last_batch_size": [
             (0, "The episodes fill the batches exactly. So the last batch is a whole one, and not empty."),
             (batch_size, "The last batch holds only the episodes that are left."),
+            (episodes - iterations * batch_size, "You subtract one batch too many. The last one is not yet taken."),
         ],
         "steps": [
             (iterations, "You count iterations. A whole batch gives num_ppo_epochs * num_mini_batches steps."),
             (iterations * mini_batches, "You forget the PPO epochs. Each is one more pass over the mini-batches."),
             (iterations * ppo_epochs, "You forget the mini-batches. Each is one optimizer step."),
+            (whole_batches * ppo_epochs, "You forget the last, smaller batch. It gives steps, too."),
+            ((whole_batches + math.ceil(last_batch / mini_batch)) * ppo_epochs, SAME_NUMBER),
+            ((whole_batches + last_batch // mini_batch) * ppo_epochs, SAME_NUMBER),
+            ((whole_batches + 1) * ppo_epochs, SAME_NUMBER),
+            (right["steps"] * given["num_train_epochs"], "The train epochs are in the number of episodes already."),
+            (right["steps"] * accumulation, "The micro-batches of a mini-batch give one step together."),
             (
                 iterations * mini_batches * ppo_epochs,
                 "A mini-batch has at least one episode. The last batch has fewer episodes than num_mini_batches, so it"
@@ -124,18 +151,27 @@ def mistakes_in_counts(given: dict, right: dict) -> dict:
             (math.ceil(mini_batch / micro_batch), "You forget that the processes share a mini-batch."),
             (math.ceil(batch_size / processes / micro_batch), "One step takes a mini-batch, not the whole batch."),
             (mini_batch // processes // micro_batch, "You drop the last, smaller micro-batch. Round up."),
+            (mini_batch / processes / micro_batch, "Episodes and micro-batches are whole. Round up."),
+            (
+                math.ceil(last_batch / mini_batches / processes / micro_batch),
+                "You count for a mini-batch of the last batch. Count for one of full size.",
+            ),
         ],
     }
 
 
 def test_1_counts_of_a_run(answer):
+    types = {}
     for given, right in RUNS:
         counts = answer.count_run(**given)
+        if counts is None:
+            stop("Your function returns nothing. Its last line must be: return, and the dict.")
         if not isinstance(counts, dict):
             stop(f"Return a dict. You return {type(counts).__name__}.")
         for name, value in right.items():
             if name not in counts:
                 stop(f"Your dict has no key {name!r}.", **{"your keys": list(counts)})
+            types[name] = type(counts[name])
             if counts[name] == value:
                 continue
             message = "This is not right. Count a smaller run by hand, one episode at a time."
@@ -144,6 +180,9 @@ def test_1_counts_of_a_run(answer):
                     message = about
                     break
             stop(f"{name}: {message}", **given, **{"your answer": counts[name], "right": value})
+    for name, kind in types.items():
+        if not issubclass(kind, int):
+            stop(f"{name}: The numbers are right. But they must be int, and yours is a {kind.__name__}.")
 
 
 # ====================================== 2  sampling by the inverse transform ====================================
@@ -216,7 +255,7 @@ def test_2_sampling_by_the_inverse_transform(answer):
 
 # ==================================== 3  log-probabilities of a padded batch ====================================
 EOS = 0  # The padding is 0, too. So only the lengths say where a completion ends.
-PROMPTS = [[3, 1, 4, 5], [6, 2], [7]]
+PROMPTS = [[3, EOS, 4, 5], [6, 2], [7]]
 COMPLETIONS = [[2, 7, 1], [EOS], [5, EOS]]  # The first one did not end.
 
 
@@ -230,11 +269,16 @@ def make_model():
 
 
 @torch.no_grad()
-def row_by_row(model, temperature=0.5, padding=0, shift=0, late=0):
+def row_by_row(
+    model, temperature=0.5, padding=0, shift=0, late=0, start=0, restart=False, hidden=None, skips=False, pick="token"
+):
     """The log-probabilities [rows, tokens], by a pass without padding for each row; and what mistakes make of them.
 
     Each row is `missing` tokens shorter than the longest prompt. It gets this number of zeros in front, times
     `padding`. Its positions are shifted by this number, times `shift`. Logits are read `late` positions too late.
+    Positions begin with `start`; with `restart`, those of the completion begin with 0 again. The mask is 0 for tokens
+    that are `hidden`. With `skips`, the positions do not count them. `pick` is "token", "largest" or "logit": what is
+    returned for a token is its log-probability, or the largest one at its position, or its logit.
     """
     longest = max(map(len, PROMPTS))
     table = torch.zeros(len(PROMPTS), max(map(len, COMPLETIONS)))
@@ -242,19 +286,65 @@ def row_by_row(model, temperature=0.5, padding=0, shift=0, late=0):
         missing = longest - len(prompt)
         tokens = [0] * missing * padding + prompt + completion
         positions = (torch.arange(len(tokens)) + missing * shift).clamp(min=0)
-        logits = model(torch.tensor([tokens]), position_ids=positions[None]).logits[0] / temperature
-        first = len(tokens) - len(completion) - 1 + late
-        log_p = torch.log_softmax(logits[first : first + len(completion)], -1)
-        table[row, : len(completion)] = log_p.gather(1, torch.tensor(completion)[:, None]).squeeze(1)
+        positions = positions + start
+        if restart:
+            positions[-len(completion) :] = torch.arange(len(completion))
+        attention = torch.ones(1, len(tokens), dtype=torch.long)
+        if hidden == "completion":
+            attention[0, -len(completion) :] = 0
+        if hidden == "EOS":
+            attention[0] = torch.tensor(tokens) != EOS
+        if skips:
+            positions = (attention[0].cumsum(0) - 1).clamp(min=0)
+        logits = model(torch.tensor([tokens]), attention_mask=attention, position_ids=positions[None]).logits[0]
+        first = max(len(tokens) - len(completion) - 1 + late, 0)
+        logits = logits[first : first + len(completion)] / temperature
+        log_p = logits if pick == "logit" else torch.log_softmax(logits, -1)
+        picked = log_p.gather(1, torch.tensor(completion)[:, None]).squeeze(1)
+        table[row, : len(completion)] = log_p.amax(1) if pick == "largest" else picked
     return table
+
+
+def where_to_look(result, right, mask) -> str:
+    """The message for an answer that no known mistake gives: which numbers are right, and what that means."""
+    wrong = ~torch.isclose(result.detach().double(), right.double(), rtol=1e-4, atol=2e-4) & mask
+    if not wrong[0].any():
+        return (
+            "The first row is right, and others are not. The first prompt has no padding. So look at what padding"
+            " changes: the mask and the positions."
+        )
+    if not wrong[:, 0].any():
+        return (
+            "The first token of each completion is right, and later ones are not. So look at the mask and the positions"
+            " of the completions."
+        )
+    return (
+        "This is not right. First try one row without padding. Look at the logits that you read, at the temperature,"
+        " and at the axis of the softmax, which is the vocabulary."
+    )
+
+
+BY_IDS = "The mask comes from the token ids. But a prompt may hold the EOS, too. Use prompt_mask and lengths."
+BEFORE = "Divide the logits, before the softmax."
 
 
 def mistakes_in_logprobs(model, right) -> list:
     mask = right != 0
     no_eos = torch.tensor([[1.0, 1, 1], [0, 0, 0], [1, 0, 0]])
+    by_ids = row_by_row(model, hidden="EOS", skips=True)  # The positions come from the same wrong mask.
     is_read = "The padding is read as if it were tokens. Give the model a mask of all tokens that are real."
     return [
         (row_by_row(model, shift=1), "The positions count the padding. The first token of a prompt has position 0."),
+        (row_by_row(model, hidden="EOS"), BY_IDS),
+        (by_ids, BY_IDS),
+        (row_by_row(model, hidden="completion"), "The mask hides the completion. It is 1 for its tokens, too."),
+        (row_by_row(model, start=1), "Your positions begin with 1. The first token of a prompt has position 0."),
+        (row_by_row(model, restart=True), "The positions begin with 0 again in the completion. They must go on there."),
+        (row_by_row(model, pick="logit"), "You return logits. Take their log_softmax first."),
+        (
+            row_by_row(model, pick="largest"),
+            "You return the largest log-probability at each position. Pick that of the completion's token.",
+        ),
         (row_by_row(model, padding=1), is_read),
         (row_by_row(model, padding=1, shift=-1), is_read),
         (
@@ -263,10 +353,20 @@ def mistakes_in_logprobs(model, right) -> list:
         ),
         (row_by_row(model, temperature=1.0), "You forget the temperature. It divides the logits."),
         (row_by_row(model, temperature=2.0), "You multiply the logits by the temperature. It divides them."),
+        (row_by_row(model, temperature=1.0) / 0.5, "You divide the log-probabilities by the temperature. " + BEFORE),
+        (right / 0.5, "You divide by the temperature twice. " + BEFORE),
         (
             right * no_eos,
             "The EOS gets 0. It is a token that the policy chose, so it has a log-probability. The mask comes from the"
             " lengths, not from the token ids.",
+        ),
+        (
+            right * torch.tensor([[1.0, 1, 0], [0, 0, 0], [1, 0, 0]]),
+            "The last token of each completion gets 0. lengths counts it, too.",
+        ),
+        (
+            right * torch.tensor([0.0, 1, 1]),
+            "The first token of each completion gets 0. Its logits are those at the last token of the prompt.",
         ),
         (right.exp() * mask, "You return probabilities. Return their logarithms."),
         (-right, "The sign is wrong. A log-probability is never above 0."),
@@ -279,21 +379,30 @@ def test_3_logprobs_of_a_padded_batch(answer):
     mistakes = mistakes_in_logprobs(model, right)
     passes = []
     model.transformer.h[0].register_forward_hook(lambda *_: passes.append(1))
-    result = answer.completion_logprobs(
-        model,
-        torch.tensor([[3, 1, 4, 5], [0, 0, 6, 2], [0, 0, 0, 7]]),
-        torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1]]),
-        torch.tensor([[2, 7, 1], [0, 0, 0], [5, 0, 0]]),
-        torch.tensor([3, 1, 2]),
-        0.5,
+    tensors = dict(
+        prompts=torch.tensor([[3, 0, 4, 5], [0, 0, 6, 2], [0, 0, 0, 7]]),
+        prompt_mask=torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1]]),
+        completions=torch.tensor([[2, 7, 1], [0, 0, 0], [5, 0, 0]]),
+        lengths=torch.tensor([3, 1, 2]),
     )
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    result = answer.completion_logprobs(model, *tensors.values(), 0.5)
     num_passes = len(passes)
+    for name, tensor in tensors.items():
+        if not torch.equal(tensor, copies[name]):
+            stop(f"You change {name} in place. Work with a copy of it: {name}.clone()")
     given = dict(prompts=PROMPTS, completions=COMPLETIONS, EOS=EOS, padding=EOS, temperature=0.5)
     if isinstance(result, torch.Tensor) and result.shape == right.shape:
         mask = right != 0
-        if is_close(result * mask, right) and not is_close(result, right):
+        if is_close(result.where(mask, 0), right) and not is_close(result, right):
             message = "The tokens are right. But after the end of a completion the answer must be 0."
             stop(message, **given, **{"your answer": result, "right": right})
+        early = row_by_row(model, late=-1)
+        early[2] = result[2]  # The last prompt has one token. One position earlier there is only padding.
+        mistakes.append(
+            (early, "You read the logits one position too early: those at a position are for the next token.")
+        )
+        mistakes.append((result, where_to_look(result, right, mask)))
     check(result, right, mistakes, **given)
     if not result.requires_grad:
         stop(
@@ -462,6 +571,7 @@ TOKENS = torch.tensor([[1.0, 2, 3], [4, 7, 7], [2, 2, 7], [6, 1, 7], [5, 5, 5]])
 LENGTHS = torch.tensor([3, 1, 2, 2, 3])
 REPEATED = -4  # episode 4 once more, which does not count
 GRADIENT = 36 / 11  # the sum over all tokens, divided by their number
+OWN_TOKENS = "Each process divides by its own tokens. Divide by the tokens of all processes."
 STEPS = [  # the episodes of each micro-batch of each process; and what mistakes give
     (
         "one process, one micro-batch",
@@ -477,6 +587,7 @@ STEPS = [  # the episodes of each micro-batch of each process; and what mistakes
                 " token of a long episode.",
             ),
             (36, "You return the sum. Divide it by the number of tokens."),
+            (-GRADIENT, "The sign is wrong. The losses of the tokens are given, and they are minimized."),
         ],
     ),
     (
@@ -493,6 +604,7 @@ STEPS = [  # the episodes of each micro-batch of each process; and what mistakes
                 "This is a sum of means. You divide each micro-batch by its own tokens. Divide by the tokens of the"
                 " whole mini-batch.",
             ),
+            (3 * GRADIENT, "You multiply by the number of micro-batches. Their gradients add up to the right one."),
             (GRADIENT / 3, "You divide by the number of micro-batches, too. Their gradients add up to the right one."),
         ],
     ),
@@ -505,7 +617,8 @@ STEPS = [  # the episodes of each micro-batch of each process; and what mistakes
                 "Your gradient is half of the right one. DDP takes the mean over the processes, and you need their sum."
                 " Multiply each loss by the number of processes.",
             ),
-            ((14 / 6 + 22 / 5) / 2, "Each process divides by its own tokens. Divide by the tokens of all processes."),
+            ((14 / 6 + 22 / 5) / 2, OWN_TOKENS),
+            (14 / 6 + 22 / 5, OWN_TOKENS),
             ((36 + 15) / 11, "You add up the repeated episode, which must not count. Multiply by is_real."),
             (36 / 14, "You count the tokens of the repeated episode. Leave out what is not real."),
             ((36 + 15) / 14, "The repeated episode is in your sum and in your denominator. It must not count."),
@@ -522,20 +635,63 @@ def make_micro_batch(episodes, parameter):
     return parameter * TOKENS[rows], mask, is_real
 
 
+def check_form(losses, split):
+    """Fail unless there is a list for each process, with a loss for each of its micro-batches."""
+    form = f"Return a list for each process, with one loss for each of its micro-batches: {form_of(split)}."
+    if losses is None:
+        stop("Your function returns nothing. Its last line must be: return, and the list. " + form)
+    if not isinstance(losses, list):
+        stop(f"{form} You return {type(losses).__name__}.")
+    for of_process in losses:
+        if not isinstance(of_process, (list, tuple)):
+            stop(f"{form} Yours holds {type(of_process).__name__} in place of the lists of the processes.")
+    if list(map(len, losses)) != list(map(len, split)):
+        stop(f"{form} Yours is {form_of(losses)}.")
+    for of_process in losses:
+        for loss in of_process:
+            if not (isinstance(loss, torch.Tensor) and loss.shape == () and loss.requires_grad):
+                stop("Each loss must be a tensor with one number and with gradient.", **{"your answer": repr(loss)})
+
+
+def form_of(lists) -> str:
+    """For example [[loss, loss], [loss]]."""
+    return show([["loss"] * len(of_process) for of_process in lists])
+
+
 def gradient_after_ddp(answer, split) -> torch.Tensor:
     """Each process adds up the gradients of its micro-batches. Then DDP takes the mean over the processes."""
     parameter = torch.tensor(1.0, requires_grad=True)
     processes = []
     for of_process in split:
         processes.append([make_micro_batch(episodes, parameter) for episodes in of_process])
-    losses = answer.micro_batch_losses(processes)
-    if list(map(len, losses)) != list(map(len, split)):
-        stop("Return a list for each process, with one loss for each of its micro-batches.")
+    given = [micro_batch for of_process in processes for micro_batch in of_process]
+    copies = [[tensor.detach().clone() for tensor in micro_batch] for micro_batch in given]
+    try:
+        losses = answer.micro_batch_losses(processes)
+    except NotImplementedError as error:
+        if not str(error):
+            raise  # It is the template's: the exercise is not written yet.
+        hint = "is_real holds the numbers 1.0 and 0.0. The operator & takes only True and False. Multiply instead."
+        stop(f"PyTorch cannot do this: {error}. {hint}")
+    check_form(losses, split)
+    for micro_batch, copy in zip(given, copies):
+        for name, tensor, original in zip(("token_losses", "mask", "is_real"), micro_batch, copy):
+            if not torch.equal(tensor, original):
+                stop(f"You change {name} in place. Write a = a * b in place of a *= b.")
+    if parameter.grad is not None:
+        stop("Do not call backward. Return the losses. The test calls backward on them.")
+    flat = [loss for of_process in losses for loss in of_process]
+    token_losses = [micro_batch[0] for micro_batch in given]
+    for position, loss in enumerate(flat):
+        try:
+            gradients = torch.autograd.grad(loss, token_losses, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            stop(f"backward on your loss stops: {error}", **{"your answer": repr(loss)})
+        for other, gradient in enumerate(gradients):
+            if other != position and gradient is not None and gradient.any():
+                stop("A loss must use only the token losses of its own micro-batch. Yours uses those of another one.")
     gradients = []
     for of_process in losses:
-        for loss in of_process:
-            if not (isinstance(loss, torch.Tensor) and loss.shape == () and loss.requires_grad):
-                stop("Each loss must be a tensor with one number and with gradient.", **{"your answer": repr(loss)})
         gradients.append(torch.autograd.grad(sum(of_process), parameter, retain_graph=True)[0])
     return torch.stack(gradients).mean()
 
@@ -548,7 +704,8 @@ def test_6_one_denominator(answer):
             mistakes,
             split=f"{name}, with the episodes {str(split).replace('-4', '4 (not real)')}",
             lengths=LENGTHS,
-            compared="the gradient after DDP",
+            **{"token losses": "a parameter with the value 1, times " + show(TOKENS.int())},
+            compared="the gradient by the parameter, after DDP",
         )
 
 
