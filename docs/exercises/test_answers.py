@@ -666,13 +666,16 @@ def gradient_after_ddp(answer, split) -> torch.Tensor:
         processes.append([make_micro_batch(episodes, parameter) for episodes in of_process])
     given = [micro_batch for of_process in processes for micro_batch in of_process]
     copies = [[tensor.detach().clone() for tensor in micro_batch] for micro_batch in given]
+    problem = None
     try:
         losses = answer.micro_batch_losses(processes)
     except NotImplementedError as error:
         if not str(error):
             raise  # It is the template's: the exercise is not written yet.
+        problem = error
+    if problem is not None:
         hint = "is_real holds the numbers 1.0 and 0.0. The operator & takes only True and False. Multiply instead."
-        stop(f"PyTorch cannot do this: {error}. {hint}")
+        stop(f"PyTorch cannot do this: {problem}. {hint}")
     check_form(losses, split)
     for micro_batch, copy in zip(given, copies):
         for name, tensor, original in zip(("token_losses", "mask", "is_real"), micro_batch, copy):
@@ -686,7 +689,9 @@ def gradient_after_ddp(answer, split) -> torch.Tensor:
         try:
             gradients = torch.autograd.grad(loss, token_losses, retain_graph=True, allow_unused=True)
         except RuntimeError as error:
-            stop(f"backward on your loss stops: {error}", **{"your answer": repr(loss)})
+            problem = error
+        if problem is not None:
+            stop(f"backward on your loss stops: {problem}", **{"your answer": repr(loss)})
         for other, gradient in enumerate(gradients):
             if other != position and gradient is not None and gradient.any():
                 stop("A loss must use only the token losses of its own micro-batch. Yours uses those of another one.")
