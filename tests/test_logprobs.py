@@ -1,6 +1,7 @@
 """Log-probabilities: shared prompts, the sampler's, the reference's, dropout, temperature, precision, adapters."""
 
 import itertools
+import json
 import math
 import os
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 import transformers
 from conftest import (
     EOS,
+    HERE,
     PAD,
     distance,
     encode,
@@ -222,6 +224,20 @@ def test_bfloat16_is_refused_where_it_would_clip_whole_ratios(script):
         elif script.__name__ == name:
             make_args(script, dtype="bfloat16", **flags)
         make_args(script, dtype="float32", **flags if script.__name__ == name else {})
+
+
+@one_text
+def test_the_table_of_bfloat16_is_what_was_measured(script):
+    """The rows of docs/metrics.md are those of bfloat16_ratios.json, in its order."""
+    text = (HERE / "docs" / "metrics.md").read_text(encoding="utf-8")
+    table = text[text.index("## bfloat16 and ratios") :].split("\n\n")[3].splitlines()[2:]
+    measured = json.loads((HERE / "benchmark" / "hardware" / "bfloat16_ratios.json").read_text())
+    for line, row in zip(table, measured, strict=True):
+        cells = []
+        for kind in ("tokens", "completions", "sequences"):
+            shares = [100 * row[source][f"{kind}_outside"] for source in ("sampling", "a_pass")]
+            cells.append(", ".join(f"{share:.1g} %" if share < 1 else f"{share:.0f} %" for share in shares))
+        assert line.split("|")[2:-1] == [f" {cell} " for cell in cells], row["case"]
 
 
 def test_gradient_checkpointing_recomputes(script, run, monkeypatch):
