@@ -37,7 +37,7 @@ def pick_tokens(log_p, uniforms):
     """Pick a token in every row, with a random number that is given.
 
     log_p: [rows, vocabulary], float32, log-probabilities; uniforms: [rows], float64, numbers in [0, 1).
-    Returns [rows], whole numbers.
+    Returns [rows], the index of the picked token in the vocabulary, as whole numbers (torch.int64).
     """
     raise NotImplementedError
 
@@ -77,7 +77,7 @@ def group_normalized_advantages(scores, k: int):
 def clipped_loss(logprobs, old_logprobs, advantages, cliprange: float):
     """PPO's clipped loss of every token, which is minimized. It is not averaged.
 
-    logprobs: [tokens], with gradient; old_logprobs, advantages: [tokens]. Returns [tokens].
+    logprobs: [tokens], with gradient; old_logprobs, advantages: [tokens]. Returns [tokens], with gradient.
     """
     raise NotImplementedError
 
@@ -100,7 +100,7 @@ def gae_from_scores(scores, values, lengths, gamma: float, lam: float):
     """Generalized advantage estimates, if the only reward is the score, at the last token of a completion.
 
     scores: [episodes]; values: [episodes, tokens], with any numbers after the end of a completion;
-    lengths: [episodes], tokens of each completion, its EOS included.
+    lengths: [episodes], tokens of each completion, its EOS included. Do not change the arguments.
     Returns [episodes, tokens], 0 after the end of a completion.
     """
     raise NotImplementedError

@@ -186,6 +186,10 @@ def test_1_counts_of_a_run(answer):
 
 
 # ====================================== 2  sampling by the inverse transform ====================================
+IS_LOG = "You add up log-probabilities. First take the exponential of each."
+OVER_ROWS = "You add up over the rows. Add up along each row, over the vocabulary."
+NOT_CUMULATIVE = "You search in the probabilities themselves. First add them up along each row."
+NOT_ITSELF = "The cumulative probability of a token includes its own probability. You leave it out."
 TOO_LOW = (
     "By rounding, the probabilities add up to a little less than 1, and the random number is above their sum. Multiply"
     " it by their sum, in float64."
@@ -194,19 +198,43 @@ TOO_LOW = (
 
 def test_2_sampling_by_the_inverse_transform(answer):
     probabilities = torch.tensor([[0.2, 0.5, 0.3], [0.2, 0.5, 0.3], [0.6, 0.1, 0.3], [0.6, 0.1, 0.3]])
-    uniforms = torch.tensor([0.1, 0.75, 0.5, 0.65], dtype=torch.float64)
+    uniforms = torch.tensor([0.75, 0.1, 0.5, 0.65], dtype=torch.float64)
+    picked = answer.pick_tokens(probabilities.log(), uniforms.clone())
     check(
-        answer.pick_tokens(probabilities.log(), uniforms.clone()),
-        [0, 2, 0, 1],
+        picked,
+        [2, 0, 0, 1],
         [
             ([1, 1, 0, 0], "You take the most likely token. That is not sampling: it does not use the random number."),
-            ([-1, 1, -1, 0], "You are one token too far to the left: -1 is not a token."),
-            ([0, 0, 0, 0], "You use the random number of the first row for all rows."),
-            ([2, 1, 0, 0], "You add up the probabilities from right to left. Go from left to right."),
+            ([1, -1, -1, 0], "You are one token too far to the left: -1 is not a token."),
+            ([2, 2, 2, 2], "You use the random number of the first row for all rows."),
+            ([2, 0, 1, 1], "You use the probabilities of the first row for all rows."),
+            ([1, 2, 0, 0], "You add up the probabilities from right to left. Go from left to right."),
+            ([3, 3, 3, 3], IS_LOG),
+            ([0, 3, 3, 3], IS_LOG),
+            ([1, 0, 0, 0], OVER_ROWS),
+            ([3, 0, 0, 0], OVER_ROWS),
+            ([3, 0, 3, 3], NOT_CUMULATIVE),
+            ([3, 0, 2, 3], NOT_CUMULATIVE),
+            ([1, 0, 2, 2], NOT_CUMULATIVE),
+            ([3, 1, 1, 2], NOT_ITSELF),
+            ([0, 1, 1, 2], NOT_ITSELF),
+            ([2, 1, 1, 1], NOT_ITSELF),
+            (
+                [0, 0, 0, 0],
+                "You pick token 0 in every row. Print your cumulative probabilities: they must rise to 1 along each"
+                " row.",
+            ),
+            ([0.3, 0.2, 0.6, 0.1], "You return the probability of the token. Return its index in the vocabulary."),
+            (
+                [-1.204, -1.6094, -0.5108, -2.3026],
+                "You return the log-probability of the token. Return its index in the vocabulary.",
+            ),
         ],
         probabilities=probabilities,
         uniforms=uniforms,
     )
+    if picked.is_floating_point() or picked.dtype == torch.bool:
+        stop(f"Return whole numbers (torch.int64), because a token is an index. Yours have the type {picked.dtype}.")
 
     log_p = torch.tensor([[0.2, 0.5, 0.3]]).log().repeat(1000, 1)
     uniforms = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
@@ -246,10 +274,27 @@ def test_2_sampling_by_the_inverse_transform(answer):
             ([3], f"You pick token 3, and the vocabulary has only 0, 1 and 2. {TOO_LOW}"),
             ([2], f"You pick the last token, and its probability is 0. {TOO_LOW}"),
             ([0], f"You pick the first token, and the random number is almost 1. {TOO_LOW}"),
+            ([], f"You pick no token. {TOO_LOW}"),
         ],
         log_p=log_p,
         probabilities="[0.3, 0.6999993, 0]",
         uniforms="[0.999999999]",
+    )
+
+    log_p = torch.tensor([[0.0, -20.723266]])
+    check(
+        answer.pick_tokens(log_p.clone(), torch.tensor([1 - 1e-10], dtype=torch.float64)),
+        [1],
+        [
+            (
+                [0],
+                "You add up in float32. It has about 7 digits, so 1 + 0.000000001 is 1, and token 1 is never picked."
+                " Turn log_p into float64 first: log_p.double().",
+            )
+        ],
+        log_p=log_p,
+        probabilities="[1, 0.000000001]",
+        uniforms="[0.9999999999]",
     )
 
 
@@ -490,22 +535,38 @@ def test_4b_group_normalized_advantages(answer):
 # =============================================== 5  the clipped loss ============================================
 ADVANTAGES = torch.tensor([2.0, 2, 2, -2, -2, -2])
 RATIOS = torch.tensor([0.5, 1, 1.5, 0.5, 1, 1.5])
+FIRST_MULTIPLY = (
+    "You compare the ratios, and multiply by -A after that. First multiply both ratios by -A. Then take the larger"
+    " product."
+)
+USE_AS_GIVEN = "You subtract the mean of the advantages, or divide by their deviation. Use them as they are given."
 GIVEN_5 = dict(ratios=RATIOS, advantages=ADVANTAGES, cliprange=0.2)
 
 
-def losses_at(answer, ratios):
+def losses_at(answer, ratios, advantages=ADVANTAGES, cliprange=0.2):
     """New log-probabilities that give these ratios, and the losses of the answer."""
     old_logprobs = torch.tensor([-1.0, -2, -3, -1, -2, -3])
     logprobs = (old_logprobs + ratios.log()).requires_grad_()
-    return logprobs, answer.clipped_loss(logprobs, old_logprobs, ADVANTAGES.clone(), 0.2)
+    losses = answer.clipped_loss(logprobs, old_logprobs, advantages.clone(), cliprange)
+    if isinstance(losses, tuple):
+        stop("Return a tensor. You return a tuple. torch.max(x, dim) gives a tuple, too: its .values are the maxima.")
+    if not isinstance(losses, torch.Tensor):
+        stop(f"Return a tensor. You return {type(losses).__name__}.")
+    return logprobs, losses
 
 
 def gradient_at(answer, ratios):
-    """The derivative of the sum of the losses by each new log-probability."""
+    """The derivative of the sum of the losses with respect to each new log-probability."""
     logprobs, losses = losses_at(answer, ratios)
-    if not (isinstance(losses, torch.Tensor) and losses.requires_grad):
-        stop("Your losses have no gradient. Only the old log-probabilities and the advantages are constants.")
-    return torch.autograd.grad(losses.sum(), logprobs)[0]
+    gradient = None
+    if losses.requires_grad:
+        [gradient] = torch.autograd.grad(losses.sum(), logprobs, allow_unused=True)
+    if gradient is None:
+        stop(
+            "Your losses have no gradient. Only the old log-probabilities and the advantages are constants. These cut"
+            " the gradient off: .detach(), .item(), .tolist(), float(...), torch.tensor(...) and torch.no_grad()."
+        )
+    return gradient
 
 
 def test_5a_clipped_loss(answer):
@@ -515,8 +576,32 @@ def test_5a_clipped_loss(answer):
         [
             ([-1.6, -2, -3, 1, 2, 2.4], "You take the smaller of the two losses. The clipped loss is the larger one."),
             ([1, 2, 2.4, -1.6, -2, -3], "The sign is wrong. This is maximized, and the loss is its negative."),
-            ([-1.6, -2, -2.4, 1.6, 2, 2.4], "You always clip. Take the larger of the clipped and the unclipped loss."),
+            (
+                [-1.6, -2, -2.4, 1.6, 2, 2.4],
+                "You always clip. Take the larger of the clipped and the unclipped loss. If you do so already: clamp_"
+                " changes the ratio itself, so use clamp.",
+            ),
             ([-1, -2, -3, 1, 2, 3], "You never clip."),
+            (
+                [1.6, 2, 3, -1, -2, -2.4],
+                "You forget the minus in front of A. It is in both losses, before the larger one is taken.",
+            ),
+            ([-1, -2, -2.4, 1, 2, 2.4], FIRST_MULTIPLY),
+            ([-1.6, -2, -3, 1.6, 2, 3], FIRST_MULTIPLY),
+            ([-1, -2, -2.4, 1, 2, 3], "You clip only at 1 + c. A bad token is clipped at 1 - c."),
+            ([-1, -2, -3, 1.6, 2, 3], "You clip only at 1 - c. A good token is clipped at 1 + c."),
+            ([-0.4, -0.4, -0.4, 1, 2, 3], "You clip at -c and c. Clip at 1 - c and 1 + c."),
+            (
+                [-1, -2, -2.4428, 1.6375, 2, 3],
+                "You clip the difference of the log-probabilities. Clip the ratio: first take the exponential.",
+            ),
+            ([0, -2, 0, 0, 2, 0], "You set the loss to 0 outside of 0.8 .. 1.2. A clipped loss is constant, not 0."),
+            (
+                [-2.3863, -2, -1.7297, 3.3863, 2, 1.7297],
+                "You divide the log-probabilities. Divide the probabilities: take the exponential of the difference.",
+            ),
+            ([-0.4564, -0.9129, -1.0954, 0.7303, 0.9129, 1.3693], USE_AS_GIVEN),
+            ([-0.5, -1, -1.2, 0.8, 1, 1.5], USE_AS_GIVEN),
             (
                 [-2.4, -2, -1.3333, 4, 2, 1.6],
                 "The ratio is upside down. It is the new probability divided by the old one.",
@@ -527,8 +612,20 @@ def test_5a_clipped_loss(answer):
             ),
             ([-2, -2, -2, 2, 2, 2], "Your ratio is always 1. Use the old log-probabilities that are given."),
             (0.2, "You return the mean. Return the loss of each token."),
+            (1.2, "You return the sum. Return the loss of each token."),
         ],
         **GIVEN_5,
+    )
+
+    advantages = torch.tensor([3.0, 3, 3, -1, -1, -1])
+    check(
+        losses_at(answer, RATIOS, advantages, 0.4)[1],
+        [-1.5, -3, -4.2, 0.6, 1, 1.5],
+        [
+            ([-1.5, -3, -3.6, 0.8, 1, 1.5], "You always clip at 0.8 and 1.2. Use the argument cliprange."),
+            ([-1, -2, -2.8, 1.2, 2, 3], USE_AS_GIVEN),
+        ],
+        **GIVEN_5 | dict(advantages=advantages, cliprange=0.4),
     )
 
 
@@ -542,8 +639,14 @@ def test_5b_gradient_of_the_clipped_loss(answer):
                 "At ratio 1 your gradient is 0. The losses add up to 0 there, but each has the gradient -advantage.",
             ),
             ([2, 2, 2, -2, -2, -2], "The sign is wrong. A step would make good tokens less likely."),
+            (
+                [-1, -1, -1, 1, 1, 1],
+                "Your gradient is half of the right one. At ratio 1 the two losses are equal, and torch.max gives half"
+                " of the gradient to each. So both must have a gradient. Do not detach one.",
+            ),
+            ([-1 / 3] * 3 + [1 / 3] * 3, "You return the mean. Return the loss of each token."),
         ],
-        **GIVEN_5 | dict(ratios=torch.ones(6), compared="the derivative by each log-probability"),
+        **GIVEN_5 | dict(ratios=torch.ones(6), compared="the derivative with respect to each log-probability"),
     )
     check(
         gradient_at(answer, RATIOS),
@@ -561,7 +664,7 @@ def test_5b_gradient_of_the_clipped_loss(answer):
             ),
             ([0, -2, -3, 1, 2, 0], "You take the smaller of the two losses. The clipped loss is the larger one."),
         ],
-        **GIVEN_5 | dict(compared="the derivative by each log-probability"),
+        **GIVEN_5 | dict(compared="the derivative with respect to each log-probability"),
     )
 
 
@@ -715,15 +818,58 @@ def test_6_one_denominator(answer):
 
 
 # ========================================= 7  GAE with rewards at the end =======================================
+LEFT_OUT = "You leave out the last token. Its index is length - 1."
+TOO_EARLY = "You give the score to the token before the last one. The index of the last token is length - 1."
+OTHER_ROWS = (
+    "You write a score into the rows of other episodes. rewards[:, columns] means these columns of all rows. Name the"
+    " rows, too."
+)
+
+
+def gae_of(answer, scores, values, lengths):
+    """The answer for copies of these tensors. It may not change them."""
+    given = dict(scores=scores.clone(), values=values.clone(), lengths=lengths.clone())
+    result = answer.gae_from_scores(*given.values(), 0.5, 0.8)
+    for name, before in dict(scores=scores, values=values, lengths=lengths).items():
+        if not torch.equal(given[name], before):
+            stop(
+                f"Your function changes its argument {name}. The caller still needs it. Make a new tensor, for example"
+                " with torch.zeros_like.",
+                **{"before the call": before, "after the call": given[name]},
+            )
+    return result
+
+
 def test_7_gae_with_rewards_at_the_end(answer):
     scores = torch.tensor([4.0])
     values = torch.tensor([[1.0, 2, 3]])
+    result = gae_of(answer, scores, values, torch.tensor([3]))
+    if isinstance(result, torch.Tensor) and not result.is_floating_point():
+        stop(f"Your numbers have the type {result.dtype}, which cuts off fractions. Use the type of the values.")
     check(
-        answer.gae_from_scores(scores.clone(), values.clone(), torch.tensor([3]), 0.5, 0.8),
+        result,
         [[-0.04, -0.1, 1]],
         [
             ([[0, -0.5, 0.8]], "You go from left to right. A_t needs A_{t+1}, so begin at the last token."),
-            ([[-0.2, -0.5, 0]], "You leave out the last token. The loop is one token too short."),
+            ([[-1, -1.9, 1.24]], "You go from left to right. A_t needs A_{t+1}, so begin at the last token."),
+            ([[1, -0.1, -0.04]], "The numbers are right, but in reverse order. The first token comes first."),
+            ([[0.04, 0.1, -1]], "The sign is wrong. The advantage is what came minus what was expected."),
+            ([[-0.2, -0.5, 0]], LEFT_OUT),
+            ([[-0.8, -2, 0]], LEFT_OUT),
+            ([[-0.16, -0.4, 0]], LEFT_OUT),
+            ([[-0.04, -0.1, 0]], LEFT_OUT),
+            ([[0.92, 2.3, -3]], TOO_EARLY),
+            ([[0.8, 2, 0]], TOO_EARLY),
+            ([[-0.68, -1.7, -3]], "No token gets the score. The index of the last token is length - 1."),
+            ([[0.92, 0.8, 1]], "You use lam in delta. There it is gamma that multiplies the next value."),
+            ([[-0.36, -0.4, 1]], "You multiply the next value by gamma * lam. In delta it is gamma alone."),
+            (
+                [[-0.36, -0.9, -1]],
+                "You use the score as the value after the last token, so gamma multiplies it. It is the reward R_t of"
+                " the last token.",
+            ),
+            ([[3, 2, 1]], "You return the score minus the value. That is right only for gamma = lam = 1."),
+            ([[-0.5282, -0.6252, 1.1534]], "You normalize the advantages. Return them as the formula gives them."),
             ([[0, 0, 1]], "You forget lam: A_{t+1} is multiplied by gamma * lam."),
             ([[0.24, 0.3, 1]], "You forget gamma in front of A_{t+1}: it is multiplied by gamma * lam."),
             ([[1.56, 1.4, 1]], "You forget gamma in delta. It multiplies the next value."),
@@ -749,9 +895,21 @@ def test_7_gae_with_rewards_at_the_end(answer):
     right = torch.tensor([[-0.04, -0.1, 1, 0], [-1, 0, 0, 0]])
     is_read = "You read the value after the end of a completion. It is padding. Put 0 in its place."
     given = dict(scores=scores, values=values, lengths=[3, 1], gamma=0.5, lam=0.8)
-    result = answer.gae_from_scores(scores.clone(), values.clone(), torch.tensor([3, 1]), 0.5, 0.8)
+    result = gae_of(answer, scores, values, torch.tensor([3, 1]))
+    in_last_column = "The score is in the last column. Put it at the last token."
     mistakes = [
-        ([[-0.424, -1.06, -1.4, 0], [-1.936, 0, 0, 0]], "The score is in the last column. Put it at the last token."),
+        ([[-0.424, -1.06, -1.4, 0], [-1.936, 0, 0, 0]], in_last_column),
+        ([[-0.68, -1.7, -3, 0], [-2, 0, 0, 0]], in_last_column),
+        (
+            [[-0.04, -0.1, 1, 0], [-0.516, 0, 0, 0]],
+            "An episode begins with V and A of the episode before. Set both to 0 after the last token of each episode.",
+        ),
+        ([[0.96, -0.1, 1, 0], [-0.36, 0, 0, 0]], OTHER_ROWS),
+        ([[3.96, -0.1, 1, 0], [-0.84, 0, 0, 0]], OTHER_ROWS),
+        (
+            [[0.104, 0.26, 1.9, 0], [-0.1, 0, 0, 0]],
+            "Your mask has one True too many in each row. The index of the last token is length - 1.",
+        ),
         (
             [[-0.424, -1.06, -1.4, 0], [-1.6, 0, 0, 0]],
             "The score is off by one: it is after the last token. The last token of a completion has the index"
