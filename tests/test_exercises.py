@@ -143,11 +143,28 @@ def scaled(log_p, uniforms):
     return uniforms * cumulative(log_p)[:, -1]
 
 
+def picked_log_p(log_p, uniforms):
+    return log_p.gather(1, search(cumulative(log_p), uniforms)[:, None]).squeeze(1)
+
+
 WRONG_TOKENS = {
     "does not use the random number": lambda log_p, u: log_p.argmax(-1),
     "-1 is not a token": lambda log_p, u: search(cumulative(log_p), u) - 1,
     "random number of the first row": lambda log_p, u: search(cumulative(log_p), u[:1].expand(len(u))),
     "Go from left to right": lambda log_p, u: log_p.shape[1] - 1 - search(cumulative(log_p.flip(-1)), u),
+    "probabilities of the first row": lambda log_p, u: search(cumulative(log_p[:1].repeat(len(log_p), 1)), u),
+    "Add up along each row": lambda log_p, u: search(log_p.double().exp().cumsum(0), u),
+    "First take the exponential of each": lambda log_p, u: search(log_p.double().cumsum(-1), u),
+    "search in the probabilities themselves": lambda log_p, u: search(log_p.double().exp(), u),
+    "You leave it out": lambda log_p, u: search(cumulative(log_p) - log_p.double().exp(), u),
+    "You pick token 0 in every row": lambda log_p, u: (log_p.double().cumsum(-1) > u[:, None]).int().argmax(-1),
+    "You return the probability": lambda log_p, u: picked_log_p(log_p, u).exp(),
+    "You return the log-probability": lambda log_p, u: picked_log_p(log_p, u),
+    "because a token is an index": lambda log_p, u: search(cumulative(log_p), scaled(log_p, u)).float(),
+    "You add up in float32": lambda log_p, u: search(log_p.exp().cumsum(-1), u * log_p.exp().sum(-1)),
+    "You pick no token": lambda log_p, u: torch.tensor(
+        [token for token in search(cumulative(log_p), u).tolist() if token < log_p.shape[1]]
+    ),
     "no random numbers of your own": lambda log_p, u: (
         search(cumulative(log_p), torch.rand_like(u)) if len(u) == 1000 else search(cumulative(log_p), u)
     ),
@@ -386,18 +403,52 @@ def both(ratio, advantages, clip):
 WRONG_LOSSES = {
     "You take the smaller": lambda new, old, a, c: torch.minimum(*both((new - old).exp(), a, c)),
     "This is maximized": lambda new, old, a, c: -torch.maximum(*both((new - old).exp(), a, c)),
-    "You always clip": lambda new, old, a, c: both((new - old).exp(), a, c)[1],
+    "You always clip. Take": lambda new, old, a, c: both((new - old).exp(), a, c)[1],
     "You never clip": lambda new, old, a, c: both((new - old).exp(), a, c)[0],
     "The ratio is upside down": lambda new, old, a, c: torch.maximum(*both((old - new).exp(), a, c)),
     "The ratio is the exponential": lambda new, old, a, c: torch.maximum(*both(new - old, a, c)),
     "Your ratio is always 1": lambda new, old, a, c: torch.maximum(*both((new - new.detach()).exp(), a, c)),
     "You return the mean": lambda new, old, a, c: torch.maximum(*both((new - old).exp(), a, c)).mean(),
+    "You return the sum": lambda new, old, a, c: torch.maximum(*both((new - old).exp(), a, c)).sum(),
+    "You forget the minus": lambda new, old, a, c: torch.maximum(*both((new - old).exp(), -a, c)),
+    "First multiply both ratios": lambda new, old, a, c: -a * (new - old).exp().clamp(max=1 + c),
+    "You clip only at 1 + c": lambda new, old, a, c: torch.maximum(
+        -a * (new - old).exp(), -a * (new - old).exp().clamp(max=1 + c)
+    ),
+    "You clip only at 1 - c": lambda new, old, a, c: torch.maximum(
+        -a * (new - old).exp(), -a * (new - old).exp().clamp(min=1 - c)
+    ),
+    "You clip at -c and c": lambda new, old, a, c: torch.maximum(
+        -a * (new - old).exp(), -a * (new - old).exp().clamp(-c, c)
+    ),
+    "You clip the difference": lambda new, old, a, c: torch.maximum(
+        -a * (new - old).exp(), -a * (new - old).clamp(-c, c).exp()
+    ),
+    "constant, not 0": lambda new, old, a, c: -a * (new - old).exp() * (((new - old).exp() - 1).abs() < c),
+    "You divide the log-probabilities": lambda new, old, a, c: torch.maximum(*both(new / old, a, c)),
+    "You subtract the mean of the advantages": lambda new, old, a, c: torch.maximum(
+        *both((new - old).exp(), a - a.mean(), c)
+    ),
+    "or divide by their deviation": lambda new, old, a, c: torch.maximum(
+        *both((new - old).exp(), (a - a.mean()) / a.std(), c)
+    ),
+    "Use the argument cliprange": lambda new, old, a, c: torch.maximum(*both((new - old).exp(), a, 0.2)),
+    "You return a tuple": lambda new, old, a, c: torch.stack(both((new - old).exp(), a, c)).max(0),
+    "You return list": lambda new, old, a, c: list(torch.maximum(*both((new - old).exp(), a, c))),
 }
 WRONG_GRADIENTS = {
     "Your losses have no gradient": lambda new, old, a, c: torch.maximum(*both((new - old).detach().exp(), a, c)),
+    "These cut the gradient off": lambda new, old, a, c: (
+        torch.maximum(*both((new - old).exp(), a, c)).detach().requires_grad_()
+    ),
+    "half of the right one": lambda new, old, a, c: torch.maximum(
+        both((new - old).exp(), a, c)[0], both((new - old).exp(), a, c)[1].detach()
+    ),
+    "You return the mean": WRONG_LOSSES["You return the mean"],
+    "You return list": WRONG_LOSSES["You return list"],
     "At ratio 1 your gradient is 0": lambda new, old, a, c: torch.maximum(*both((new - new).exp(), a, c)),
     "less likely": lambda new, old, a, c: -torch.maximum(*both((new - old).exp(), a, c)),
-    "must still be corrected": WRONG_LOSSES["You always clip"],
+    "must still be corrected": WRONG_LOSSES["You always clip. Take"],
     "You never clip": WRONG_LOSSES["You never clip"],
     "You take the smaller": WRONG_LOSSES["You take the smaller"],
 }
@@ -554,13 +605,109 @@ def reset_at_the_end(scores, values, lengths, gamma, lam):
     return advantages
 
 
+def forwards(scores, values, lengths, gamma, lam):
+    """The loop goes from the first token to the last, and takes what came before for what comes next."""
+    advantages = torch.zeros_like(values)
+    for row, (score, length) in enumerate(zip(scores, lengths.tolist())):
+        following = later = 0.0
+        for t in range(length):
+            reward = score if t == length - 1 else 0.0
+            later = reward + gamma * following - values[row, t] + gamma * lam * later
+            following = values[row, t]
+            advantages[row, t] = later
+    return advantages
+
+
+def carried_over(scores, values, lengths, gamma, lam):
+    """V and A are set to 0 once, not for each episode."""
+    advantages = torch.zeros_like(values)
+    following = later = 0.0
+    for row, (score, length) in enumerate(zip(scores, lengths.tolist())):
+        for t in reversed(range(length)):
+            reward = score if t == length - 1 else 0.0
+            later = reward + gamma * following - values[row, t] + gamma * lam * later
+            following = values[row, t]
+            advantages[row, t] = later
+    return advantages
+
+
+def in_all_rows(scores, values, lengths, gamma, lam, wide=False):
+    """rewards[:, lengths - 1] = scores"""
+    episodes, columns = values.shape
+    mask = torch.arange(columns) < lengths[:, None]
+    rewards = torch.zeros_like(values)
+    rewards[:, lengths - 1] = scores[:, None] if wide else scores
+    values = torch.cat([values * mask, torch.zeros(episodes, 1)], 1)
+    advantages = torch.zeros(episodes, columns + 1)
+    for t in reversed(range(columns)):
+        delta = rewards[:, t] + gamma * values[:, t + 1] - values[:, t]
+        advantages[:, t] = delta + gamma * lam * advantages[:, t + 1]
+    return advantages[:, :columns] * mask
+
+
+def mask_too_long(scores, values, lengths, gamma, lam):
+    """The mask has one True too many, and the last token still has the score."""
+    longer = (lengths + 1).clamp(max=values.shape[1])
+    return gae(scores, values, longer, gamma, lam, place=lambda *_: lengths - 1)
+
+
+def mask_too_short(scores, values, lengths, gamma, lam):
+    return gae(scores, values, lengths - 1, gamma, lam, place=lambda *_: lengths - 1)
+
+
+def in_last_column(scores, values, lengths, gamma, lam):
+    """As a loop over the tokens of an episode would do it: a shorter episode gets no score."""
+    return gae(scores * (lengths == values.shape[1]), values, lengths, gamma, lam)
+
+
+def padding_set_to_0(scores, values, lengths, gamma, lam):
+    values *= torch.arange(values.shape[1]) < lengths[:, None]
+    return gae(scores, values, lengths, gamma, lam)
+
+
+def by_the_name_of_values(scores, values, lengths, gamma, lam):
+    """advantages = values, in place of a new tensor."""
+    values[:] = gae(scores, values.clone(), lengths, gamma, lam)
+    return values
+
+
+def whitened(*inputs):
+    advantages = gae(*inputs)
+    return (advantages - advantages.mean()) / advantages.std()
+
+
 def wrong_gae(**mistake):
     return lambda *inputs: gae(*inputs, **mistake)
 
 
 WRONG_GAE = [
     ("You go from left to right", wrong_gae(order=iter)),
+    ("You go from left to right", forwards),
+    ("in reverse order", lambda *inputs: gae(*inputs).flip(1)),
+    ("The sign is wrong", lambda *inputs: -gae(*inputs)),
     ("You leave out the last token", wrong_gae(skipped=1)),
+    ("You leave out the last token", lambda s, v, n, *rest: gae(0 * s, v, n - 1, *rest)),
+    ("You leave out the last token", mask_too_short),
+    ("You leave out the last token", lambda s, v, n, *rest: gae(s, v, n, *rest) * (torch.arange(v.shape[1]) < n - 1)),
+    ("to the token before the last one", wrong_gae(place=lambda lengths, columns: lengths - 2)),
+    ("to the token before the last one", lambda s, v, n, *rest: gae(s, v, n - 1, *rest)),
+    ("No token gets the score", wrong_gae(place=lambda lengths, columns: lengths)),
+    ("You use lam in delta", wrong_gae(delta=lambda r, gamma, value, following: r + 0.8 * following - value)),
+    (
+        "In delta it is gamma alone",
+        wrong_gae(delta=lambda r, gamma, value, following: r + gamma * 0.8 * following - value),
+    ),
+    ("as the value after the last token", lambda s, v, n, *rest: gae(0 * s, v, n, *rest, end=lambda values: s)),
+    ("only for gamma = lam = 1", lambda s, v, n, gamma, lam: gae(s, v, n, 1.0, 1.0)),
+    ("You normalize the advantages", whitened),
+    ("which cuts off fractions", lambda *inputs: gae(*inputs).long()),
+    ("Your function changes its argument values", padding_set_to_0),
+    ("Your function changes its argument values", by_the_name_of_values),
+    ("V and A of the episode before", carried_over),
+    ("into the rows of other episodes", in_all_rows),
+    ("into the rows of other episodes", lambda *inputs: in_all_rows(*inputs, wide=True)),
+    ("one True too many", mask_too_long),
+    ("The score is in the last column", in_last_column),
     ("You forget lam", wrong_gae(decay=lambda gamma, lam: gamma)),
     ("You forget gamma in front", wrong_gae(decay=lambda gamma, lam: lam)),
     ("You forget gamma in delta", wrong_gae(delta=lambda r, gamma, value, following: r + following - value)),
