@@ -40,6 +40,8 @@ def is_close(answer, value) -> bool:
 
 def check(answer, right, mistakes: list, **given):
     """Fail unless a tensor is right. mistakes: what typical mistakes give, each with the message for it."""
+    if answer is None:
+        stop("Your function returns None. Is there a return at its end?", **given)
     if not isinstance(answer, torch.Tensor):
         stop(f"Return a tensor. You return {type(answer).__name__}.", **given)
     right = torch.as_tensor(right)
