@@ -125,6 +125,28 @@ def run_and_draw(clone, command):
     assert (clone.folder / "runs/plot.png").stat().st_size > 10_000
 
 
+def run_with_patch(clone, command):
+    run_with_few_episodes(clone, command)
+    assert clone("git apply -R --check benchmark/ladder/reinforce.patch") == ""
+
+
+def write_the_ladder_again(clone, command):
+    """Without a run, the page and its data stay as they are."""
+    before = [(clone.folder / name).read_text() for name in ("docs/ladder.md", "benchmark/ladder/ladder.json")]
+    clone(command)
+    after = [(clone.folder / name).read_text() for name in ("docs/ladder.md", "benchmark/ladder/ladder.json")]
+    assert before == after
+
+
+def climb_a_short_ladder(clone, command):
+    """One seed, one set of prompts, and little of each."""
+    (clone.folder / "benchmark/ladder/ladder.json").unlink()
+    clone(f"{command} --seeds 1 --sets 1 fresh --episodes 128 --repetitions 2")
+    rows = json.loads((clone.folder / "benchmark/ladder/ladder.json").read_text())
+    assert {row["rung"] for row in rows} >= {"REINFORCE", "RLOO", "GRPO", "PPO"}
+    assert {row["repetitions"] for row in rows if row["measured"] == "gradient"} == {2}
+
+
 RUNS = {  # the beginning of a command, and how it is run
     "python rloo.py --plan": run_plan,
     "python rloo.py --output-dir runs/mine": run_and_resume,
@@ -134,6 +156,9 @@ RUNS = {  # the beginning of a command, and how it is run
     "python grpo.py": run_with_few_episodes,
     "python ppo.py": run_with_few_episodes,
     "python benchmark/plot.py": run_and_draw,
+    "git apply benchmark/ladder/reinforce.patch && python rloo.py": run_with_patch,
+    "python benchmark/ladder/ladder.py --page": write_the_ladder_again,
+    "python benchmark/ladder/ladder.py": climb_a_short_ladder,
     "accelerate launch rloo.py --rloo-k 4 --model-path": run_with_your_own,
     "accelerate launch rloo.py": run_with_few_episodes,
     "ACCELERATE_USE_CPU=true torchrun": run_with_few_episodes,
