@@ -229,4 +229,5 @@ def test_the_gradients_are_measured_again(tmp_path):
 
     again = json.loads((tmp_path / "benchmark/ladder/ladder.json").read_text())
     for rung in ("REINFORCE", "RLOO", "GRPO", "PPO"):
-        assert variance(again, rung) == pytest.approx(variance(ROWS, rung), rel=0.2) != variance(ROWS, rung)
+        before, after = variance(ROWS, rung), variance(again, rung)
+        assert before != after == pytest.approx(before, rel=0.4), rung
