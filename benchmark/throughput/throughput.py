@@ -513,7 +513,10 @@ def plot(entries: list[dict], path: Path):
             if side == "tally":
                 text += f", {entry['episodes_per_second_ratio']:.2f} times as fast"
             axis.text(left, row + offset, text, va="center", fontsize=7.5)
-    labels = [f"{entry['case']}  {entry['algorithm'].upper()}, {entry['threads']} threads" for entry in entries]
+    labels = []
+    for entry in entries:
+        threads = "1 thread" if entry["threads"] == 1 else f"{entry['threads']} threads"
+        labels.append(f"{entry['case']}  {entry['algorithm'].upper()}, {threads}")
     axis.set_yticks(range(len(entries)), labels)
     axis.invert_yaxis()
     axis.set(xlim=(0, 1.6), xlabel="seconds per step, TRL's = 1")
