@@ -228,7 +228,7 @@ FLAGS = {name.replace("_", "-") for module in MODULES.values() for name in modul
 OTHER_FLAGS = set(
     "help no-index nproc-per-node nnodes node-rank master-addr master-port nodes ntasks-per-node gpus-per-node".split()
     + "rdzv-backend rdzv-endpoint rdzv-id cpu model baseline judge case algorithms steps pairs overlong-cache".split()
-    + ["answer", "episodes", "rounds", "entropy-coef", "page"]
+    + ["answer", "episodes", "rounds", "threads", "entropy-coef", "page"]
 )
 
 

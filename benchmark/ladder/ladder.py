@@ -1,6 +1,6 @@
 """REINFORCE, RLOO, GRPO and PPO on one task: how they learn, and how noisy their gradients are.
 
-    python benchmark/ladder/ladder.py                              # everything, 25 minutes on two cores
+    python benchmark/ladder/ladder.py                              # everything, about 25 minutes on one core
     python benchmark/ladder/ladder.py --only learning --seeds 1 2  # these runs, the others are kept
     python benchmark/ladder/ladder.py --only gradients --sets 1    # these gradients, the others are kept
     python benchmark/ladder/ladder.py --page                       # no runs: figure, tables and code of docs/ladder.md
