@@ -155,7 +155,7 @@ class Args:
     score_clip: float | None = None  # clip scores to -this .. this, as the last step
     cliprange: float = 0.2  # clips the ratio to 1 - this .. 1 + this (arXiv 1707.06347, eq. 7)
     missing_eos_penalty: float = 0.0
-    """subtracted from the score of a completion without EOS (arXiv 2403.17031, detail 4)"""
+    """subtracted from the score of a completion without EOS (arXiv 2403.17031, detail 23)"""
     updates_per_batch = property(lambda self: self.num_ppo_epochs * self.num_mini_batches)
     # optimizer
     lr_scheduler_type: Schedule = "linear"  # over all optimizer steps, as in transformers

@@ -128,7 +128,7 @@ class Args:
     whiten_advantages: bool = False  # divide advantages by the batch's standard deviation
     cliprange: float = 0.2  # clips the ratio to 1 - this .. 1 + this (arXiv 1707.06347, eq. 7)
     missing_eos_penalty: float = 0.0
-    """subtracted from the score of a completion without EOS (arXiv 2403.17031, detail 4)"""
+    """subtracted from the score of a completion without EOS (arXiv 2403.17031, detail 23)"""
     updates_per_batch = property(lambda self: self.num_ppo_epochs * self.num_mini_batches)
     # optimizer
     lr_scheduler_type: Schedule = "linear"  # over all optimizer steps, as in transformers
@@ -216,7 +216,7 @@ class LossTerms(NamedTuple):
 
 
 def rloo_advantages(rewards, k: int):
-    """A_i = R_i - mean of the other k - 1 rewards of the group (arXiv 2402.14740, section 3.3).
+    """A_i = R_i - mean of the other k - 1 rewards of the group (arXiv 2402.14740, section 2.3).
 
     rewards: [episodes], the k episodes of a group side by side. Returns [episodes].
     An episode without a score has the reward nan: no mean counts it, and its advantage is 0.
