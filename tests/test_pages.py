@@ -247,7 +247,7 @@ def run(tmp_path):
     shutil.copytree(HERE / "benchmark/default/policy", tmp_path / "your/model")
     shutil.copy(HERE / "benchmark/default/train.jsonl", tmp_path / "prompts.jsonl")
     shutil.copy(HERE / "benchmark/default/eval.jsonl", tmp_path / "held_out.jsonl")
-    code = re.search(r"^    def score\(completions.*?\n\n", read(RECIPES), re.M | re.S)[0]
+    code = re.search(r"^    def score\(completions.*?\n\n", read(README) + read(RECIPES), re.M | re.S)[0]
     (tmp_path / "reward.py").write_text(re.sub("^    ", "", code, flags=re.M))
     environment = os.environ | dict(PATH=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
 
