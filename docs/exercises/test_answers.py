@@ -99,6 +99,7 @@ def mistakes_in_counts(given: dict, right: dict) -> dict:
     last_batch = right["last_batch_size"]
     mini_batch = batch_size // mini_batches
     whole_batches = (iterations - 1) * mini_batches  # the mini-batches of all batches but the last one
+    mini_batch_of_last = last_batch / mini_batches
     accumulation = right["gradient_accumulation_steps"]
     return {
         "episodes": [
@@ -118,10 +119,7 @@ def mistakes_in_counts(given: dict, right: dict) -> dict:
             (episodes // batch_size, "You drop the last, smaller batch. Round up."),
             (math.ceil(episodes / k / batch_size), "A batch holds episodes, not prompts. Divide the episodes."),
             (math.ceil(episodes / batch_size / processes), "batch_size is for all processes together."),
-            (
-                episodes // batch_size + 1,
-                "The episodes fill the batches exactly. So there is no smaller batch after them.",
-            ),
+            (episodes // batch_size + 1, "No smaller batch comes after the batches that the episodes fill exactly."),
             (iterations * ppo_epochs, "A PPO epoch trains on the same batch again. It is not a new iteration."),
         ],
         "last_batch_size": [
@@ -139,25 +137,15 @@ def mistakes_in_counts(given: dict, right: dict) -> dict:
             ((whole_batches + 1) * ppo_epochs, SAME_NUMBER),
             (right["steps"] * given["num_train_epochs"], "The train epochs are in the number of episodes already."),
             (right["steps"] * accumulation, "The micro-batches of a mini-batch give one step together."),
-            (
-                iterations * mini_batches * ppo_epochs,
-                "A mini-batch has at least one episode. The last batch has fewer episodes than num_mini_batches, so it"
-                " gives fewer steps.",
-            ),
-            (
-                right["steps"] // processes,
-                "All processes take a step together. They do not change the number of steps.",
-            ),
+            (iterations * mini_batches * ppo_epochs, "A batch of 2 episodes has only 2 mini-batches: fewer steps."),
+            (right["steps"] // processes, "All processes take a step together, so their number changes nothing."),
         ],
         "gradient_accumulation_steps": [
             (math.ceil(mini_batch / micro_batch), "You forget that the processes share a mini-batch."),
             (math.ceil(batch_size / processes / micro_batch), "One step takes a mini-batch, not the whole batch."),
             (mini_batch // processes // micro_batch, "You drop the last, smaller micro-batch. Round up."),
             (mini_batch / processes / micro_batch, "Episodes and micro-batches are whole. Round up."),
-            (
-                math.ceil(last_batch / mini_batches / processes / micro_batch),
-                "You count for a mini-batch of the last batch. Count for one of full size.",
-            ),
+            (math.ceil(mini_batch_of_last / processes / micro_batch), "Count for a mini-batch of full size."),
         ],
     }
 
@@ -192,10 +180,7 @@ IS_LOG = "You add up log-probabilities. First take the exponential of each."
 OVER_ROWS = "You add up over the rows. Add up along each row, over the vocabulary."
 NOT_CUMULATIVE = "You search in the probabilities themselves. First add them up along each row."
 NOT_ITSELF = "The cumulative probability of a token includes its own probability. You leave it out."
-TOO_LOW = (
-    "By rounding, the probabilities add up to a little less than 1, and the random number is above their sum. Multiply"
-    " it by their sum, in float64."
-)
+TOO_LOW = "By rounding, the sum of the probabilities is below 1. Multiply the random number by it, in float64."
 
 
 def test_2_sampling_by_the_inverse_transform(answer):
@@ -221,16 +206,9 @@ def test_2_sampling_by_the_inverse_transform(answer):
             ([3, 1, 1, 2], NOT_ITSELF),
             ([0, 1, 1, 2], NOT_ITSELF),
             ([2, 1, 1, 1], NOT_ITSELF),
-            (
-                [0, 0, 0, 0],
-                "You pick token 0 in every row. Print your cumulative probabilities: they must rise to 1 along each"
-                " row.",
-            ),
-            ([0.3, 0.2, 0.6, 0.1], "You return the probability of the token. Return its index in the vocabulary."),
-            (
-                [-1.204, -1.6094, -0.5108, -2.3026],
-                "You return the log-probability of the token. Return its index in the vocabulary.",
-            ),
+            ([0, 0, 0, 0], "You pick token 0 in every row. Cumulative probabilities must rise to 1 along each row."),
+            ([0.3, 0.2, 0.6, 0.1], "You return the probability of the token. Return its index."),
+            ([-1.204, -1.6094, -0.5108, -2.3026], "You return the log-probability of the token. Return its index."),
         ],
         probabilities=probabilities,
         uniforms=uniforms,
@@ -242,9 +220,7 @@ def test_2_sampling_by_the_inverse_transform(answer):
     uniforms = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     picked, again = (answer.pick_tokens(log_p.clone(), uniforms.clone()) for _ in range(2))
     if not torch.equal(picked, again):
-        stop(
-            "Two calls with the same input give different tokens. Use the uniforms, and no random numbers of your own."
-        )
+        stop("The same input gives different tokens. Use the uniforms, and no random numbers of your own.")
     check(
         torch.bincount(picked, minlength=3),
         [200, 500, 300],
@@ -257,13 +233,7 @@ def test_2_sampling_by_the_inverse_transform(answer):
     check(
         answer.pick_tokens(torch.tensor([[0.0, 0.5, 0.5]]).log(), torch.tensor([0.0], dtype=torch.float64)),
         [1],
-        [
-            (
-                [0],
-                "You pick a token of probability 0. The cumulative probability must be above the random number. It is"
-                " not enough that they are equal.",
-            )
-        ],
+        [([0], "You pick a token of probability 0. Its cumulative probability is not above the random number.")],
         probabilities=[[0.0, 0.5, 0.5]],
         uniforms=[0.0],
     )
@@ -287,13 +257,7 @@ def test_2_sampling_by_the_inverse_transform(answer):
     check(
         answer.pick_tokens(log_p.clone(), torch.tensor([1 - 1e-10], dtype=torch.float64)),
         [1],
-        [
-            (
-                [0],
-                "You add up in float32. It has about 7 digits, so 1 + 0.000000001 is 1, and token 1 is never picked."
-                " Turn log_p into float64 first: log_p.double().",
-            )
-        ],
+        [([0], "You add up in float32, so 1 + 0.000000001 is 1. First turn log_p into float64: log_p.double().")],
         log_p=log_p,
         probabilities="[1, 0.000000001]",
         uniforms="[0.9999999999]",
@@ -356,19 +320,10 @@ def where_to_look(result, right, mask) -> str:
     """The message for an answer that no known mistake gives: which numbers are right, and what that means."""
     wrong = ~torch.isclose(result.detach().double(), right.double(), rtol=1e-4, atol=2e-4) & mask
     if not wrong[0].any():
-        return (
-            "The first row is right, and others are not. The first prompt has no padding. So look at what padding"
-            " changes: the mask and the positions."
-        )
+        return "Only the first row is right. Its prompt has no padding. Look at the mask and the positions."
     if not wrong[:, 0].any():
-        return (
-            "The first token of each completion is right, and later ones are not. So look at the mask and the positions"
-            " of the completions."
-        )
-    return (
-        "This is not right. First try one row without padding. Look at the logits that you read, at the temperature,"
-        " and at the axis of the softmax, which is the vocabulary."
-    )
+        return "Only the first token of each completion is right. Look at the mask and the positions."
+    return "First try one row without padding. Look at the logits that you read, and at the axis of the softmax."
 
 
 BY_IDS = "The mask comes from the token ids. But a prompt may hold the EOS, too. Use prompt_mask and lengths."
@@ -378,6 +333,8 @@ BEFORE = "Divide the logits, before the softmax."
 def mistakes_in_logprobs(model, right) -> list:
     mask = right != 0
     no_eos = torch.tensor([[1.0, 1, 1], [0, 0, 0], [1, 0, 0]])
+    no_last = torch.tensor([[1.0, 1, 0], [0, 0, 0], [1, 0, 0]])
+    no_first = torch.tensor([0.0, 1, 1])
     by_ids = row_by_row(model, hidden="EOS", skips=True)  # The positions come from the same wrong mask.
     is_read = "The padding is read as if it were tokens. Give the model a mask of all tokens that are real."
     return [
@@ -388,33 +345,17 @@ def mistakes_in_logprobs(model, right) -> list:
         (row_by_row(model, start=1), "Your positions begin with 1. The first token of a prompt has position 0."),
         (row_by_row(model, restart=True), "The positions begin with 0 again in the completion. They must go on there."),
         (row_by_row(model, pick="logit"), "You return logits. Take their log_softmax first."),
-        (
-            row_by_row(model, pick="largest"),
-            "You return the largest log-probability at each position. Pick that of the completion's token.",
-        ),
+        (row_by_row(model, pick="largest"), "You return the largest log-probability. Pick the token's own."),
         (row_by_row(model, padding=1), is_read),
         (row_by_row(model, padding=1, shift=-1), is_read),
-        (
-            row_by_row(model, late=1),
-            "You read the logits one position too late: those at a position are for the next token.",
-        ),
+        (row_by_row(model, late=1), "You read the logits one position too late. They are those of the next token."),
         (row_by_row(model, temperature=1.0), "You forget the temperature. It divides the logits."),
         (row_by_row(model, temperature=2.0), "You multiply the logits by the temperature. It divides them."),
         (row_by_row(model, temperature=1.0) / 0.5, "You divide the log-probabilities by the temperature. " + BEFORE),
         (right / 0.5, "You divide by the temperature twice. " + BEFORE),
-        (
-            right * no_eos,
-            "The EOS gets 0. It is a token that the policy chose, so it has a log-probability. The mask comes from the"
-            " lengths, not from the token ids.",
-        ),
-        (
-            right * torch.tensor([[1.0, 1, 0], [0, 0, 0], [1, 0, 0]]),
-            "The last token of each completion gets 0. lengths counts it, too.",
-        ),
-        (
-            right * torch.tensor([0.0, 1, 1]),
-            "The first token of each completion gets 0. Its logits are those at the last token of the prompt.",
-        ),
+        (right * no_eos, "The EOS gets 0, but the policy chose it. Make the mask from lengths, not from ids."),
+        (right * no_last, "The last token of a completion gets 0. lengths counts it, too."),
+        (right * no_first, "The first token of a completion gets 0. Its logits are at the end of the prompt."),
         (right.exp() * mask, "You return probabilities. Return their logarithms."),
         (-right, "The sign is wrong. A log-probability is never above 0."),
     ]
@@ -446,15 +387,11 @@ def test_3_logprobs_of_a_padded_batch(answer):
             stop(message, **given, **{"your answer": result, "right": right})
         early = row_by_row(model, late=-1)
         early[2] = result[2]  # The last prompt has one token. One position earlier there is only padding.
-        mistakes.append(
-            (early, "You read the logits one position too early: those at a position are for the next token.")
-        )
+        mistakes.append((early, "You read the logits one position too early. They are those of the next token."))
         mistakes.append((result, where_to_look(result, right, mask)))
     check(result, right, mistakes, **given)
     if not result.requires_grad:
-        stop(
-            "The numbers are right. But they have no gradient, so nothing can be trained. Use no no_grad and no detach."
-        )
+        stop("The numbers are right. But they have no gradient. Use no no_grad and no detach.")
     if num_passes > 2:
         stop(f"The numbers are right. But the model runs {num_passes} times. Run all rows in one pass.")
 
@@ -464,28 +401,34 @@ GROUPS = torch.tensor([1.0, 2, 6, 0, 3, 0])  # two groups of three
 MINUS_MEAN = torch.tensor([-2.0, -1, 3, -1, 2, -1])  # minus the mean of the group
 DEVIATION = torch.tensor([7.0, 7, 7, 3, 3, 3]).sqrt()  # of the group
 OF_BATCH = 5.2**0.5
-MIXED = "You mix the groups. Neighbours are a group: the first k episodes belong to the first prompt."
+MIXED = "You mix the groups. The first k episodes are a group. view(-1, k) makes them a row, and view(k, -1) does not."
+KEEPDIM = "These shapes do not fit. Write keepdim=True, so that a mean has the shape [groups, 1], not [groups]."
+
+
+def advantages_of(function, values, k):
+    """The answer for a copy of these values."""
+    try:
+        return function(values.clone(), k)
+    except RuntimeError as error:
+        if "must match the size" not in str(error):
+            raise
+    stop(KEEPDIM)
 
 
 def test_4a_leave_one_out_advantages(answer):
     check(
-        answer.leave_one_out_advantages(GROUPS.clone(), 3),
+        advantages_of(answer.leave_one_out_advantages, GROUPS, 3),
         [-3, -1.5, 4.5, -1.5, 3, -1.5],
         [
-            (
-                MINUS_MEAN,
-                "You include the episode itself in its baseline. The baseline is the mean of the other k - 1 rewards.",
-            ),
-            (
-                [-1.6667, -0.3333, 5, -1, 3, -1],
-                "You divide the sum of the other rewards by k. There are k - 1 of them.",
-            ),
+            (MINUS_MEAN, "You include the episode itself in its baseline. Take the mean of the others."),
+            (MINUS_MEAN * 2 / 3, "You multiply by (k - 1) / k. The factor is k / (k - 1)."),
+            ([-1.6667, -0.3333, 5, -1, 3, -1], "You divide the sum of the others by k. There are k - 1 of them."),
             ([4, 3.5, 1.5, 1.5, 0, 1.5], "You return the baselines. Subtract them from the rewards."),
-            (
-                [3, 1.5, -4.5, 1.5, -3, 1.5],
-                "The sign is wrong. A reward above the baseline must give a positive advantage.",
-            ),
+            ([3, 1.5, -4.5, 1.5, -3, 1.5], "The sign is wrong. Subtract the baseline from the reward."),
             ([-3.5, 2, 4, -1, -0.5, -1], MIXED),
+            ([-3.5, 4, -0.5, 2, -1, -1], MIXED),  # the right numbers of the wrong groups, group by group
+            ([0, 1.5, 6, -3, 3, -1.5], MIXED),  # groups of k - 1 = 2 episodes, with the factor of k
+            ([-1, 1, 6, -6, 3, -3], MIXED),
             ([-1.2, 0, 4.8, -2.4, 1.2, -2.4], "You take the others of the whole batch. Take only those of the group."),
             (GROUPS - 2, "You subtract the mean of the whole batch. Take the others of the group."),
         ],
@@ -493,54 +436,51 @@ def test_4a_leave_one_out_advantages(answer):
         k=3,
     )
     rewards = torch.tensor([1.0, 3, 0, 4])
-    check(answer.leave_one_out_advantages(rewards.clone(), 2), [-2, 2, -4, 4], [], rewards=rewards, k=2)
+    right = [-2, 2, -4, 4]
+    check(advantages_of(answer.leave_one_out_advantages, rewards, 2), right, [], rewards=rewards, k=2)
 
 
 def test_4b_group_normalized_advantages(answer):
+    normalized = MINUS_MEAN / DEVIATION
     check(
-        answer.group_normalized_advantages(GROUPS.clone(), 3),
-        [-0.7559, -0.3779, 1.1338, -0.5773, 1.1546, -0.5773],
+        advantages_of(answer.group_normalized_advantages, GROUPS, 3),
+        normalized,
         [
-            (
-                MINUS_MEAN / DEVIATION * 1.5**0.5,
-                "You use the biased deviation. Divide the sum of the squares by k - 1, not by k.",
-            ),
-            (MINUS_MEAN / DEVIATION.square(), "You divide by the variance. The deviation is its root."),
+            (normalized * 1.5**0.5, "You use the biased deviation. Divide the squares by k - 1, not by k."),
+            (normalized / DEVIATION, "You divide by the variance. The deviation is its root."),
             (MINUS_MEAN, "You do not divide by the deviation."),
             (GROUPS / DEVIATION, "You do not subtract the mean."),
-            (
-                1.5 * MINUS_MEAN / DEVIATION,
-                "You subtract the mean of the others. Here the mean includes the episode itself.",
-            ),
+            (1.5 * normalized, "You subtract the mean of the others. The group's mean includes the episode."),
             ([-0.9271, 1.1546, 1.0596, -0.5773, -0.1324, -0.5773], MIXED),
+            ([-0.9271, 1.0596, -0.1324, 1.1546, -0.5773, -0.5773], MIXED),
+            ([-0.7071, 0.7071, 0.7071, -0.7071, 0.7071, -0.7071], MIXED),
             (MINUS_MEAN / OF_BATCH, "You divide by the deviation of the whole batch. Each group has its own."),
             ((GROUPS - 2) / OF_BATCH, "You use mean and deviation of the whole batch. Each group has its own."),
         ],
         scores=GROUPS,
         k=3,
     )
-    scores = torch.tensor([0.5, 0.5, 1, 2])
-    check(
-        answer.group_normalized_advantages(scores.clone(), 2),
-        [0, 0, -0.707, 0.707],
-        [
-            (
-                [nan, nan, -0.707, 0.707],
-                "The scores of a group are equal, so you divide 0 by 0. Add 1e-4 to the deviation.",
-            )
-        ],
-        scores=scores,
-        k=2,
-    )
+    # With k = 2, the deviations here are 0 and 7.07e-5. So it matters what is added, and where.
+    scores = torch.tensor([0.5, 0.5, 0, 1e-4])
+    result = advantages_of(answer.group_normalized_advantages, scores, 2)
+    mistakes = [
+        ([0, 0, -0.7071, 0.7071], "You add less than 1e-4 to the deviation."),
+        ([0, 0, -0.5, 0.5], "You use 1e-4 as the lowest deviation (clamp or max). Add it to every deviation."),
+        ([0, 0, -0.005, 0.005], "You add 1e-4 to the variance, inside the root. Add it to the deviation."),
+        ([0, 0, -0.4082, 0.4082], "You add 1e-8 to the variance, inside the root. Add 1e-4 to the deviation."),
+    ]
+    if isinstance(result, torch.Tensor) and result.isnan().any():
+        message = "The scores of a group are equal, so you divide 0 by 0. Add 1e-4 to the deviation."
+        if result[2:].sum() > 1e-4:
+            message = "You add 1e-4 to the quotient. Add it to the deviation, in parentheses, before you divide."
+        mistakes = [(result, message)]
+    check(result, [0, 0, -0.2929, 0.2929], mistakes, scores=scores, k=2)
 
 
 # =============================================== 5  the clipped loss ============================================
 ADVANTAGES = torch.tensor([2.0, 2, 2, -2, -2, -2])
 RATIOS = torch.tensor([0.5, 1, 1.5, 0.5, 1, 1.5])
-FIRST_MULTIPLY = (
-    "You compare the ratios, and multiply by -A after that. First multiply both ratios by -A. Then take the larger"
-    " product."
-)
+FIRST_MULTIPLY = "You compare the ratios. First multiply both by -A. Then take the larger product."
 USE_AS_GIVEN = "You subtract the mean of the advantages, or divide by their deviation. Use them as they are given."
 GIVEN_5 = dict(ratios=RATIOS, advantages=ADVANTAGES, cliprange=0.2)
 
@@ -564,10 +504,7 @@ def gradient_at(answer, ratios):
     if losses.requires_grad:
         [gradient] = torch.autograd.grad(losses.sum(), logprobs, allow_unused=True)
     if gradient is None:
-        stop(
-            "Your losses have no gradient. Only the old log-probabilities and the advantages are constants. These cut"
-            " the gradient off: .detach(), .item(), .tolist(), float(...), torch.tensor(...) and torch.no_grad()."
-        )
+        stop("Your losses have no gradient. These cut it off: detach, item, tolist, float, torch.tensor, no_grad.")
     return gradient
 
 
@@ -580,38 +517,22 @@ def test_5a_clipped_loss(answer):
             ([1, 2, 2.4, -1.6, -2, -3], "The sign is wrong. This is maximized, and the loss is its negative."),
             (
                 [-1.6, -2, -2.4, 1.6, 2, 2.4],
-                "You always clip. Take the larger of the clipped and the unclipped loss. If you do so already: clamp_"
-                " changes the ratio itself, so use clamp.",
+                "You always clip. Take the larger loss. (clamp_ changes the ratio. Use clamp.)",
             ),
             ([-1, -2, -3, 1, 2, 3], "You never clip."),
-            (
-                [1.6, 2, 3, -1, -2, -2.4],
-                "You forget the minus in front of A. It is in both losses, before the larger one is taken.",
-            ),
+            ([1.6, 2, 3, -1, -2, -2.4], "You forget the minus in front of A, in both of the losses."),
             ([-1, -2, -2.4, 1, 2, 2.4], FIRST_MULTIPLY),
             ([-1.6, -2, -3, 1.6, 2, 3], FIRST_MULTIPLY),
             ([-1, -2, -2.4, 1, 2, 3], "You clip only at 1 + c. A bad token is clipped at 1 - c."),
             ([-1, -2, -3, 1.6, 2, 3], "You clip only at 1 - c. A good token is clipped at 1 + c."),
             ([-0.4, -0.4, -0.4, 1, 2, 3], "You clip at -c and c. Clip at 1 - c and 1 + c."),
-            (
-                [-1, -2, -2.4428, 1.6375, 2, 3],
-                "You clip the difference of the log-probabilities. Clip the ratio: first take the exponential.",
-            ),
+            ([-1, -2, -2.4428, 1.6375, 2, 3], "You clip the difference of the log-probabilities. Clip the ratio."),
             ([0, -2, 0, 0, 2, 0], "You set the loss to 0 outside of 0.8 .. 1.2. A clipped loss is constant, not 0."),
-            (
-                [-2.4, -2, -1.7297, 3.3863, 2, 1.7297],
-                "You divide the log-probabilities. Divide the probabilities: take the exponential of the difference.",
-            ),
+            ([-2.4, -2, -1.7297, 3.3863, 2, 1.7297], "You divide log-probabilities. Divide probabilities."),
             ([-0.4564, -0.9129, -1.0954, 0.7303, 0.9129, 1.3693], USE_AS_GIVEN),
             ([-0.5, -1, -1.2, 0.8, 1, 1.5], USE_AS_GIVEN),
-            (
-                [-2.4, -2, -1.3333, 4, 2, 1.6],
-                "The ratio is upside down. It is the new probability divided by the old one.",
-            ),
-            (
-                [1.3863, 0, -0.8109, 1.6, 1.6, 1.6],
-                "You take the difference of the log-probabilities as the ratio. The ratio is the exponential of it.",
-            ),
+            ([-2.4, -2, -1.3333, 4, 2, 1.6], "The ratio is upside down. It is the new probability by the old one."),
+            ([1.3863, 0, -0.8109, 1.6, 1.6, 1.6], "The ratio is the exponential of this difference."),
             ([-2, -2, -2, 2, 2, 2], "Your ratio is always 1. Use the old log-probabilities that are given."),
             (0.2, "You return the mean. Return the loss of each token."),
             (1.2, "You return the sum. Return the loss of each token."),
@@ -636,16 +557,9 @@ def test_5b_gradient_of_the_clipped_loss(answer):
         gradient_at(answer, torch.ones(6)),
         [-2, -2, -2, 2, 2, 2],
         [
-            (
-                [0] * 6,
-                "At ratio 1 your gradient is 0. The losses add up to 0 there, but each has the gradient -advantage.",
-            ),
+            ([0] * 6, "At ratio 1 your gradient is 0. But there each loss has the gradient -advantage."),
             ([2, 2, 2, -2, -2, -2], "The sign is wrong. A step would make good tokens less likely."),
-            (
-                [-1, -1, -1, 1, 1, 1],
-                "Your gradient is half of the right one. At ratio 1 the two losses are equal, and torch.max gives half"
-                " of the gradient to each. So both must have a gradient. Do not detach one.",
-            ),
+            ([-1, -1, -1, 1, 1, 1], "Your gradient is half of the right one. Detach none of the two losses."),
             ([-1 / 3] * 3 + [1 / 3] * 3, "You return the mean. Return the loss of each token."),
         ],
         **GIVEN_5 | dict(ratios=torch.ones(6), compared="the derivative with respect to each log-probability"),
@@ -654,16 +568,8 @@ def test_5b_gradient_of_the_clipped_loss(answer):
         gradient_at(answer, RATIOS),
         [-1, -2, 0, 0, 2, 3],
         [
-            (
-                [0, -2, 0, 0, 2, 0],
-                "Your gradient is 0 wherever the ratio is outside of 0.8 .. 1.2. But a good token that became less"
-                " likely, and a bad one that became more likely, must still be corrected.",
-            ),
-            (
-                [-1, -2, -3, 1, 2, 3],
-                "You never clip. A good token that is already much more likely has gradient 0. So has a bad token that"
-                " is already much less likely.",
-            ),
+            ([0, -2, 0, 0, 2, 0], "Good tokens at ratio 0.5 and bad ones at 1.5 must have a gradient."),
+            ([-1, -2, -3, 1, 2, 3], "You never clip. A good token that is already much more likely has gradient 0."),
             ([0, -2, -3, 1, 2, 0], "You take the smaller of the two losses. The clipped loss is the larger one."),
         ],
         **GIVEN_5 | dict(compared="the derivative with respect to each log-probability"),
@@ -676,6 +582,7 @@ TOKENS = torch.tensor([[1.0, 2, 3], [4, 7, 7], [2, 2, 7], [6, 1, 7], [5, 5, 5]])
 LENGTHS = torch.tensor([3, 1, 2, 2, 3])
 REPEATED = -4  # episode 4 once more, which does not count
 GRADIENT = 36 / 11  # the sum over all tokens, divided by their number
+OWN_SIZE = "You divide each micro-batch by its own tokens. Divide by those of the whole mini-batch."
 OWN_TOKENS = "Each process divides by its own tokens. Divide by the tokens of all processes."
 STEPS = [  # the episodes of each micro-batch of each process; and what mistakes give
     (
@@ -686,11 +593,7 @@ STEPS = [  # the episodes of each micro-batch of each process; and what mistakes
             (36 / 15, "You count the padding as tokens. Count the True entries of the masks."),
             (64 / 15, "The padding is in your sum and in your denominator. Use the mask for both."),
             (36 / 5, "You divide by the number of episodes. Divide by the number of tokens."),
-            (
-                (2 + 4 + 2 + 3.5 + 5) / 5,
-                "You take the mean of the means of the episodes. Then a token of a short episode counts more than a"
-                " token of a long episode.",
-            ),
+            ((2 + 4 + 2 + 3.5 + 5) / 5, "You take a mean of the means of the episodes. Weigh all tokens alike."),
             (36, "You return the sum. Divide it by the number of tokens."),
             (-GRADIENT, "The sign is wrong. The losses of the tokens are given, and they are minimized."),
         ],
@@ -699,16 +602,8 @@ STEPS = [  # the episodes of each micro-batch of each process; and what mistakes
         "one process, three micro-batches",
         [[[0, 1], [2], [3, 4]]],
         [
-            (
-                (10 / 4 + 4 / 2 + 22 / 5) / 3,
-                "This is a mean of means. You divide each micro-batch by its own tokens, so a token of a short"
-                " micro-batch counts more. Divide by the tokens of the whole mini-batch.",
-            ),
-            (
-                10 / 4 + 4 / 2 + 22 / 5,
-                "This is a sum of means. You divide each micro-batch by its own tokens. Divide by the tokens of the"
-                " whole mini-batch.",
-            ),
+            ((10 / 4 + 4 / 2 + 22 / 5) / 3, f"This is a mean of means. {OWN_SIZE}"),
+            (10 / 4 + 4 / 2 + 22 / 5, f"This is a sum of means. {OWN_SIZE}"),
             (3 * GRADIENT, "You multiply by the number of micro-batches. Their gradients add up to the right one."),
             (GRADIENT / 3, "You divide by the number of micro-batches, too. Their gradients add up to the right one."),
         ],
@@ -717,11 +612,7 @@ STEPS = [  # the episodes of each micro-batch of each process; and what mistakes
         "two processes",
         [[[0, 1], [2]], [[3, 4], [REPEATED]]],
         [
-            (
-                GRADIENT / 2,
-                "Your gradient is half of the right one. DDP takes the mean over the processes, and you need their sum."
-                " Multiply each loss by the number of processes.",
-            ),
+            (GRADIENT / 2, "This is half of the right one: DDP takes a mean. Multiply by the number of processes."),
             ((14 / 6 + 22 / 5) / 2, OWN_TOKENS),
             (14 / 6 + 22 / 5, OWN_TOKENS),
             ((36 + 15) / 11, "You add up the repeated episode, which must not count. Multiply by is_real."),
@@ -745,11 +636,8 @@ def check_form(losses, split):
     form = f"Return a list for each process, with one loss for each of its micro-batches: {form_of(split)}."
     if losses is None:
         stop("Your function returns nothing. Its last line must be: return, and the list. " + form)
-    if not isinstance(losses, list):
-        stop(f"{form} You return {type(losses).__name__}.")
-    for of_process in losses:
-        if not isinstance(of_process, (list, tuple)):
-            stop(f"{form} Yours holds {type(of_process).__name__} in place of the lists of the processes.")
+    if not isinstance(losses, list) or not all(isinstance(of_process, (list, tuple)) for of_process in losses):
+        stop(form, **{"your answer": repr(losses)})
     if list(map(len, losses)) != list(map(len, split)):
         stop(f"{form} Yours is {form_of(losses)}.")
     for of_process in losses:
@@ -771,16 +659,14 @@ def gradient_after_ddp(answer, split) -> torch.Tensor:
         processes.append([make_micro_batch(episodes, parameter) for episodes in of_process])
     given = [micro_batch for of_process in processes for micro_batch in of_process]
     copies = [[tensor.detach().clone() for tensor in micro_batch] for micro_batch in given]
-    problem = None
     try:
         losses = answer.micro_batch_losses(processes)
     except NotImplementedError as error:
         if not str(error):
             raise  # It is the template's: the exercise is not written yet.
-        problem = error
-    if problem is not None:
-        hint = "is_real holds the numbers 1.0 and 0.0. The operator & takes only True and False. Multiply instead."
-        stop(f"PyTorch cannot do this: {problem}. {hint}")
+        losses = error
+    if isinstance(losses, NotImplementedError):
+        stop(f"PyTorch stops: {losses}. The operator & takes only True and False. is_real has numbers: multiply.")
     check_form(losses, split)
     for micro_batch, copy in zip(given, copies):
         for name, tensor, original in zip(("token_losses", "mask", "is_real"), micro_batch, copy):
@@ -794,9 +680,9 @@ def gradient_after_ddp(answer, split) -> torch.Tensor:
         try:
             gradients = torch.autograd.grad(loss, token_losses, retain_graph=True, allow_unused=True)
         except RuntimeError as error:
-            problem = error
-        if problem is not None:
-            stop(f"backward on your loss stops: {problem}", **{"your answer": repr(loss)})
+            gradients = error
+        if isinstance(gradients, RuntimeError):
+            stop(f"backward on your loss stops: {gradients}", **{"your answer": repr(loss)})
         for other, gradient in enumerate(gradients):
             if other != position and gradient is not None and gradient.any():
                 stop("A loss must use only the token losses of its own micro-batch. Yours uses those of another one.")
@@ -821,11 +707,10 @@ def test_6_one_denominator(answer):
 
 # ========================================= 7  GAE with rewards at the end =======================================
 LEFT_OUT = "You leave out the last token. Its index is length - 1."
+NO_NEXT_VALUE = "You forget V of the next token in delta. It is delta_t = R_t + gamma V_{t+1} - V_t."
+RETURNS = "You return Monte Carlo returns: the score, discounted, and no V. Use V_t and V_{t+1} in delta."
 TOO_EARLY = "You give the score to the token before the last one. The index of the last token is length - 1."
-OTHER_ROWS = (
-    "You write a score into the rows of other episodes. rewards[:, columns] means these columns of all rows. Name the"
-    " rows, too."
-)
+OTHER_ROWS = "You write a score into other rows: rewards[:, columns] means all rows. Name the rows, too."
 
 
 def gae_of(answer, scores, values, lengths):
@@ -835,8 +720,7 @@ def gae_of(answer, scores, values, lengths):
     for name, before in dict(scores=scores, values=values, lengths=lengths).items():
         if not torch.equal(given[name], before):
             stop(
-                f"Your function changes its argument {name}. The caller still needs it. Make a new tensor, for example"
-                " with torch.zeros_like.",
+                f"Your function changes its argument {name}. Make a new tensor, for example with torch.zeros_like.",
                 **{"before the call": before, "after the call": given[name]},
             )
     return result
@@ -865,14 +749,14 @@ def test_7_gae_with_rewards_at_the_end(answer):
             ([[-0.68, -1.7, -3]], "No token gets the score. The index of the last token is length - 1."),
             ([[0.92, 0.8, 1]], "You use lam in delta. There it is gamma that multiplies the next value."),
             ([[-0.36, -0.4, 1]], "You multiply the next value by gamma * lam. In delta it is gamma alone."),
-            (
-                [[-0.36, -0.9, -1]],
-                "You use the score as the value after the last token, so gamma multiplies it. It is the reward R_t of"
-                " the last token.",
-            ),
+            ([[-1.64, -1.6, 1]], NO_NEXT_VALUE),
+            ([[-1.75, -1.5, 1]], NO_NEXT_VALUE),
+            ([[1, 2, 4]], RETURNS),
+            ([[0.64, 1.6, 4]], RETURNS),
+            ([[-0.36, -0.9, -1]], "You use the score as the value after the last token. It is the reward R_t there."),
             ([[3, 2, 1]], "You return the score minus the value. That is right only for gamma = lam = 1."),
             ([[-0.5282, -0.6252, 1.1534]], "You normalize the advantages. Return them as the formula gives them."),
-            ([[0, 0, 1]], "You forget lam: A_{t+1} is multiplied by gamma * lam."),
+            ([[0, 0, 1]], "You forget lam: this is the discounted score minus V_t. Multiply A_{t+1} by gamma * lam."),
             ([[0.24, 0.3, 1]], "You forget gamma in front of A_{t+1}: it is multiplied by gamma * lam."),
             ([[1.56, 1.4, 1]], "You forget gamma in delta. It multiplies the next value."),
             ([[0, -0.5, 1]], "You return the deltas. Add gamma * lam * A_{t+1} to each."),
@@ -885,38 +769,24 @@ def test_7_gae_with_rewards_at_the_end(answer):
             ([[5.56, 3.9, 1]], "You give the score to every token. Only the last token gets it."),
             ([[3.32, -1.7, -3]], "You give the score to the first token. The last token gets it."),
         ],
-        scores=scores,
-        values=values,
-        lengths=[3],
-        gamma=0.5,
-        lam=0.8,
+        **dict(scores=scores, values=values, lengths=[3], gamma=0.5, lam=0.8),
     )
 
     scores = torch.tensor([4.0, 1])
     values = torch.tensor([[1.0, 2, 3, 9], [2, 9, 9, 9]])
     right = torch.tensor([[-0.04, -0.1, 1, 0], [-1, 0, 0, 0]])
-    is_read = "You read the value after the end of a completion. It is padding. Put 0 in its place."
+    is_read = "You read the value after the end of a completion. Put 0 in its place."
     given = dict(scores=scores, values=values, lengths=[3, 1], gamma=0.5, lam=0.8)
     result = gae_of(answer, scores, values, torch.tensor([3, 1]))
     in_last_column = "The score is in the last column. Put it at the last token."
     mistakes = [
         ([[-0.424, -1.06, -1.4, 0], [-1.936, 0, 0, 0]], in_last_column),
         ([[-0.68, -1.7, -3, 0], [-2, 0, 0, 0]], in_last_column),
-        (
-            [[-0.04, -0.1, 1, 0], [-0.516, 0, 0, 0]],
-            "An episode begins with V and A of the episode before. Set both to 0 after the last token of each episode.",
-        ),
+        ([[-0.04, -0.1, 1, 0], [-0.516, 0, 0, 0]], "V and A are still those of the episode before. Begin with 0."),
         ([[0.96, -0.1, 1, 0], [-0.36, 0, 0, 0]], OTHER_ROWS),
         ([[3.96, -0.1, 1, 0], [-0.84, 0, 0, 0]], OTHER_ROWS),
-        (
-            [[0.104, 0.26, 1.9, 0], [-0.1, 0, 0, 0]],
-            "Your mask has one True too many in each row. The index of the last token is length - 1.",
-        ),
-        (
-            [[-0.424, -1.06, -1.4, 0], [-1.6, 0, 0, 0]],
-            "The score is off by one: it is after the last token. The last token of a completion has the index"
-            " length - 1.",
-        ),
+        ([[0.104, 0.26, 1.9, 0], [-0.1, 0, 0, 0]], "Your mask has one True too many in each row."),
+        ([[-0.424, -1.06, -1.4, 0], [-1.6, 0, 0, 0]], "The score is after the last token, whose index is length - 1."),
         ([[0.104, 0.26, 1.9, 0], [0.404, 0, 0, 0]], is_read),
         ([[0.68, 1.7, 5.5, 0], [3.5, 0, 0, 0]], is_read),
     ]
