@@ -201,64 +201,7 @@ def test_batch_arithmetic_equals_dealing_cards(script):
         assert counts == count_with_cards(args, num_prompts, world_size), (flags, num_prompts, world_size)
 
 
-def test_what_doubles_what(script):
-    """Twice k gives twice the episodes. Twice the PPO epochs or mini-batches gives twice the steps."""
-
-    def counts(world_size=1, **changes):
-        flags = dict(k=4, batch_size=48, num_mini_batches=2, num_ppo_epochs=3, num_train_epochs=2.0)
-        plan = script.batch_arithmetic(make_args(script, **flags | changes), 120, world_size)
-        return plan.episodes, plan.steps
-
-    episodes, steps = counts()
-    if group_flag(script):
-        assert counts(k=8) == (2 * episodes, 2 * steps)
-    assert counts(num_train_epochs=4.0) == (2 * episodes, 2 * steps)
-    assert counts(num_ppo_epochs=6) == (episodes, 2 * steps)
-    assert counts(num_mini_batches=4) == (episodes, 2 * steps)
-    for world_size in (2, 3, 64):  # Processes and memory flags change nothing.
-        assert counts(world_size) == (episodes, steps)
-    for size in (1, 3, 1000):
-        assert counts(per_device_train_batch_size=size, per_device_rollout_batch_size=size) == (episodes, steps)
-
-
-REFUSED = {  # sizes that are refused, where a group is 3 episodes and a batch has 4 mini-batches
-    "batch_size": [0, 16, 18],  # 16 is not whole groups. 18 is whole groups, but not 4 equal mini-batches.
-    "num_mini_batches": [0],
-    "num_ppo_epochs": [0],
-    "num_train_epochs": [0.0, -0.5, math.inf, math.nan],
-    "total_episodes": [0],
-    "per_device_train_batch_size": [0],
-    "per_device_rollout_batch_size": [-3],
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_sizes_that_cannot_be_are_refused(script, name):
-    """A wrong size is never rounded in silence. It is refused as soon as the flags are read."""
-    for size in REFUSED[name]:
-        if size == 16 and group_flag(script) is None:
-            continue  # In PPO a group is one episode, so 16 is whole groups.
-        with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must"):
-            make_args(script, **dict(k=3, num_mini_batches=4, batch_size=12) | {name: size})
-
-
 # ============================================== 3  real runs ==============================================
-@pytest.mark.parametrize("script, case", script_and_case("bug report", slow="bug report, k = 4"))
-def test_the_bug_report(script, run, world, monkeypatch, case):
-    """A real run of the worked case has its counts: in its files, in its last metrics and in its progress bar."""
-    given, counts = WORKED_CASES[case]
-    bars = conftest.record_calls(monkeypatch, script.tqdm, "__init__")  # args[0] is the bar.
-    flags = given | dict(model_path=world.smallest, response_length=1, kl_coef=0.0)  # These make the run fast.
-    _, metrics, output_dir = run(script, dataset=world.dataset(flags.pop("num_prompts")), **flags)
-    assert yaml.safe_load((output_dir / "plan.yaml").read_text()) == counts
-    steps, episodes = counts["steps"], counts["episodes"]
-    last = metrics[-1]
-    assert (last["iteration"], last["step"], last["episode"], last["epoch"]) == (steps, steps, episodes, 1)
-    assert len(metrics) == steps  # Each iteration is one step.
-    assert len(read_jsonl(output_dir / "rollouts.jsonl")) == episodes
-    assert [(call.args[0].total, call.args[0].n) for call in bars] == [(steps, steps)]
-
-
 def record_passes(script, monkeypatch):
     """Returns a list. Each training pass of a run adds (iteration, prompt, completion) for each of its episodes."""
     passes, iteration, forward = [], 0, script.CompletionModel.forward
@@ -319,20 +262,6 @@ def test_real_runs_train_on_exactly_what_was_asked(script, run, world, monkeypat
     for row in read_jsonl(output_dir / "rollouts.jsonl"):
         expected[row["iteration"], tuple(encode(row["prompt"])), tuple(row["token_ids"])] += args.num_ppo_epochs
     assert Counter(passes) == expected
-
-
-@pytest.mark.slow
-def test_random_configurations_run_as_planned(script, run, world, updates):
-    """Twenty random cases are run for real."""
-    rng = random.Random(1)
-    for _ in range(20):
-        flags, num_prompts, _ = random_case(rng)
-        num_prompts = min(num_prompts, 17)
-        if flags["total_episodes"] is not None:
-            flags["total_episodes"] = min(flags["total_episodes"], 50)
-        updates.clear()
-        args, metrics, output_dir = run(script, dataset=world.dataset(num_prompts), response_length=2, **flags)
-        assert len(updates) == check_run(args, metrics, output_dir, num_prompts), flags
 
 
 # ================================ 4  prompts, mini-batches, micro-batches ================================
@@ -477,24 +406,3 @@ def test_plan_is_yaml_and_that_of_the_run(script, run, world, monkeypatch, capsy
     assert printed[1] == plan_of_run
     assert printed[3] != printed[1]
     assert not (tmp_path / "out").exists()
-
-
-def test_plan_of_long_and_fractional_counts_is_yaml(script):
-    """A number that is too long for its column still leaves one value in a line."""
-    args = make_args(script, k=2, batch_size=10**9, per_device_train_batch_size=1, total_episodes=10**9)
-    plan = yaml.safe_load(script.plan_table(args, 7, 1))
-    assert plan == vars(script.batch_arithmetic(args, 7, 1)) and plan["gradient_accumulation_steps"] == 10**9
-
-
-def test_plan_counts_only_prompts_that_stay(script, run, world, capsys):
-    """--max-prompt-length drops long prompts. The plan counts the prompts that stay, as the run does."""
-    limit = sorted(map(len, make_prompts(7)))[3]
-    kept = sum(len(prompt) <= limit for prompt in make_prompts(7))
-    script.main(make_args(script, **base_flags(world) | dict(plan=1, max_prompt_length=limit)))
-    dropped, *lines = capsys.readouterr().out.splitlines()
-    assert f"{7 - kept} of 7 prompts dropped" in dropped
-    assert yaml.safe_load("\n".join(lines))["prompts"] == kept
-    _, metrics, output_dir = run(script, max_prompt_length=limit, num_train_epochs=2.0)
-    assert metrics[-1]["epoch"] == 2
-    used = Counter(row["prompt"] for row in read_jsonl(output_dir / "rollouts.jsonl"))
-    assert len(used) == kept and len(set(used.values())) == 1

@@ -1,23 +1,12 @@
-"""Gradients: equal to those of plain passes, one denominator, micro-batches, unneeded passes, what stops a run."""
+"""Gradients: equal to those of plain passes, exact where every completion is enumerated, passes that are not needed."""
 
 import itertools
 import math
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from conftest import (
-    check_same_metrics,
-    distance,
-    flat,
-    make_model,
-    one_text,
-    only,
-    read_jsonl,
-    record_calls,
-    save_model,
-    weights_of,
-)
+from conftest import check_same_metrics, distance, flat, one_text, only, read_jsonl, record_calls, weights_of
 from plain import plain_gradient, token_weights
 
 
@@ -36,60 +25,7 @@ def test_gradient_is_that_of_plain_passes(script, run, world, updates, policy):
     assert distance(expected, updates[0].gradients[: len(expected)]) < 1e-5
 
 
-@only("rloo", "grpo")
-@pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gemma3", "qwen3"])
-def test_gradient_of_models_with_windows(script, run, tmp_path, updates, architecture):
-    """Through a shared prompt that is longer than the model's attention window."""
-    path = save_model(tmp_path / architecture, make_model(architecture))
-    flags = dict(total_episodes=24, batch_size=24, temperature=0.7)
-    rows = read_jsonl(run(script, model_path=path, **flags)[2] / "rollouts.jsonl")
-    assert max(len(row["prompt"]) for row in rows) > 8
-    expected = plain_gradient(path, rows, token_weights(script, rows), temperature=0.7)
-    assert distance(expected, updates[0].gradients[: len(expected)]) < 1e-5
-
-
 # ============================================== micro-batches ===============================================
-def test_unequal_lengths_have_one_denominator(script, run, world, monkeypatch, updates):
-    """A mini-batch of completions of unequal lengths gives the same gradient at micro-batch 1, 5 and all."""
-    gradients, passes = {}, record_calls(monkeypatch, script, "pass_logprobs")
-    for size in (64, 1, 5):
-        updates.clear(), passes.clear()
-        flags = dict(model_path=world.mild, total_episodes=12, per_device_train_batch_size=size)
-        flags |= dict(kl_coef=0.1, ref_model_path=world.reference)  # so that every episode has a gradient
-        output_dir = run(script, **flags)[2]
-        lengths = [len(row["token_ids"]) for row in read_jsonl(output_dir / "rollouts.jsonl")]
-        assert len(set(lengths)) > 3, "the test needs unequal lengths"
-        assert len(updates) == 1 and flat(updates[0].gradients).norm() > 0.1
-        gradients[size] = updates[0].gradients
-        assert sum(call.training for call in passes) == math.ceil(len(lengths) / size)
-    for size in (1, 5):
-        assert distance(gradients[64], gradients[size]) < 2e-6, f"micro-batch {size}"
-
-
-@only("rloo")
-def test_micro_batches_by_hand(script):
-    """Every process gets a share of the same size, sorted by length.
-
-    Where episodes are missing, the last one is repeated, and is not real. No episodes at all make one such pass."""
-
-    def cut(episodes, lengths, size, processes):
-        shares = []
-        for rank in range(processes):
-            accelerator = type("", (), dict(num_processes=processes, process_index=rank, device="cpu"))
-            pieces = script.micro_batches(accelerator, torch.tensor(episodes), torch.tensor(lengths), size)
-            assert [piece.is_last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-            shares.append([list(zip(piece.episodes.tolist(), piece.is_real.tolist())) for piece in pieces])
-        return shares
-
-    same = [1] * 10
-    assert cut([0, 1, 2, 3, 4], same, 64, 3) == [[[(0, 1), (1, 1)]], [[(2, 1), (3, 1)]], [[(4, 1), (4, 0)]]]
-    assert cut([7], same, 1, 3) == [[[(7, 1)]], [[(7, 0)]], [[(7, 0)]]]
-    assert cut([], same, 4, 1) == [[[(0, 0)]]] and cut([], same, 4, 2) == [[[(0, 0)]], [[(0, 0)]]]
-    assert cut([2, 3, 4, 5, 6], [0, 0, 9, 3, 3, 1, 2], 2, 1) == [[[(5, 1), (6, 1)], [(3, 1), (4, 1)], [(2, 1)]]]
-    sizes = {len(piece) for piece in cut(list(range(10)), same, 4, 1)[0]}
-    assert sizes == {3, 4}  # near-equal, none larger than it may be
-
-
 # ========================================= passes that are not needed =======================================
 def make_every_episode_count(monkeypatch, script):
     """Advantages of 0 become 1e-30: nothing to a gradient in float32, but not 0."""
@@ -165,27 +101,6 @@ def test_all_advantages_zero_is_a_step_of_zero_gradients(script, run, world, mon
         assert "val/sampling_logprob_difference" not in row
 
 
-@only("rloo")
-def test_whitened_advantages_keep_exact_zeros(script, run, world, monkeypatch):
-    """Leave-one-out advantages have mean 0 by construction, so whitening only divides them.
-
-    Advantages of equal scores stay exactly 0, and their episodes take no pass. Subtracting the mean would add its
-    rounding error to them, and the policy would be trained on noise."""
-    calls = record_calls(monkeypatch, script, "pass_logprobs")
-    flags = dict(batch_size=21, num_train_epochs=3, kl_coef=0.0, reward=world.reward("seldom"))
-    _, metrics, output_dir = run(script, whiten_advantages=True, **flags)
-    rows = read_jsonl(output_dir / "rollouts.jsonl")
-    silent = [row["advantage"] for row in rows if len(row["prompt"]) % 3 != 0]
-    assert len(silent) > 10 and set(silent) == {0.0}
-    passes = 0
-    for line in metrics:
-        advantages = np.array([row["advantage"] for row in rows if row["iteration"] == line["iteration"]])
-        passes += max(1, np.count_nonzero(advantages))
-        if advantages.any():
-            assert advantages.mean() == pytest.approx(0, abs=1e-6) and advantages.std() == pytest.approx(1, abs=1e-4)
-    assert len(metrics) < passes == trained_episodes(calls)
-
-
 # ============================================== what stops a run ============================================
 @pytest.mark.parametrize("fault", ["nan", "inf"])
 @one_text
@@ -210,21 +125,6 @@ def test_a_gradient_norm_that_is_not_finite_stops_the_run(script, run, monkeypat
     assert len(updates) == 2 and not (tmp_path / "out" / "model").exists()
 
 
-@only("rloo", "ppo")
-def test_a_loss_that_is_not_finite_stops_the_run(script, run, monkeypatch, updates):
-    """The norm of the gradient is not finite either, and that stops the run."""
-    function, calls = script.clipped_policy_loss, itertools.count()
-
-    def broken(*args):
-        losses, cut = function(*args)
-        return losses * (math.nan if next(calls) >= 1 else 1), cut  # from the second pass on
-
-    monkeypatch.setattr(script, "clipped_policy_loss", broken)
-    with pytest.raises(RuntimeError, match="iteration 2, step 2: the gradient norm is nan"):
-        run(script, batch_size=6, num_train_epochs=2)
-    assert len(updates) == 1
-
-
 @one_text
 def test_the_gradient_is_clipped_to_its_norm(script, run, updates):
     """--max-grad-norm scales the whole gradient. grad_norm is the norm before that. inf clips nothing."""
@@ -234,3 +134,160 @@ def test_the_gradient_is_clipped_to_its_norm(script, run, updates):
     metrics = run(script, total_episodes=12, max_grad_norm=norm / 4)[1]
     assert metrics[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert distance([x / 4 for x in whole.gradients], updates[1].gradients) < 1e-4
+
+
+TOKENS = 3
+COMPLETIONS = torch.tensor(list(itertools.product(range(TOKENS), repeat=2)))  # [completions, 2]
+
+
+def make_logits(seed):
+    """The logits of the first token, then those of the second token after each first one: [1 + TOKENS, TOKENS]."""
+    generator = torch.Generator().manual_seed(seed)
+    return 2 * torch.randn(1 + TOKENS, TOKENS, dtype=torch.float64, generator=generator)
+
+
+def token_logprobs(logits):
+    """The log-probability of both tokens of each completion: [completions, 2]."""
+    logprobs = logits.log_softmax(-1)
+    first, second = COMPLETIONS.T
+    return torch.stack([logprobs[0, first], logprobs[1 + first, second]], 1)
+
+
+@pytest.fixture
+def case():
+    """A policy, the policy that sampled, and a reference. They are clearly different."""
+    logits = make_logits(1).requires_grad_()
+    logprobs = token_logprobs(logits)
+    old, ref = token_logprobs(make_logits(7)), token_logprobs(make_logits(8))
+    return SimpleNamespace(logits=logits, logprobs=logprobs, old=old, ref=ref)
+
+
+def gradient(case, loss):
+    return torch.autograd.grad(loss, case.logits, retain_graph=True)[0]
+
+
+def kl(p, q):
+    """KL(p || q) of whole completions, as it is defined. p, q: [completions, 2]"""
+    return (p.sum(1).exp() * (p.sum(1) - q.sum(1))).sum()
+
+
+def kl_of_the_first_token(p, q):
+    p, q = p[::TOKENS, 0], q[::TOKENS, 0]
+    return (p.exp() * (p - q)).sum()
+
+
+def kl_of_the_second_token(p, q):
+    """The mean over the first tokens. Their probabilities are constants."""
+    of_each_start = (p[:, 1].exp() * (p[:, 1] - q[:, 1])).view(TOKENS, TOKENS).sum(1)  # [first tokens]
+    return (p[::TOKENS, 0].exp().detach() * of_each_start).sum()
+
+
+def mean_under(p, values):
+    """The mean over all completions. The probabilities are constants, as for completions that were sampled."""
+    return (p.sum(1).exp().detach() * values).sum()
+
+
+def same(a, b):
+    return torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+# ================================================== the KL ===================================================
+@only("ppo")
+def test_k1_and_k3_estimate_the_kl_and_k2_does_not(script, case):
+    """The means of k1 and k3 are the KL. The mean of k2 is not."""
+    true = kl(case.logprobs, case.ref)
+    p, ref = case.logprobs.sum(1), case.ref.sum(1)
+    means = {name: mean_under(case.logprobs, script.token_kl(p, ref, name)) for name in ("k1", "k2", "k3")}
+    assert same(means["k1"], true) and same(means["k3"], true)
+    assert not torch.isclose(means["k2"], true, rtol=0.1)
+
+
+@only("rloo")
+def test_k1_in_the_reward_and_k2_in_the_loss_have_the_gradient_of_the_kl(script, case):
+    """k1 goes through rloo.py's advantages and loss, averaged over all pairs of completions with k = 2."""
+    true = gradient(case, kl(case.logprobs, case.ref))
+    k1 = (case.logprobs - case.ref).sum(1).detach()
+    pairs = torch.cartesian_prod(torch.arange(len(k1)), torch.arange(len(k1)))  # [pairs, 2], each a group
+    episodes = pairs.flatten()
+    given = script.LossInputs(case.logprobs[episodes].detach(), script.rloo_advantages(-k1[episodes], k=2))
+    losses = script.rloo_loss(script.Args(), case.logprobs[episodes], given).losses
+    probability = case.logprobs.sum(1).exp().detach()[pairs].prod(1)  # of each pair
+    in_reward = gradient(case, (probability * losses.view(-1, 2).mean(1)).sum())
+    k2 = (case.logprobs - case.ref).sum(1).square() / 2
+    in_loss = gradient(case, mean_under(case.logprobs, k2))
+    assert same(in_reward, true) and same(in_loss, true)
+    assert true.abs().max() > 0.1
+
+
+def test_k1_in_the_loss_has_no_gradient(case):
+    in_loss = gradient(case, mean_under(case.logprobs, (case.logprobs - case.ref).sum(1)))
+    assert same(in_loss, torch.zeros_like(in_loss))
+
+
+def test_k2_of_single_tokens_misses_what_a_token_does_to_later_ones(case):
+    """Its gradient is that of each token's KL, with the tokens before it held fixed."""
+    k2 = (case.logprobs - case.ref).square().sum(1) / 2
+    in_loss = gradient(case, mean_under(case.logprobs, k2))
+    first = kl_of_the_first_token(case.logprobs, case.ref)
+    fixed_start = first + kl_of_the_second_token(case.logprobs, case.ref)
+    assert same(in_loss, gradient(case, fixed_start))
+    assert not torch.allclose(in_loss, gradient(case, kl(case.logprobs, case.ref)), atol=0.01)
+
+
+@only("grpo")
+def test_k3_in_the_loss_has_the_gradient_of_the_other_kl(script, case):
+    """That of KL(ref || p), for a token: the first one of the completion."""
+    k3 = script.k3_kl(case.logprobs, case.ref)[:, 0]
+    in_loss = gradient(case, mean_under(case.logprobs, k3))
+    assert same(in_loss, gradient(case, kl_of_the_first_token(case.ref, case.logprobs)))
+    true = gradient(case, kl_of_the_first_token(case.logprobs, case.ref))
+    assert not torch.allclose(in_loss, true, atol=0.01)
+
+
+@only("grpo")
+def test_k3_times_the_ratio_has_the_gradient_of_the_kl(script, case):
+    """Also if another policy sampled. Without the ratio neither the mean nor the gradient is right then."""
+    ratio = (case.logprobs - case.old).exp()[:, 0]
+    k3 = script.k3_kl(case.logprobs, case.ref)[:, 0]
+    true = kl_of_the_first_token(case.logprobs, case.ref)
+    assert same(mean_under(case.old, ratio * k3), true)
+    assert same(gradient(case, mean_under(case.old, ratio * k3)), gradient(case, true))
+    assert not torch.isclose(mean_under(case.old, k3), true, rtol=0.1)
+    assert not torch.allclose(gradient(case, mean_under(case.old, k3)), gradient(case, true), atol=0.01)
+
+
+@only("ppo")
+def test_what_the_estimators_of_ppo_do_in_the_reward(script, case):
+    """k1 gives the gradient of the KL. k3 gives that of KL(p || ref) - KL(ref || p). k2 gives neither."""
+    p, ref = case.logprobs[:, :1], case.ref[:, :1]
+
+    def in_reward(estimator):
+        penalty = script.token_kl(p, ref, estimator).detach()
+        return gradient(case, mean_under(case.logprobs, (penalty * p).sum(1)))
+
+    forward = gradient(case, kl_of_the_first_token(case.ref, case.logprobs))
+    reverse = gradient(case, kl_of_the_first_token(case.logprobs, case.ref))
+    assert same(in_reward("k1"), reverse)
+    assert same(in_reward("k3"), reverse - forward)
+    for other in (reverse, forward, reverse - forward):
+        assert not torch.allclose(in_reward("k2"), other, atol=0.01)
+
+
+@only("ppo")
+def test_near_the_reference_only_k1_pulls_back(script, case):
+    """In the reward, k2 and k3 vanish with the square of the distance. k1 vanishes with the distance."""
+    direction = make_logits(4)
+
+    def pull(estimator, distance):
+        logits = (make_logits(8) + distance * direction).requires_grad_()
+        p, ref = token_logprobs(logits), token_logprobs(make_logits(8))
+        penalty = script.token_kl(p, ref, estimator).sum(1).detach()
+        loss = mean_under(p, penalty * p.sum(1))
+        return torch.autograd.grad(loss, logits)[0].norm()
+
+    for estimator, power in (("k1", 1), ("k2", 2), ("k3", 2)):
+        assert float(pull(estimator, 2e-4) / pull(estimator, 1e-4)) == pytest.approx(2**power, rel=0.01)
+
+
+# ================================================= two-sided clipping ========================================
+# ================================================= the page's commands =======================================

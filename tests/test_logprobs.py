@@ -1,23 +1,32 @@
-"""Log-probabilities: shared prompts, the sampler's, the reference's, dropout, temperature, precision, adapters."""
+"""Log-probabilities: shared prompts, the sampler's, the reference's, precision, adapters, large vocabularies."""
 
 import itertools
-import json
 import math
 import os
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import (
+    ARCHITECTURES,
     EOS,
+    GROUPED,
     HERE,
     PAD,
+    SHAPE,
+    VOCAB,
+    WINDOWS,
+    base_flags,
+    compare_runs,
     distance,
     encode,
-    make_args,
+    launch,
+    launch_fsdp2,
     make_model,
+    of_architectures,
     one_text,
     only,
     plain_logprobs,
@@ -30,7 +39,6 @@ from conftest import (
 from plain import completion_model
 from transformers import AutoModelForCausalLM
 
-ARCHITECTURES = ["llama", "neox", "gpt2", "qwen3", "mistral", "gemma2", "gemma3"]
 GROUPS = {  # prompts of two groups of three, and the completions of the first; which completion is longest differs
     "equal": ("12", "34", [[5, 6, EOS], [7, EOS], [8, 9, 4]]),
     "beyond-the-window": ("1234567890123456", "5", [[5], [7, 8, 9, 10, 11, 12, 13, 5, 6, 7, 8, EOS], [EOS]]),
@@ -40,7 +48,7 @@ GROUPS = {  # prompts of two groups of three, and the completions of the first; 
 
 # ================================================ shared prompts ============================================
 @one_text
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@of_architectures
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_shared_prompt_gives_what_rows_of_their_own_give(script, architecture, group):
     """A group's prompt is run once, or each completion has a row with its prompt. Both give the same.
@@ -77,14 +85,13 @@ def test_a_shared_prompt_gives_what_rows_of_their_own_give(script, architecture,
             torch.testing.assert_close(row[: len(expected)], expected.detach(), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "mistral", "gemma3"])
-def test_every_pass_gives_the_same_logprobs(script, run, tmp_path, monkeypatch, architecture):
+@pytest.mark.parametrize("architecture", ["gpt2", *WINDOWS])
+def test_every_pass_gives_the_same_logprobs(script, run, tmp_path, architecture):
     """The sampler, the reference and training agree with plain forward passes.
 
     Prompts have 1 to 16 tokens, the temperature is 0.7, micro-batches cut groups, and there are two PPO epochs. GPT-2
     has dropout in its config."""
     path = save_model(tmp_path / "policy", make_model(architecture))
-    ratios = record_calls(monkeypatch, script, "clipped_policy_loss")
     flags = dict(temperature=0.7, num_ppo_epochs=2, total_episodes=21, batch_size=21, kl_coef=0.1)
     _, metrics, output_dir = run(script, model_path=path, per_device_train_batch_size=5, **flags)
     rows, model = read_jsonl(output_dir / "rollouts.jsonl"), AutoModelForCausalLM.from_pretrained(path).eval()
@@ -94,18 +101,7 @@ def test_every_pass_gives_the_same_logprobs(script, run, tmp_path, monkeypatch, 
             expected = plain_logprobs(model, encode(row["prompt"]), row["token_ids"], 0.7).tolist()
             assert row["logprobs"] == pytest.approx(expected, abs=1e-5), "sampler"
             assert row["ref_logprobs"] == pytest.approx(expected, abs=1e-5), "reference"
-    passes = ratios[: len(ratios) // 2]  # before the first update
-    assert len(passes) > 2
-    assert all(call.args[0].abs().max() < 1e-4 for call in passes), "training"  # RLOO's is the sum of 6
-    assert metrics[0]["val/sampling_logprob_difference"] < 2e-5
-
-
-def test_completions_of_one_token(script, run):
-    """With one token there is only the pass over the prompt. It gives a gradient."""
-    _, metrics, output_dir = run(script, response_length=1, num_train_epochs=2, kl_coef=0.1)
-    assert {len(row["token_ids"]) for row in read_jsonl(output_dir / "rollouts.jsonl")} == {1}
-    assert all(0 < row["grad_norm"] < math.inf for row in metrics)
-    assert all(row["val/sampling_logprob_difference"] < 1e-5 for row in metrics)
+    assert metrics[0]["val/sampling_logprob_difference"] < 2e-5, "training"
 
 
 @pytest.mark.parametrize("policy", ["gpt2", "dropout"])
@@ -144,43 +140,23 @@ def sample_off_by(script, monkeypatch, amount, first=0):
     monkeypatch.setattr(script, "sample", off)
 
 
-@pytest.mark.parametrize("flags", [{}, dict(num_ppo_epochs=2, num_mini_batches=2)], ids=["single", "several"])
-@only("rloo", "ppo")
-def test_a_sampler_that_is_not_the_training_pass_stops_the_run(script, run, monkeypatch, updates, tmp_path, flags):
-    """In float32 the run stops before the first update, and names the difference. A small one is only logged."""
-    sample_off_by(script, monkeypatch, 0.01)
-    with pytest.raises(RuntimeError, match=r"sampling and training give log-probabilities 0\.01 apart"):
-        run(script, output_dir=str(tmp_path / "out"), **flags)
-    assert not updates and not (tmp_path / "out" / "model").exists()
-    monkeypatch.undo()
-    sample_off_by(script, monkeypatch, 5e-4)
-    metrics = run(script, **flags)[1]
-    assert all(row["val/sampling_logprob_difference"] == pytest.approx(5e-4, rel=0.05) for row in metrics)
-
-
-def test_a_sampler_is_compared_in_every_iteration(script, run, monkeypatch, updates):
-    """A sampler that goes wrong in the second iteration stops the run before that iteration's first update."""
-    sample_off_by(script, monkeypatch, 0.01, first=1)
-    with pytest.raises(RuntimeError, match=r"sampling and training give log-probabilities 0\.01 apart"):
-        run(script, batch_size=6, num_ppo_epochs=2)
-    assert len(updates) == 2  # those of the first iteration
-
-
+@pytest.mark.parametrize("first, amount", [(0, 0.01), (1, 0.01), (0, math.nan)])
 @one_text
-def test_a_difference_that_is_not_a_number_stops_the_run(script, run, monkeypatch, updates):
-    """NaN is not below the limit, so it counts as too large."""
-    sample_off_by(script, monkeypatch, math.nan)
-    with pytest.raises((RuntimeError, ValueError)):
-        run(script, kl_coef=0.0)
-    assert not updates
+def test_a_sampler_that_is_not_the_training_pass_stops_the_run(script, run, monkeypatch, updates, first, amount):
+    """In float32 the run stops before the first update of an iteration, and names the difference. NaN is too large."""
+    sample_off_by(script, monkeypatch, amount, first)
+    with pytest.raises(RuntimeError, match=rf"sampling and training give log-probabilities {amount} apart"):
+        run(script, batch_size=6, num_ppo_epochs=2, kl_coef=0.0)
+    assert len(updates) == 2 * first
 
 
+@pytest.mark.parametrize("dtype, amount", [("float32", 5e-4), ("bfloat16", 0.1)])
 @one_text
-def test_bfloat16_is_not_stopped(script, run, monkeypatch):
-    """In bfloat16 the two differ by rounding. The difference is logged, and never stops the run."""
-    sample_off_by(script, monkeypatch, 0.01)
-    metrics = run(script, dtype="bfloat16")[1]
-    assert all(row["val/sampling_logprob_difference"] > 5e-3 for row in metrics)
+def test_a_small_difference_is_only_logged(script, run, monkeypatch, dtype, amount):
+    """In bfloat16 the two differ by rounding. There no difference stops the run."""
+    sample_off_by(script, monkeypatch, amount)
+    metrics = run(script, dtype=dtype)[1]
+    assert all(amount / 2 < row["val/sampling_logprob_difference"] < 2 * amount for row in metrics)
 
 
 # ============================================ precision and memory ==========================================
@@ -199,45 +175,6 @@ def test_bfloat16_runs_and_keeps_weights_in_float32(script, run, world, monkeypa
         plain = plain_logprobs(model, encode(row["prompt"]), row["token_ids"]).tolist()
         differences += list(np.abs(np.subtract(row["logprobs"], plain)))
     assert 1e-4 < np.mean(differences) < 0.1
-
-
-BFLOAT16 = [  # script, several updates, the level of GRPO's ratio -> is it refused?
-    ("rloo", dict(num_ppo_epochs=2), True),
-    ("rloo", dict(num_mini_batches=2), True),
-    ("rloo", {}, False),
-    ("grpo", dict(num_ppo_epochs=2, importance_sampling_level="sequence"), True),
-    ("grpo", dict(importance_sampling_level="sequence"), False),
-    ("grpo", dict(num_mini_batches=2, num_ppo_epochs=2), False),
-    ("ppo", dict(num_mini_batches=2, num_ppo_epochs=2), False),
-]
-
-
-@only("rloo", "grpo", "ppo")
-def test_bfloat16_is_refused_where_it_would_clip_whole_ratios(script):
-    """It is refused for several updates with a ratio of a whole completion.
-
-    The log-ratio of a completion adds up the rounding errors of its tokens."""
-    for name, flags, is_refused in BFLOAT16:
-        if script.__name__ == name and is_refused:
-            with pytest.raises(ValueError, match="--dtype bfloat16"):
-                make_args(script, dtype="bfloat16", **flags)
-        elif script.__name__ == name:
-            make_args(script, dtype="bfloat16", **flags)
-        make_args(script, dtype="float32", **flags if script.__name__ == name else {})
-
-
-@one_text
-def test_the_table_of_bfloat16_is_what_was_measured(script):
-    """The rows of docs/metrics.md are those of bfloat16_ratios.json, in its order."""
-    text = (HERE / "docs" / "metrics.md").read_text(encoding="utf-8")
-    table = text[text.index("## bfloat16 and ratios") :].split("\n\n")[3].splitlines()[2:]
-    measured = json.loads((HERE / "benchmark" / "hardware" / "bfloat16_ratios.json").read_text())
-    for line, row in zip(table, measured, strict=True):
-        cells = []
-        for kind in ("tokens", "completions", "sequences"):
-            shares = [100 * row[source][f"{kind}_outside"] for source in ("sampling", "a_pass")]
-            cells.append(", ".join(f"{share:.1g} %" if share < 1 else f"{share:.0f} %" for share in shares))
-        assert line.split("|")[2:-1] == [f" {cell} " for cell in cells], row["case"]
 
 
 def test_gradient_checkpointing_recomputes(script, run, monkeypatch):
@@ -287,3 +224,153 @@ def test_lora_is_the_policy_with_its_adapter(script, run, world, monkeypatch):
     assert metrics[0]["objective/kl"] == pytest.approx(0, abs=1e-5) and abs(metrics[-1]["objective/kl"]) > 1e-4
     again = run(script, **flags)[2]
     assert (again / "rollouts.jsonl").read_text() == (output_dir / "rollouts.jsonl").read_text()
+
+
+PROMPTS = ["12+34=", "12+34=", "7", "7"]
+COMPLETIONS = [[5, 6, EOS], [7, EOS], [8, 9, 4, 5, 6, 7], [EOS]]
+# Models that change what their head gives, each with the setting that does it. Its default may be 1.
+CHANGED_LOGITS = {
+    "gemma2": (transformers.Gemma2Config, GROUPED | dict(final_logit_softcapping=2.0)),
+    "cohere": (transformers.CohereConfig, GROUPED | dict(logit_scale=0.25)),
+    "cohere2": (transformers.Cohere2Config, GROUPED | dict(logit_scale=3.0)),
+    "granite": (transformers.GraniteConfig, SHAPE | dict(logits_scaling=4.0)),
+}
+
+
+@pytest.fixture(params=CHANGED_LOGITS)
+def changed_logits(request, monkeypatch):
+    """The name of an architecture for `make_model`."""
+    monkeypatch.setitem(ARCHITECTURES, request.param, CHANGED_LOGITS[request.param])
+    return request.param
+
+
+def one_pass(script, model, shares_prompts=True):
+    """The log-probabilities of COMPLETIONS by a training pass, and the gradients of a weighted sum of them."""
+    tokens = torch.tensor([completion + [PAD] * (6 - len(completion)) for completion in COMPLETIONS])
+    mask = torch.arange(6) < torch.tensor([[len(completion)] for completion in COMPLETIONS])
+    prompts = [encode(prompt) for prompt in PROMPTS]
+    policy = completion_model(script, model, [EOS], shares_prompts)
+    inputs = dict(prompts=prompts, tokens=tokens, mask=mask, temperature=0.7)
+    logprobs = policy(partial(script.pass_logprobs, **inputs))
+    model.zero_grad()
+    (logprobs * torch.arange(1.0, 25.0).view(4, 6)).sum().backward()
+    return logprobs.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+# ================================================ pieces ================================================
+@one_text
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("logits_at_once", [1, 3 * len(VOCAB), 7 * len(VOCAB)])
+def test_pieces_change_nothing(script, monkeypatch, tied, logits_at_once):
+    """In pieces of 1, 3 or 7 tokens, the log-probabilities and all gradients are those of one piece."""
+    model = make_model("llama", tie_word_embeddings=tied)
+    for shares_prompts in (True, False):
+        expected, expected_gradients = one_pass(script, model, shares_prompts)
+        with monkeypatch.context() as patch:
+            patch.setattr(script, "LOGITS_AT_ONCE", logits_at_once)
+            logprobs, gradients = one_pass(script, model, shares_prompts)
+        torch.testing.assert_close(logprobs, expected, atol=1e-6, rtol=1e-6)
+        assert distance(expected_gradients, gradients) < 1e-6
+
+
+@one_text
+def test_no_tensor_has_all_logits(script, monkeypatch):
+    """The head gets at most as many rows as fit into a piece, in the forward and in the backward pass.
+
+    What the forward pass keeps for the backward pass does not grow with tokens * vocabulary."""
+    model = make_model("llama")
+    for logits_at_once, pieces in ((2**25, [24]), (4 * len(VOCAB), [4] * 12)):  # six pieces, in both passes
+        monkeypatch.setattr(script, "LOGITS_AT_ONCE", logits_at_once)
+        calls, kept = record_calls(monkeypatch, script, "head_logits"), set()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.add(x.shape) or x, lambda x: x):
+            one_pass(script, model)
+        assert [len(call.args[1]) for call in calls] == pieces
+        assert (torch.Size([24, len(VOCAB)]) in kept) == (len(pieces) == 1)
+        assert not any(shape[-1] == len(VOCAB) and 1 < shape[0] < 16 for shape in kept)
+
+
+def copy_in_pieces(script, folder):
+    """A copy of a script whose pieces have at most 64 logits."""
+    source = (HERE / f"{script.__name__}.py").read_text()
+    assert source.count("LOGITS_AT_ONCE = 2**25") == 1
+    path = folder / "copy" / f"{script.__name__}.py"
+    path.parent.mkdir()
+    path.write_text(source.replace("LOGITS_AT_ONCE = 2**25", "LOGITS_AT_ONCE = 64"))
+    return SimpleNamespace(__file__=str(path), __name__=script.__name__)
+
+
+@only("rloo", "ppo")
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_pieces_on_two_processes(script, run, world, tmp_path, kind):
+    """Two processes, whose passes have other numbers of pieces, give the run of one process in one piece."""
+    flags = dict(per_device_train_batch_size=3, kl_coef=0.1, total_episodes=24, model_path=world.many_eos)
+    flags |= dict(ref_model_path=world.reference)
+    output_dir = run(script, **flags)[2]
+    flags = base_flags(world) | flags | dict(output_dir=tmp_path / "out")
+    copy = copy_in_pieces(script, tmp_path)
+    if kind == "DDP":
+        finished = launch(copy, 2, tmp_path, flags)
+    else:
+        finished = launch_fsdp2(copy, tmp_path, flags)
+    assert finished.returncode == 0, finished.stderr
+    compare_runs(output_dir, tmp_path / "out")
+
+
+# ================================== models that change what their head gives ==================================
+@one_text
+def test_changed_logits_are_those_of_the_model(script, changed_logits):
+    """Soft caps and scales are in the log-probabilities and in their gradients, as in plain passes."""
+    model = make_model(changed_logits)
+    logprobs, gradients = one_pass(script, model)
+    model.zero_grad()
+    total = 0.0
+    for row, weights, prompt, completion in zip(
+        logprobs, torch.arange(1.0, 25.0).view(4, 6), PROMPTS, COMPLETIONS, strict=True
+    ):
+        expected = plain_logprobs(model, encode(prompt), completion, 0.7)
+        torch.testing.assert_close(row[: len(completion)], expected.detach(), atol=1e-5, rtol=0)
+        total = total + (expected * weights[: len(completion)]).sum()
+    total.backward()
+    assert distance([parameter.grad for parameter in model.parameters()], gradients) < 1e-5
+
+
+# ============================================== sampling and devices ==========================================
+@one_text
+@pytest.mark.parametrize("autocast", [torch.float32, torch.bfloat16])
+def test_the_cache_of_sampling_has_the_type_of_autocast(script, monkeypatch, autocast):
+    """In bfloat16 the keys and values of sampling are bfloat16, also where RoPE makes the keys float32."""
+    updates = record_calls(monkeypatch, script.KVCache, "update")
+    policy = completion_model(script, make_model("llama"), [EOS])
+    policy.autocast = autocast == torch.bfloat16
+    prompts, uniforms = [encode(prompt) for prompt in PROMPTS], torch.full((4, 5), 0.5, dtype=torch.float64)
+    policy(partial(script.sample, prompts=prompts, uniforms=uniforms, temperature=1.0))
+    assert {tensor.dtype for call in updates for tensor in call.result} == {autocast}
+
+
+@one_text
+def test_the_cache_of_sampling_grows_by_blocks(script, monkeypatch):
+    """The memory of keys and values moves once in 64 tokens. It holds what `torch.cat` would give."""
+    moves, append = [], script.append_token
+
+    def recorded(old, new):
+        appended = append(old, new)
+        assert torch.equal(appended, torch.cat([old, new], dim=2))
+        moves.append(appended.data_ptr() != old.data_ptr())
+        return appended
+
+    monkeypatch.setattr(script, "append_token", recorded)
+    policy = completion_model(script, make_model("llama"), [-1])
+    uniforms = torch.rand(4, 150, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    prompts = [encode(prompt) for prompt in PROMPTS]
+    policy(partial(script.sample, prompts=prompts, uniforms=uniforms, temperature=1.0))
+    assert len(moves) == 149 * 4 and sum(moves) == 3 * 4  # keys and values of 2 layers: new blocks after 0, 64, 128
+
+
+def test_wrappers_have_nothing_to_walk_through(script, run, monkeypatch):
+    """DDP and FSDP2 copy lists and dicts that a forward gets, token by token. So it gets one `partial`."""
+    calls = record_calls(monkeypatch, script.CompletionModel, "forward")
+    run(script, kl_coef=0.1)
+    assert len(calls) > 3
+    for call in calls:
+        assert len(call.args) == 2 and type(call.args[1]) is partial and not call.inputs

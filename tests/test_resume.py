@@ -12,19 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import (
-    HERE,
-    base_flags,
-    compare_runs,
-    contents,
-    import_file,
-    launch,
-    one_text,
-    only,
-    read_jsonl,
-    result_of,
-    write_jsonl,
-)
+from conftest import HERE, contents, one_text, only, read_jsonl, result_of, write_jsonl
 
 # four iterations of two updates, the last one of three episodes
 SAVING = dict(save_every=1, total_episodes=21, num_mini_batches=2, batch_size=6, num_sample_generations=4)
@@ -128,20 +116,6 @@ def stopped_after(script, run, monkeypatch, folder, iteration, **flags):
 
 
 # ============================================ kills at any moment ========================================
-@one_text
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_run_killed_once(script, run, world, monkeypatch, tmp_path, expected, phase):
-    """A run is killed in one phase and started again. Its lines, completions and weights are exactly the same."""
-    flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
-    killed_in(phase, script, run, monkeypatch, **flags)
-    assert not (tmp_path / "out" / "model").exists()
-    run(script, **flags)
-    assert result_of(tmp_path / "out") == expected
-    assert (
-        whole_checkpoints(tmp_path / "out") == ["3", "4"] and len(list((tmp_path / "out/checkpoints").iterdir())) == 2
-    )
-
-
 def test_a_run_killed_in_every_phase(script, run, world, monkeypatch, tmp_path, expected):
     """One command is killed in each phase, and started again each time. The results are those of an unbroken run."""
     flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
@@ -170,36 +144,6 @@ def test_kill_and_resume(script, tmp_path):
     assert finished.returncode == 0, finished.stdout + finished.stderr
     [row] = json.loads((tmp_path / "results.json").read_text())["runs"]
     assert row["kills"] >= 8 and row["fine"] and row["relative_distance"] < 1e-3
-
-
-STRIKES = '''
-import os, signal
-from rewards import letters
-
-calls = 0
-
-def struck(prompts, completions, **_):
-    """Process 1 dies at its second call."""
-    global calls
-    calls += 1
-    if calls == 2 and os.environ.get("RANK") == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return letters(prompts, completions)
-'''
-
-
-@only("ppo")
-@pytest.mark.slow
-def test_one_process_dying_ends_the_launch(script, run, world, tmp_path):
-    """SIGKILL of one of two processes ends the launch. A single process can continue the run."""
-    (tmp_path / "strikes.py").write_text(STRIKES)
-    flags = dict(save_every=1, num_train_epochs=3.0, reward=f"{tmp_path / 'strikes.py'}:struck", learning_rate=1e-3)
-    output_dir = tmp_path / "out"
-    finished = launch(script, 2, tmp_path, base_flags(world) | flags | dict(output_dir=output_dir))
-    assert finished.returncode != 0 and not (output_dir / "model").exists()
-    assert whole_checkpoints(output_dir) == ["1"]
-    run(script, output_dir=str(output_dir), resume=True, **flags)
-    compare_runs(output_dir, run(script, **flags)[2])
 
 
 @one_text
@@ -284,38 +228,35 @@ def test_a_finished_run_makes_no_step(script, run, capsys, updates):
 
 # ========================================= which runs are continued ======================================
 @one_text
-def test_another_run_is_refused(script, run, world, monkeypatch, tmp_path):
-    """Without --resume every folder that holds a run is refused. With --resume a flag that would make another run is
-    refused, and the message names it."""
-    stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **SAVING)
-    before = contents(stopped)
-    with pytest.raises(ValueError, match=f"--output-dir {stopped}: already holds a run; --resume"):
-        run(script, output_dir=str(stopped), **SAVING)
-    others = dict(
-        learning_rate=1.0, seed=9, num_train_epochs=5.0, reward="exact_match", response_length=7, batch_size=12
-    )
-    others |= dict(dataset=world.dataset(7, seed=5), kl_coef=0.1, lora_r=2, num_mini_batches=1, temperature=0.9)
-    for flag, value in others.items():
-        with pytest.raises(ValueError, match=f"--{flag.replace('_', '-')} {value}: the run in {stopped} has "):
-            run(script, output_dir=str(stopped), resume=True, **SAVING | {flag: value})
-    assert contents(stopped) == before
-
-
-@one_text
-def test_a_dataset_that_grew_is_another_run(script, run, world, monkeypatch, tmp_path):
-    """With more prompts, their order, the epochs and the schedule would change. So the run is refused."""
-    dataset = shutil.copy(world.dataset(7), tmp_path / "growing.jsonl")
-    flags = SAVING | dict(dataset=str(dataset))
+def test_another_run_is_refused(script, run, world, monkeypatch, tmp_path, expected):
+    """A folder that holds a run needs --resume. With it a flag that would make another run is refused by name, and so
+    is a dataset that grew. Nothing is changed. A flag that an older script did not know had its default."""
+    dataset = Path(shutil.copy(world.dataset(7), tmp_path / "growing.jsonl"))
+    flags = flags_of(script, world) | dict(dataset=str(dataset))
     stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
-    with open(stopped / "metrics.jsonl", "a") as file:
-        file.write('{"iteration": 3}\n')  # a line after the checkpoint, which must stay
-    first, before = Path(dataset).read_text(), contents(stopped)
-    Path(dataset).write_text(first + first)
-    with pytest.raises(ValueError, match="--dataset: 14 prompts, but the run had 7"):
-        run(script, output_dir=str(stopped), resume=True, **flags)
-    assert contents(stopped) == before
-    Path(dataset).write_text(first)
+    older = yaml.safe_load((stopped / "args.yaml").read_text())
+    del older["weight_decay"]
+    (stopped / "args.yaml").write_text(yaml.safe_dump(older | {"flag_of_another": 1}))
+
+    def is_refused(message, **changed):
+        before = contents(stopped)
+        with pytest.raises(ValueError, match=message):
+            run(script, **flags | dict(output_dir=str(stopped), resume=True) | changed)
+        assert contents(stopped) == before
+
+    is_refused(f"--output-dir {stopped}: .*another script, which has --flag.of.another")
+    (stopped / "args.yaml").write_text(yaml.safe_dump(older))
+    is_refused(f"--output-dir {stopped}: already holds a run; --resume", resume=False)
+    others = dict(learning_rate=1.0, seed=9, num_train_epochs=5.0, reward="exact_match", response_length=7, lora_r=2)
+    others |= dict(dataset=world.dataset(7, seed=5), kl_coef=0.1, num_mini_batches=1, temperature=0.9, weight_decay=0.5)
+    for flag, value in others.items():
+        is_refused(f"--{flag.replace('_', '-')} {value}: the run in {stopped} has ", **{flag: value})
+    text = dataset.read_text()
+    dataset.write_text(text + text)
+    is_refused("--dataset: 14 prompts, but the run had 7")
+    dataset.write_text(text)
     run(script, output_dir=str(stopped), resume=True, **flags)
+    assert result_of(stopped) == expected
 
 
 @only("grpo", "ppo")
@@ -334,34 +275,6 @@ def test_flags_that_do_not_make_another_run_may_change(script, run, world, monke
     assert [row["step"] for row in read_jsonl(stopped / "metrics.jsonl")] == [row["step"] for row in lines]
 
 
-@one_text
-def test_flags_that_an_older_script_did_not_know(script, run, world, monkeypatch, tmp_path, expected):
-    """A flag that is missing in args.yaml had its default. A flag that the script does not know belongs to another
-    script."""
-    flags = flags_of(script, world)
-    stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
-    before = yaml.safe_load((stopped / "args.yaml").read_text())
-    del before["weight_decay"]
-    (stopped / "args.yaml").write_text(yaml.safe_dump(before))
-    with pytest.raises(ValueError, match=f"--weight-decay 0.5: the run in {stopped} has 0.0"):
-        run(script, output_dir=str(stopped), resume=True, **flags | dict(weight_decay=0.5))
-    (stopped / "args.yaml").write_text(yaml.safe_dump(before | {"flag_of_another": 1}))
-    with pytest.raises(ValueError, match=f"--output-dir {stopped}: .*another script, which has --flag.of.another"):
-        run(script, output_dir=str(stopped), resume=True, **flags)
-    (stopped / "args.yaml").write_text(yaml.safe_dump(before))
-    run(script, output_dir=str(stopped), resume=True, **flags)
-    assert result_of(stopped) == expected
-
-
-@only("rloo", "grpo")
-def test_a_script_without_the_default_folder_resumes(script, run, monkeypatch, tmp_path):
-    """A copy of the script in another folder, without benchmark/default, resumes a run on other models and data."""
-    copy = import_file(shutil.copy(script.__file__, tmp_path / f"{script.__name__}_copy.py"))
-    stopped = stopped_after(copy, run, monkeypatch, tmp_path / "out", 2, **SAVING)
-    run(copy, output_dir=str(stopped), resume=True, **SAVING)
-    assert (stopped / "model").exists()
-
-
 @only("rloo", "ppo")
 def test_a_resumed_lora_run_is_the_run_that_never_stopped(script, run, monkeypatch, tmp_path):
     """The adapters and their optimizer are in the checkpoint. The base model is not."""
@@ -371,14 +284,6 @@ def test_a_resumed_lora_run_is_the_run_that_never_stopped(script, run, monkeypat
     unbroken = run(script, **flags)[2]
     assert [name for name in result_of(unbroken)[1]] == ["adapter_model.safetensors"]
     assert result_of(stopped) == result_of(unbroken)
-
-
-def test_a_resumed_run_with_one_update_in_each_iteration(script, run, monkeypatch, tmp_path):
-    """The first update after the checkpoint has the learning rate of its step. metrics.jsonl shows the same rate."""
-    flags = SAVING | dict(num_mini_batches=1, warmup_steps=1)
-    stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
-    run(script, output_dir=str(stopped), resume=True, **flags)
-    assert result_of(stopped) == result_of(run(script, **flags)[2])
 
 
 # ===================================== checkpoints that cannot be trusted ================================
@@ -395,51 +300,39 @@ class Malicious:
 @only("rloo")
 @pytest.mark.parametrize("write", [pickle.dump, torch.save], ids=["pickle", "torch"])
 def test_a_pickle_in_a_checkpoint_is_never_executed(script, run, monkeypatch, tmp_path, write):
-    """Each file of a checkpoint that is not safetensors or JSON is replaced by a pickle with a side effect."""
+    """optimizer.bin is replaced by a pickle with a side effect."""
     pickle.loads(pickle.dumps(Malicious(tmp_path / "control")))
     assert (tmp_path / "control").exists()  # The side effect works where pickles are loaded.
     stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **SAVING)
-    names = [path.name for path in (stopped / "checkpoints" / "iteration_00000002").iterdir()]
-    names = [name for name in names if not name.endswith((".safetensors", ".json"))]
-    assert "optimizer.bin" in names
-    for name in names:
-        struck, broken = tmp_path / f"struck by {name}", shutil.copytree(stopped, tmp_path / f"with {name}")
-        with open(broken / "checkpoints" / "iteration_00000002" / name, "wb") as file:
-            write(Malicious(struck), file)
-        try:  # The run may ignore a file that it does not need.
-            run(script, output_dir=str(broken), resume=True, **SAVING)
-            assert name != "optimizer.bin"
-        except pickle.UnpicklingError:
-            pass
-        assert not struck.exists(), f"{name} was executed"
+    with open(stopped / "checkpoints" / "iteration_00000002" / "optimizer.bin", "wb") as file:
+        write(Malicious(tmp_path / "struck"), file)
+    with pytest.raises(pickle.UnpicklingError):
+        run(script, output_dir=str(stopped), resume=True, **SAVING)
+    assert not (tmp_path / "struck").exists()
 
 
 @only("rloo")
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
 def test_a_full_disk_leaves_the_checkpoint_before(script, run, world, monkeypatch, tmp_path, name, expected):
-    """There is no room for the last byte of a file of the third checkpoint. The two checkpoints before it stay as they
-    were. A resumed run gives the results of a run that had room."""
+    """There is no room for the last byte of a file of the third checkpoint. The two before it stay, and the run goes on
+    from them."""
     output_dir, save_checkpoint, limit = tmp_path / "full", script.save_checkpoint, resource.RLIMIT_FSIZE
-    before = {}
 
     def save_without_room(accelerator, state, *args):
-        if state["iteration"] < 3:
-            return save_checkpoint(accelerator, state, *args)
-        before.update(contents(output_dir))
-        room = (output_dir / "checkpoints" / "iteration_00000002" / name).stat().st_size - 1
         soft, hard = resource.getrlimit(limit)
-        resource.setrlimit(limit, (room, hard))  # Python ignores the signal, so to write more raises an error.
+        if state["iteration"] == 3:  # Python ignores the signal, so to write more raises an error.
+            room = (output_dir / "checkpoints" / "iteration_00000002" / name).stat().st_size - 1
+            resource.setrlimit(limit, (room, hard))
         try:
             save_checkpoint(accelerator, state, *args)
         finally:
             resource.setrlimit(limit, (soft, hard))
 
     flags = flags_of(script, world) | dict(output_dir=str(output_dir))
-    with monkeypatch.context() as patch:
-        patch.setattr(script, "save_checkpoint", save_without_room)
-        with pytest.raises(Exception, match="(?i)file too large|iostream|write"):
-            run(script, **flags)
+    monkeypatch.setattr(script, "save_checkpoint", save_without_room)
+    with pytest.raises(Exception, match="(?i)file too large|iostream|write"):
+        run(script, **flags)
     assert whole_checkpoints(output_dir) == ["1", "2"] and not (output_dir / "model").exists()
-    assert contents(output_dir).items() >= before.items()
+    monkeypatch.undo()
     run(script, **flags | dict(resume=True))
     assert result_of(output_dir) == expected

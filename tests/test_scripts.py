@@ -8,11 +8,9 @@ import json
 import re
 import shlex
 import shutil
-import struct
 import subprocess
 import sys
 import tokenize
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,11 +26,9 @@ from conftest import (
     contents,
     distance,
     group_flag,
-    import_file,
     launch,
     make_tokenizer,
     one_text,
-    only,
     read_jsonl,
     weights_of,
 )
@@ -164,77 +160,37 @@ def test_most_lines_of_two_scripts_are_the_same(pair):
 
 
 # ================================================== how a script reads ===========================================
-LIMITS = {
-    "rloo": dict(lecture_lines=535, lecture_tokens=3_500, tokens=11_600, main=150, conditional_expressions=12),
-    "grpo": dict(lecture_lines=590, lecture_tokens=4_000, tokens=12_000, main=160, conditional_expressions=12),
-    "ppo": dict(lecture_lines=650, lecture_tokens=4_600, tokens=13_200, main=175, conditional_expressions=14),
+LIMITS = {  # The lecture is what stands above the banner MACHINERY.
+    "rloo": dict(lecture_lines=535, lecture_tokens=3_500, tokens=11_600, main=150, function=60),
+    "grpo": dict(lecture_lines=590, lecture_tokens=4_000, tokens=12_000, main=160, function=60),
+    "ppo": dict(lecture_lines=650, lecture_tokens=4_600, tokens=13_200, main=175, function=60),
 }
-ALL_LIMITS = dict(function=60, lecture_tokens_per_line=10, tokens_per_line=11, width=100, comprehensions_per_100=4)
-ALL_LIMITS |= dict(tuple_assignments=4, nesting=6)
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT}
-COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-
-
-def nesting(node, level=0):
-    """How deep compound statements are nested. An elif is as deep as its if."""
-    inner = level + isinstance(node, (ast.For, ast.While, ast.If, ast.With, ast.Try))
-    depths = [inner]
-    for child in ast.iter_child_nodes(node):
-        is_elif = isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
-        depths.append(nesting(child, inner - is_elif))
-    return max(depths)
 
 
 def measure(source):
-    """How much there is to read in a script, and how dense it is. Comments and docstrings are not counted as tokens."""
-    lines, tree = source.splitlines(), ast.parse(source)
+    """How much there is to read in a script. Comments and docstrings are not counted as tokens."""
+    lines, nodes = source.splitlines(), list(ast.walk(ast.parse(source)))
     [banner] = [number for number, line in enumerate(lines, start=1) if line.startswith("#") and "MACHINERY" in line]
-    nodes, docstring_lines = list(ast.walk(tree)), set()
-    for node in filter(is_docstring, nodes):
-        docstring_lines.update(range(node.lineno, node.end_lineno + 1))
-    token_lines = []  # for each token its line
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in LAYOUT and token.start[0] not in docstring_lines:
-            token_lines.append(token.start[0])
-    in_lecture = [line for line in token_lines if line < banner]
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-    lengths = [(node.name, node.end_lineno - node.lineno + 1) for node in functions]
-    comprehensions = sum(isinstance(node, COMPREHENSIONS) for node in nodes)
-    to_tuples = [node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)]
+    docstrings = [range(node.lineno, node.end_lineno + 1) for node in nodes if is_docstring(node)]
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in LAYOUT]
+    token_lines = [token.start[0] for token in tokens]
+    token_lines = [line for line in token_lines if not any(line in docstring for docstring in docstrings)]
+    lengths = {node.name: node.end_lineno - node.lineno + 1 for node in nodes if isinstance(node, ast.FunctionDef)}
     return dict(
         lecture_lines=banner - 1,
-        lecture_tokens=len(in_lecture),
+        lecture_tokens=sum(line < banner for line in token_lines),
         tokens=len(token_lines),
-        lecture_tokens_per_line=round(len(in_lecture) / len(set(in_lecture)), 1),
-        tokens_per_line=round(len(token_lines) / len(set(token_lines)), 1),
-        width=max(map(len, lines)),
-        main=max(length for function, length in lengths if function == "main"),
-        function=max(length for function, length in lengths if function != "main"),
-        nesting=nesting(tree),
-        comprehensions_per_100=round(100 * comprehensions / len(set(token_lines)), 1),
-        conditional_expressions=sum(isinstance(node, ast.IfExp) for node in nodes),
-        tuple_assignments=sum(isinstance(node.value, ast.Tuple) for node in to_tuples),
+        main=lengths.pop("main"),
+        function=max(lengths.values()),
     )
-
-
-def test_the_measures_count_what_they_say():
-    """In this small text everything can be counted by hand."""
-    lines = ["def main(x):  # no token", '    """No token,', '    and none here."""', "    a, b = 1, [y for y in x]"]
-    lines += ["    if a:", "        pass", "    elif b:", "        for c in x:", "            pass"]
-    lines += ["    return a if b else c", "# ===== MACHINERY =====", "def other(): return ()"]
-    # The lines of the lecture have 6, 13, 3, 1, 3, 5, 1 and 6 tokens. The line below the banner has 8.
-    expected = dict(lecture_lines=10, lecture_tokens=38, tokens=46, main=10, function=1, nesting=2, width=28)
-    expected |= dict(lecture_tokens_per_line=4.8, tokens_per_line=5.1, comprehensions_per_100=11.1)
-    assert measure("\n".join(lines)) == expected | dict(conditional_expressions=1, tuple_assignments=1)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_is_easy_to_read(name):
     """No measure of a script is over its limit. A limit that makes the text worse for a reader may be changed."""
-    counts, limits = measure(source_of(name)), ALL_LIMITS | LIMITS[name]
-    assert counts.keys() == limits.keys()
-    over = {what: f"{counts[what]}, at most {limits[what]}" for what in limits if counts[what] > limits[what]}
-    assert not over
+    counts = measure(source_of(name))
+    assert not {what: count for what, count in counts.items() if count > LIMITS[name][what]}
 
 
 # Names and their sections. The first five sections are the lecture.
@@ -256,31 +212,6 @@ def test_a_script_has_a_lecture_and_machinery(name):
         assert word in title.replace(",", "").split()
     sections = LECTURE | OWN_LECTURE[name]
     assert {part: section_of(name, part) for part in sections} == sections
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_the_loop_is_in_main(name):
-    """Three plain loops, one inside the other, are inside the loop over iterations. `main` defines no functions."""
-    [main] = [node for node in ast.parse(source_of(name)).body if getattr(node, "name", None) == "main"]
-    assert not [node for node in ast.walk(main) if isinstance(node, (ast.FunctionDef, ast.Lambda)) and node is not main]
-    body, called = main.body, []
-    for variable in ("iteration", "ppo_epoch", "mini_batch", "micro_batch"):
-        [loop] = [node for node in body if isinstance(node, ast.For) and ast.unparse(node.target) == variable]
-        called.append(ast.unparse(loop.iter.func))
-        body = loop.body
-    assert called == ["range", "range", "draw_mini_batches", "micro_batches"]
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_no_program_reads_a_docstring(name):
-    """Docstrings are for people. Only tyro gets one, and shows it as it is."""
-    nodes = list(ast.walk(ast.parse(source_of(name))))
-    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-    assert not {"re", "inspect"} & imported
-    assert sum("__doc__" in vars(node).values() for node in nodes) == 1
-    [call] = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "tyro.cli"]
-    assert ast.unparse(call) == "tyro.cli(Args, description=__doc__)"
 
 
 # =================================================== flags ==================================================
@@ -306,92 +237,33 @@ def test_help_documents_every_flag(script, capsys, monkeypatch):
         assert re.search(rf"\b(args|self)\.{field.name}\b", source_of(script.__name__)), f"nothing reads {field.name}"
 
 
-def held_out(world):
-    return {"eval_dataset": world.dataset(5, seed=9)}
-
-
-def with_reference(world):
-    return {"ref_model_path": world.reference}
-
-
-ONE_UPDATE = dict(num_ppo_epochs=1, num_mini_batches=1)
 LIVE = dict(num_ppo_epochs=2, num_mini_batches=2, learning_rate=0.01, kl_coef=0.1, batch_size=12, total_episodes=24)
-FLAG_CHANGES = {  # for each flag another value, and the flags that both runs need so that it matters
-    "seed": (2, {}),
-    "save_every": (2, {}),
-    "dtype": ("bfloat16", ONE_UPDATE),
-    "model_path": (lambda world: world.gpt2, with_reference),
-    "lora_r": (2, {}),
-    "ref_model_path": (lambda world: world.reference, {}),
-    "dataset": (lambda world: world.dataset(9), {}),
-    "max_prompt_length": (8, {}),
-    "reward": (lambda world: world.reward("number"), {}),
-    "reward_model_path": (lambda world: world.classifier, {}),
-    "eval_dataset": (lambda world: world.dataset(5, seed=9), {}),
-    "eval_every": (1, held_out),
-    "eval_temperature": (1.0, held_out),
-    "eval_k": (2, lambda world: held_out(world) | {"eval_temperature": 1.0}),
-    "eval_reward": (lambda world: world.reward("five"), held_out),
-    "num_train_epochs": (3.0, {"total_episodes": None}),
-    "total_episodes": (12, {}),
-    "batch_size": (6, {}),
-    "num_mini_batches": (1, {}),
-    "num_ppo_epochs": (1, {}),
-    "rloo_k": (2, {}),
-    "num_generations": (2, {}),
-    "response_length": (4, {}),
-    "temperature": (0.7, {}),
-    "stop_token_id": (7, {}),
-    "kl_coef": (0.5, with_reference),
-    "cliprange": (1e-3, {}),
-    "cliprange_high": (1e-3, {}),
-    "scale_rewards": ("none", {}),
-    "loss_type": ("dapo", {}),
-    "importance_sampling_level": ("sequence", {}),
-    "mask_truncated_completions": (True, {}),
-    "value_model_path": (lambda world: world.reference, {}),
-    "kl_estimator": ("k3", with_reference),
-    "adaptive_kl": (True, {"kl_horizon": 50}),
-    "kl_target": (1e3, lambda world: with_reference(world) | {"adaptive_kl": True, "kl_horizon": 50}),
-    "kl_horizon": (50, {"adaptive_kl": True}),
-    "gamma": (0.9, {}),
-    "lam": (0.5, {}),
-    "cliprange_value": (1e-3, {}),
-    "vf_coef": (1.0, {}),
-    "target_kl": (1e-6, {}),
-    "ratio_threshold": (1.0, {}),
-    "whiten_advantages": (None, {}),  # the opposite of the default, below
-    "whiten_rewards": (True, {}),
-    "score_scaling": (True, {}),
-    "score_norm": (True, {}),
-    "missing_eos_penalty": (3.0, {}),
-    "score_clip": (0.5, {}),
-    "learning_rate": (0.02, {}),
-    "weight_decay": (0.5, {}),
-    "lr_scheduler_type": ("cosine", {}),
-    "warmup_steps": (3, {}),
-    "max_grad_norm": (0.01, {}),
-    "num_sample_generations": (2, {}),
-    "save_rollouts": (False, {}),
+# For each flag another value. A word that begins with @ is one of the paths that the fixture `world` has.
+OTHER = dict(seed=2, save_every=2, dtype="bfloat16", model_path="@gpt2", lora_r=2, ref_model_path="@reference")
+OTHER |= dict(dataset="@dataset 9", max_prompt_length=8, reward="@reward number", reward_model_path="@classifier")
+OTHER |= dict(eval_dataset="@dataset 5", eval_every=1, eval_temperature=1.0, eval_k=2, eval_reward="@reward five")
+OTHER |= dict(num_train_epochs=3.0, total_episodes=12, batch_size=6, num_mini_batches=1, num_ppo_epochs=1, rloo_k=2)
+OTHER |= dict(num_generations=2, response_length=4, temperature=0.7, stop_token_id=7, kl_coef=0.5, cliprange=1e-3)
+OTHER |= dict(cliprange_high=1e-3, scale_rewards="none", loss_type="dapo", importance_sampling_level="sequence")
+OTHER |= dict(mask_truncated_completions=True, value_model_path="@reference", kl_estimator="k3", adaptive_kl=True)
+OTHER |= dict(kl_target=1e3, kl_horizon=50, gamma=0.9, lam=0.5, cliprange_value=1e-3, vf_coef=1.0, target_kl=1e-6)
+OTHER |= dict(ratio_threshold=1.0, whiten_rewards=True, score_scaling=True, score_norm=True, missing_eos_penalty=3.0)
+OTHER |= dict(score_clip=0.5, learning_rate=0.02, weight_decay=0.5, lr_scheduler_type="cosine", warmup_steps=3)
+OTHER |= dict(max_grad_norm=0.01, num_sample_generations=2, save_rollouts=False)
+OTHER |= dict(whiten_advantages=not MODULES[SCRIPTS[0]].Args.whiten_advantages)
+REFERENCE, HELD_OUT = dict(ref_model_path="@reference"), dict(eval_dataset="@dataset 5")
+ADAPTIVE = REFERENCE | dict(adaptive_kl=True, kl_horizon=60)
+NEEDS = dict(model_path=REFERENCE, kl_coef=REFERENCE, kl_estimator=REFERENCE, eval_every=HELD_OUT, eval_reward=HELD_OUT)
+NEEDS |= dict(eval_temperature=HELD_OUT, eval_k=HELD_OUT | dict(eval_temperature=1.0), adaptive_kl=dict(kl_horizon=50))
+NEEDS |= dict(kl_target=ADAPTIVE, kl_horizon=ADAPTIVE, num_train_epochs=dict(total_episodes=None))
+NEEDS |= dict(dtype=dict(num_ppo_epochs=1, num_mini_batches=1))  # the flags with which another value matters
+# Other tests cover these.
+ELSEWHERE = {"output_dir", "plan", "resume", "log_with", "gradient_checkpointing"}
+ELSEWHERE |= {"per_device_train_batch_size", "per_device_rollout_batch_size"}
+FIRST_WITH = {  # Each flag is tried in the first script that has it. The drift test keeps its text equal in the others.
+    field.name: name for name in reversed(SCRIPTS) for field in dataclasses.fields(MODULES[name].Args)
 }
-ELSEWHERE = {  # flags that other tests cover
-    "output_dir": "every run here",
-    "plan": "test_accounting.py",
-    "resume": "test_resume.py",
-    "log_with": "test_trackers_get_every_metric",
-    "per_device_train_batch_size": "test_gradients.py",
-    "per_device_rollout_batch_size": "test_sampling.py",
-    "gradient_checkpointing": "test_logprobs.py",
-}
-seen = set()
-FLAG_PAIRS = [
-    pytest.param(MODULES[name], field.name, id=f"{name}-{field.name}")
-    for name in SCRIPTS
-    for field in dataclasses.fields(MODULES[name].Args)
-    # A flag of two scripts is tried in the first one. The drift test makes sure that its text is the same in both.
-    if field.name not in ELSEWHERE and field.name not in seen
-    if not seen.add(field.name)
-]
+FLAG_PAIRS = [pytest.param(MODULES[name], flag, id=flag) for flag, name in FIRST_WITH.items() if flag not in ELSEWHERE]
 
 
 @pytest.fixture(scope="module")
@@ -403,22 +275,24 @@ def live_results():
 @pytest.mark.parametrize("script, flag", FLAG_PAIRS)
 def test_changing_a_flag_changes_the_run(script, run, world, live_results, flag):
     """Another value of a flag changes what a run computes or writes. args.yaml and plan.yaml do not count."""
-    value, needs = FLAG_CHANGES[flag]  # KeyError: a new flag needs a line in FLAG_CHANGES
-    value = (not script.Args.whiten_advantages) if flag == "whiten_advantages" else value
-    needs = needs(world) if callable(needs) else needs
 
     def outputs(flags):
-        folder = run(script, **LIVE | flags)[2]
-        files = contents(folder)
-        texts = {name: text for name, text in files.items() if name.endswith((".jsonl", ".safetensors"))}
-        lines = [{n: x for n, x in row.items() if n not in TIMES} for row in read_jsonl(folder / "metrics.jsonl")]
-        return files.keys(), lines, {name: text for name, text in texts.items() if name != "metrics.jsonl"}
+        flags = LIVE | flags
+        for name, value in flags.items():
+            if str(value).startswith("@"):
+                path, *words = value[1:].split()
+                found = getattr(world, path)
+                flags[name] = found(int(words[0]) if path == "dataset" else words[0]) if words else found
+        folder = run(script, **flags)[2]
+        files = {name: text for name, text in contents(folder).items() if not name.endswith((".yaml", "metrics.jsonl"))}
+        return files, [{n: x for n, x in row.items() if n not in TIMES} for row in read_jsonl(folder / "metrics.jsonl")]
 
+    needs = NEEDS.get(flag, {})
     key = script.__name__, repr(sorted(needs.items()))
     if key not in live_results:
         live_results[key] = outputs(needs)
-    name = "k" if flag == group_flag(script) else flag
-    assert outputs(needs | {name: value(world) if callable(value) else value}) != live_results[key]
+    # KeyError: a new flag needs a value in OTHER.
+    assert outputs(needs | {"k" if flag == group_flag(script) else flag: OTHER[flag]}) != live_results[key]
 
 
 # ================================================== metrics =================================================
@@ -492,20 +366,6 @@ def test_rollouts_are_written_only_when_asked(script, run):
     assert not (output_dir / "rollouts.jsonl").exists() and not (output_dir / "samples.jsonl").exists()
 
 
-@only("rloo")
-def test_the_table_of_samples_shows_what_is_there(script, capsys):
-    """The table shows brackets as they are. Only the main process prints it. Trackers that have tables get the rows."""
-    tables = []
-    trackers = [SimpleNamespace(log_table=lambda name, **table: tables.append((name, table))), SimpleNamespace()]
-    sample = dict(iteration=1, index=0, prompt="[bold]1+1=[/bold]", completion="[/]2", score=1.0)
-    for is_main in (True, False):
-        script.show_samples(SimpleNamespace(is_main_process=is_main, trackers=trackers), [sample], episode=7)
-        printed = capsys.readouterr().out
-        assert ("[bold]1+1=[/bold]" in printed and "[/]2" in printed and "episode 7" in printed) == is_main
-    rows = [list(sample.values())]
-    assert tables[0] == ("samples", dict(columns=list(sample), data=rows, step=7))
-
-
 def test_trackers_get_every_metric(script, run, world):
     """--log-with tensorboard writes the numbers of metrics.jsonl into the run's folder. Its steps are episodes."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -520,51 +380,12 @@ def test_trackers_get_every_metric(script, run, world):
         assert logged == pytest.approx({row["episode"]: row[name] for row in metrics if name in row}, rel=1e-5)
 
 
-@one_text
-def test_plot_draws_seeds_as_one_curve(script, run, tmp_path):
-    """benchmark/plot.py averages runs that differ only in the seed. The labels of other runs show their flags."""
-    plot = import_file(HERE / "benchmark" / "plot.py")
-    (_, first, a), (_, second, b), (_, _, c) = (run(script, **flags) for flags in ({}, dict(seed=2), dict(kl_coef=0.3)))
-    groups = plot.group_runs([a, b, c])
-    assert {label: len(group) for label, group in groups.items()} == {"run0, kl_coef 0.05": 2, "run2, kl_coef 0.3": 1}
-    x, values = plot.points(groups["run0, kl_coef 0.05"], "objective/scores", "episode")
-    assert x.tolist() == [row["episode"] for row in first]
-    assert values.tolist() == [[row["objective/scores"] for row in rows] for rows in (first, second)]
-    mean, band = plot.draw.mean_and_band([[0.0, 1.0], [2.0, 1.0]])
-    assert mean.tolist() == [1.0, 1.0] and band.tolist() == pytest.approx([12.71, 0.0])
-    plot.main(plot.Args(folders=(a, b, c), output=tmp_path / "plot.png"))
-    assert (tmp_path / "plot.png").stat().st_size > 10_000
-
-
 # ================================================ as programs ===============================================
-def read_wandb(path) -> SimpleNamespace:
-    """The id, name, config, history and files of an offline run of wandb. The file is in LevelDB's log format."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, position, text = path.read_bytes(), 7, b""  # after the file's header
-    kept = SimpleNamespace(config={}, history=[], files=[])
-    while position + 7 <= len(data):
-        length, kind = struct.unpack_from("<HB", data, position + 4)  # after a checksum
-        text += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        position += (-position % 32768) * (-position % 32768 < 7)  # no header crosses the end of a block
-        if kind in (1, 4):  # whole, or the last part
-            record, text = Record.FromString(text), b""
-            if record.HasField("run"):
-                kept.id, kept.name = record.run.run_id, record.run.display_name
-            if record.HasField("history"):
-                items = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
-                kept.history.append({name: json.loads(value) for name, value in items.items()})
-            kept.config |= {item.key: json.loads(item.value_json) for item in record.config.update}
-            kept.files += [file.path for file in record.files.files]
-    return kept
-
-
 @one_text
 @pytest.mark.slow
 def test_wandb_offline(script, world, tmp_path):
-    """--log-with wandb without network writes the config, the metrics of each episode, and tables of samples. A resumed
-    run continues the same run of wandb."""
+    """--log-with wandb without network keeps flags, metrics and tables of samples. A resumed run continues the same run
+    of wandb."""
     flags = base_flags(world) | dict(log_with="wandb", output_dir=tmp_path / "out", batch_size=6, save_every=1)
     flags |= dict(total_episodes=18, resume=True, num_sample_generations=3)
     for _ in range(2):
@@ -572,15 +393,14 @@ def test_wandb_offline(script, world, tmp_path):
         assert finished.returncode == 0, finished.stderr
         shutil.rmtree(tmp_path / "out" / "model")
         shutil.rmtree(tmp_path / "out" / "checkpoints" / "iteration_00000003")  # the last iteration is made again
-    metrics = read_jsonl(tmp_path / "out" / "metrics.jsonl")
-    first, second = map(read_wandb, sorted(tmp_path.glob("**/wandb/offline-run-*/*.wandb")))
-    assert first.id == second.id and first.name == "out"
-    assert first.config["total_episodes"] == 18 and first.config["kl_coef"] == flags["kl_coef"]
-    for name in ("objective/scores", "grad_norm"):
-        logged = {row["episode"]: row[name] for row in first.history if name in row}
-        assert logged == pytest.approx({row["episode"]: row[name] for row in metrics}, rel=1e-5)
-    assert [row["episode"] for row in second.history if "episode" in row] == [18]
-    assert any(path.endswith(".table.json") for path in first.files)
+    first, second = sorted(tmp_path.glob("**/wandb/offline-run-*/*.wandb"))
+    assert first.name == second.name  # the id of the run
+    scores = [json.dumps(row["objective/scores"]).encode() for row in read_jsonl(tmp_path / "out" / "metrics.jsonl")]
+    assert b"total_episodes" in first.read_bytes() and list(first.parent.glob("**/samples*.table.json"))
+    assert [[score in file.read_bytes() for score in scores] for file in (first, second)] == [
+        [True, True, True],
+        [False, False, True],
+    ]
 
 
 @one_text

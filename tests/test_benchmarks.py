@@ -1,0 +1,140 @@
+"""Programs of benchmark/ that users run on runs of their own: the win rate, the plot, and the recipe of TL;DR."""
+
+import math
+import re
+import shlex
+
+import numpy as np
+import pytest
+import tyro
+from conftest import (
+    HERE,
+    MODULES,
+    SCRIPTS,
+    fresh_imports,
+    import_file,
+    make_model,
+    make_prompts,
+    make_rows,
+    one_text,
+    read_jsonl,
+    save_classifier,
+    save_model,
+    write_jsonl,
+)
+
+plot = import_file(HERE / "benchmark" / "plot.py")
+win_rate = import_file(HERE / "benchmark" / "win_rate.py")
+
+
+# ================================================ the win rate ==============================================
+JUDGES = """
+def first_shown(prompts, first, second, answer, **_):
+    return [0] * len(prompts)
+
+def failed(prompts, **_):
+    return [0, 1, 0.5, -1] + [0] * (len(prompts) - 4)
+
+def short(prompts, **_):
+    return [0] * (len(prompts) - 1)
+"""
+
+
+@pytest.fixture
+def compare(world, tmp_path):
+    """compare(judge, **flags) returns the win rate, and the pairs that were written."""
+    (tmp_path / "judges.py").write_text(JUDGES)
+    rows = [row | {"reference": str(row["number"])} for row in make_rows(make_prompts(12, seed=5))]
+    dataset = write_jsonl(tmp_path / "held_out.jsonl", rows)
+
+    def compare(judge, **flags):
+        judge = judge if judge == "exact_match" else f"{tmp_path / 'judges.py'}:{judge}"
+        flags = dict(model=world.llama, baseline=world.reference, dataset=dataset, temperature=1.0) | flags
+        args = win_rate.Args(judge=judge, output=tmp_path / "deep" / "pairs.jsonl", **flags)
+        with fresh_imports():
+            rate = win_rate.main(args)[0]
+        return rate, read_jsonl(args.output)
+
+    return compare
+
+
+def test_a_judge_that_likes_a_position_gives_one_half(compare, capsys):
+    """Exactly half of the pairs are swapped. The win rate of each place shows the bias. A column may be a side."""
+    rate, pairs = compare("first_shown")
+    assert rate == 0.5 and [row["model_shown"] for row in pairs].count("first") == 6
+    assert [row["win"] for row in pairs] == [float(row["model_shown"] == "first") for row in pairs]
+    assert "shown first: 100.0 % of 6; shown second: 0.0 % of 6" in capsys.readouterr().out
+    of_column = compare("first_shown", baseline="column:reference", batch_size=5)[1]
+    assert [row["model"] for row in of_column] == [row["model"] for row in pairs]
+    assert [row["baseline"] for row in of_column] == [str(i) for i in range(12)]
+
+
+def test_every_verdict_is_counted_for_the_right_side():
+    """Verdicts are 0, 1, 0.5 or None, and numbers of Python or of numpy."""
+    said, shown = [0, 1, 0.5, None, np.int64(1), np.float32(0), True] * 3, []
+    rows = [{"prompt": str(i)} for i in range(len(said))]
+    models, baselines = [f"m{i}" for i in range(len(said))], [f"b{i}" for i in range(len(said))]
+    pairs = win_rate.judge_pairs(lambda **columns: shown.append(columns) or said, rows, models, baselines, 1)
+    for row, first, verdict in zip(pairs, shown[0]["first"], said, strict=True):
+        model_is = 1 if first[0] == "b" else 0
+        assert row["win"] == (0.5 if verdict in (0.5, None) else float(verdict == model_is))
+
+
+def test_a_model_against_itself_ties(compare):
+    policy = win_rate.rloo.Args.model_path
+    flags = dict(model=policy, baseline=policy, dataset=win_rate.Args.dataset, temperature=0.0, num_prompts=64)
+    rate, pairs = compare("exact_match", **flags)
+    assert rate == 0.5 and {row["win"] for row in pairs} == {0.5}
+
+
+@pytest.mark.parametrize(
+    "judge, message", [("failed", "^pair 3, .*the judge said -1"), ("short", "11 verdicts for 12")]
+)
+def test_a_verdict_that_is_none_is_refused(compare, judge, message):
+    with pytest.raises(ValueError, match=message):
+        compare(judge)
+
+
+def test_the_interval_is_wilsons():
+    """The observed rate is z standard errors away from each end, with the standard error at that end."""
+    for wins, count in ((0, 10), (10, 10), (1, 1), (7, 20), (512, 1000)):
+        rate = wins / count
+        low, high = win_rate.interval(rate, count)
+        assert 0 <= low <= rate <= high <= 1
+        for p in {low, high} - {rate}:
+            assert abs(rate - p) == pytest.approx(1.959964 * math.sqrt(p * (1 - p) / count), rel=1e-6)
+
+
+# ================================================== the plot ================================================
+@one_text
+def test_plot_draws_seeds_as_one_curve(script, run, tmp_path):
+    """Runs that differ only in the seed are one curve, their mean. The labels of other runs show their flags."""
+    (_, first, a), (_, second, b), (_, _, c) = (run(script, **flags) for flags in ({}, dict(seed=2), dict(kl_coef=0.3)))
+    groups = plot.group_runs([a, b, c])
+    assert {label: len(group) for label, group in groups.items()} == {"run0, kl_coef 0.05": 2, "run2, kl_coef 0.3": 1}
+    _, values = plot.points(groups["run0, kl_coef 0.05"], "objective/scores", "episode")
+    assert values.tolist() == [[row["objective/scores"] for row in rows] for rows in (first, second)]
+    plot.main(plot.Args(folders=(a, b, c), output=tmp_path / "plot.png"))
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+# =================================================== TL;DR ==================================================
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_recipe_of_tldr_runs(name, run, tmp_path, monkeypatch):
+    """Each command runs for one iteration on tiny models of the same architecture, which lie where the Hub has them."""
+    text = (HERE / "benchmark" / "tldr" / "README.md").read_text().replace("\\\n", " ")
+    words = shlex.split(re.search(rf" {name}\.py (.*)", text)[1])
+    flags = vars(tyro.cli(MODULES[name].Args, args=words))
+    monkeypatch.chdir(tmp_path)
+    model = dict(max_position_embeddings=128, initializer_range=0.3)
+    save_model(tmp_path / flags["model_path"], make_model("neox", **model))
+    save_classifier(tmp_path / flags["reward_model_path"], architecture="neox", **model)
+    for split in ("train", "validation"):
+        (tmp_path / "trl-lib" / "tldr").mkdir(parents=True, exist_ok=True)
+        write_jsonl(tmp_path / "trl-lib" / "tldr" / f"{split}.jsonl", make_rows(make_prompts(40)))
+    few = dict(k=4, total_episodes=64, batch_size=64, eval_dataset="trl-lib/tldr:validation[:8]")
+    _, (before, after), output_dir = run(MODULES[name], **flags | few | dict(plan=None))
+    assert after["episode"] == 64 and after["step"] == (4 if name == "ppo" else 1)
+    assert "eval/scores" in before and 0 < after["val/num_eos_tokens"] <= 64
+    assert (output_dir / "model").exists()
