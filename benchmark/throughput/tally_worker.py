@@ -1,4 +1,4 @@
-"""One measured run of a script for throughput.py, scaling.py and gpu/measure.py, in a process of its own.
+"""One measured run of a script for throughput.py, in a process of its own.
 
     python benchmark/throughput/tally_worker.py JOB.json RESULT.json
 
@@ -16,7 +16,6 @@ The job's `device` is `cpu` or `cuda`. Without it, it is `cpu`. A GPU works on w
 waits for it first. The memory of a GPU is the most that PyTorch's tensors had at once.
 """
 
-import contextlib
 import importlib
 import itertools
 import json
@@ -80,11 +79,11 @@ def load_script(job: dict):
 
 
 def measure(module, job: dict) -> dict:
-    """Run a job's steps -> the seconds and counts of each, and the run's memory; or its `profile`, as a table."""
+    """Run a job's steps -> the seconds and counts of each, and the run's memory."""
     import torch
     import tyro
 
-    begins = []  # the moment at which each iteration begins, and the end of the last one
+    begins = []  # the moment at which each iteration begins, and the end of the last one; wall and CPU seconds
     steps = []
     prompt_lengths = []
     load_prompts = module.load_prompts
@@ -115,7 +114,7 @@ def measure(module, job: dict) -> dict:
         return prompts
 
     def in_file_order(seed, num_prompts, first, count):
-        begins.append(now())
+        begins.append((now(), time.process_time()))
         order = [position % num_prompts for position in range(first, first + count)]
         lengths = [prompt_lengths[i] for i in order]
         counts = dict(prompt_tokens=job["k"] * sum(lengths), longest_prompt=max(lengths))
@@ -130,20 +129,15 @@ def measure(module, job: dict) -> dict:
         put_a_clock_around(name, part)
     module.load_prompts = keep_lengths
     module.draw_prompts = in_file_order
-    module.save_model = lambda *args: begins.append(now())
+    module.save_model = lambda *args: begins.append((now(), time.process_time()))
     module.time_metrics = after_the_update
-    with torch.profiler.profile() if job.get("profile") else contextlib.nullcontext() as profile:
-        module.main(tyro.cli(module.Args, args=flags(job)))
-    if profile is not None:
-        return dict(profile=profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
-
+    module.main(tyro.cli(module.Args, args=flags(job)))
     rows = [json.loads(line) for line in open(Path(job["output_dir"]) / "metrics.jsonl", encoding="utf-8")]
     rows = [row for row in rows if row["iteration"] > 0]
     for step, row, (begin, end) in zip(steps, rows, itertools.pairwise(begins), strict=True):
-        step["seconds"] = end - begin
+        step["seconds"], step["cpu"] = end[0] - begin[0], end[1] - begin[1]
         step["train"] = row["time/train_s"]
         step["rest"] = step["seconds"] - step["generation"] - step["logprobs"] - step["train"]
-        step["rollout_s"] = row["time/rollout_s"]  # as the script logs it: generation, log-probabilities, scores
         step["tokens"] = round(row["response_length_mean"] * job["batch"])
         step["ended"] = row["val/num_eos_tokens"]
     peak = torch.cuda.max_memory_allocated() if on_gpu else read_kilobytes("VmHWM") * 2**10
@@ -151,6 +145,7 @@ def measure(module, job: dict) -> dict:
         steps=steps,
         episodes=rows[-1]["episode"],
         peak_gib=peak / 2**30,
+        device=torch.cuda.get_device_name() if on_gpu else "cpu",
         versions={name: version(name) for name in ("torch", "transformers", "accelerate")},
     )
 

@@ -1,28 +1,27 @@
-"""Tally against TRL 1.16 on the same work: seconds per step, tokens per second, memory, and where the time goes.
+"""Tally against TRL 1.16, or against another checkout of Tally, on the same work: seconds per step, and memory.
 
-    python benchmark/smollm2/prepare.py                               # the model of cases c to f
-    python benchmark/throughput/throughput.py                         # all cases, some hours on two cores
-    python benchmark/throughput/throughput.py --case a b              # some; results of the others stay
-    python benchmark/throughput/throughput.py --plot                  # only the table and the chart, of what is there
+    python benchmark/smollm2/prepare.py                                      # the model of cases c to f
+    python benchmark/throughput/throughput.py                                # all cases, some hours on two cores
+    python benchmark/throughput/throughput.py --case a b                     # some; results of the others stay
+    python benchmark/throughput/throughput.py --device cuda --case a g i     # on the first GPU
+    python benchmark/throughput/throughput.py --case a --against ../before   # another checkout instead of TRL
+    python benchmark/throughput/throughput.py --plot                         # the chart of the results that are there
 
-For every case and algorithm, Tally and TRL run in turn, A B A B, each in a process of its own. Both have the same model
+For every case and algorithm, the two run in turn, A B A B, each in a process of its own. Both have the same model
 folder, prompts in the same order, group size, batch, length limit, KL coefficient with a reference model, learning
-rate, precision and threads. The micro-batch is the same, too. It is the whole batch, except in case d. The first two
-steps of every run are dropped. The numbers are medians over the other steps of all pairs. The seconds of a step last
-until the next step begins, so the start of the program does not count. They have four parts:
+rate, precision and threads. The micro-batch is the same, too. It is the whole batch, except in cases d and i. The first
+two steps of every run are dropped. The numbers are medians over the other steps of all pairs. The seconds of a step
+last until the next step begins, so the start of the program does not count. They have four parts:
 
     generation     sampling
     logprobs       log-probabilities without gradient: the reference's, and the old policy's in TRL's RLOO
     train          forward, backward, clipping and the optimizer
     rest           tokenizing, decoding, scores and metrics
 
-The floor is the time of the bare model's passes for the same work. It computes every padded token, and repeats every
-prompt k times (`floor_worker.py`). Memory is the peak of the process's resident memory, with models and libraries
-(Linux).
-
-Every process gets the environment variables of `KEEP_FREED_MEMORY`: Tally's, TRL's and the floor's. With them glibc
-keeps the memory of freed tensors. Otherwise it gives large ones back at once, and the kernel clears their pages again
-for the next tensor. The results name these variables, too.
+CPU seconds stand beside them: those of all threads of the process. Other work on the machine changes them less. Memory
+is the peak of the process's resident memory, with models and libraries (Linux). On a GPU it is the most that PyTorch's
+tensors had at once. Every process gets the variables of `KEEP_FREED_MEMORY`. With them glibc keeps the memory of freed
+tensors. Otherwise it gives large ones back at once, and the kernel clears their pages again for the next tensor.
 
 The program checks that both trained on the same number of episodes, that their prompts had the same lengths at every
 step, and that they sampled the same number of tokens. The tolerance for tokens is 10 %, or 3 standard errors where
@@ -31,10 +30,8 @@ TRL needs an environment of its own. Without `--trl-python` one is made in bench
 
     python -m venv trl && trl/bin/pip install trl==1.16.0 torch==2.13.0 transformers==5.23.0 accelerate==1.15.0
 
-TRL's current release has no PPO. For `--algorithms ppo` the table has only Tally's own figures, and how far they are
-from the floor. PPO makes two updates for each batch, and its value model has the size of the policy.
-
-The results are merged into throughput.json, case by case. The chart beside it is drawn from that file.
+TRL's current release has no PPO, so `ppo` needs `--against`. The results against TRL are merged into throughput.json,
+case by case. The chart beside it is drawn from that file, and benchmark/tables.py writes the tables of the pages.
 """
 
 import datetime
@@ -51,8 +48,6 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw  # noqa: E402
@@ -65,101 +60,35 @@ TRL_ENVIRONMENT = BENCHMARK / ".trl_environment"
 TRL_VERSION = "1.16.0"
 DROPPED_STEPS = 2
 TOKEN_TOLERANCE = 0.10
-RUN_TOLERANCE = 0.15  # between the runs of one program
 PARTS = ("generation", "logprobs", "train", "rest")
-SIDES = ("tally", "trl", "floor")
 KEEP_FREED_MEMORY = dict(MALLOC_TRIM_THRESHOLD_=str(2**31 - 1), MALLOC_MMAP_MAX_="0")
 
 BOTH = ("rloo", "grpo")  # what TRL has, too
 ALL = (*BOTH, "ppo")
-PPO = dict(k=1, updates=2)
-CASES = {  # `aim`: how many times TRL's episodes per second
-    "a": dict(
-        about="the default policy and task",
-        algorithms=ALL,
-        reward="exact_match",
-        k=4,
-        batch=256,
-        completion_tokens=8,
-        aim=dict(rloo=2.0, grpo=1.7),
-    ),
-    "b": dict(
-        about="random Llama of 0.9M parameters, 12 / 64 tokens",
-        algorithms=ALL,
-        k=4,
-        batch=64,
-        completion_tokens=64,
-        forced=True,
-        aim=dict(rloo=1.0, grpo=1.0),
-    ),
-    "c": dict(
-        about="SmolLM2-135M, 30 / 32 tokens",
-        algorithms=ALL,
-        k=4,
-        batch=16,
-        completion_tokens=32,
-        forced=True,
-        aim=dict(rloo=2.0, grpo=1.7),
-    ),
-    "c-bf16": dict(
-        about="the same in bfloat16",
-        algorithms=BOTH,
-        k=4,
-        batch=16,
-        completion_tokens=32,
-        forced=True,
-        dtype="bfloat16",
-        aim=dict(rloo=2.0, grpo=1.7),
-    ),
-    "d": dict(
-        about="SmolLM2-135M, the shape of TL;DR: 300 to 400 / up to 53 tokens",
-        algorithms=("rloo",),
-        k=4,
-        batch=16,
-        micro_batch=8,  # TRL at 16 does not fit into 24 GiB
-        completion_tokens=53,
-        aim=dict(rloo=3.5),
-    ),
-    "e": dict(
-        about="SmolLM2-135M, late in training: 3 of 4 groups have equal scores, no KL; 30 / 32 tokens",
-        algorithms=("rloo",),
-        reward="one_group_in_four",
-        k=4,
-        batch=16,
-        completion_tokens=32,
-        forced=True,
-        kl_coef=0.0,
-        aim=dict(rloo=3.0),
-    ),
-    "f": dict(
-        about="SmolLM2-135M, large groups: 120 / up to 64 tokens",
-        algorithms=("rloo",),
-        k=16,
-        batch=32,
-        completion_tokens=64,
-        aim=dict(rloo=2.5),
-    ),
-    "g": dict(
-        about="a large vocabulary: random Llama of 42M parameters, 151,936 words, 32 / 128 tokens",
-        algorithms=("rloo",),
-        k=4,
-        batch=8,
-        completion_tokens=128,
-        forced=True,
-        aim=dict(rloo=2.3),
-    ),
-    "h": dict(
-        about="the same, 32 / 384 tokens",
-        algorithms=("grpo",),
-        k=4,
-        batch=8,
-        completion_tokens=384,
-        forced=True,
-        aim=dict(grpo=1.7),
-    ),
+DEFAULTS = dict(reward="share_of_letters", k=4, batch=16, forced=False, kl_coef=0.05)
+DEFAULTS |= dict(dtype="float32", learning_rate=1e-6)
+FORCED = DEFAULTS | dict(forced=True)  # Every completion has all its tokens, because no EOS ends it.
+SMOLLM2 = "SmolLM2-135M"
+LARGE = "a random Llama of 42M parameters with a vocabulary of 151,936"
+CASES = {
+    "a": DEFAULTS | dict(about="the default policy, 6 and up to 8 tokens", batch=256, completion_tokens=8),
+    "b": FORCED | dict(about="a random Llama of 0.9M parameters, 12 and 64 tokens", batch=64, completion_tokens=64),
+    "c": FORCED | dict(about=f"{SMOLLM2}, 30 and 32 tokens", completion_tokens=32),
+    "c-bf16": FORCED | dict(about=f"{SMOLLM2} in bfloat16, 30 and 32 tokens", completion_tokens=32),
+    "d": DEFAULTS | dict(about=f"{SMOLLM2}, 300 to 400 and up to 53 tokens", completion_tokens=53),
+    "e": FORCED | dict(about=f"{SMOLLM2}, 3 of 4 groups have equal scores, no KL; 30 and 32 tokens"),
+    "f": DEFAULTS | dict(about=f"{SMOLLM2}, groups of 16; 120 and up to 64 tokens", k=16, completion_tokens=64),
+    "g": FORCED | dict(about=f"{LARGE}, 32 and 128 tokens", batch=8, completion_tokens=128),
+    "h": FORCED | dict(about=f"{LARGE}, 32 and 384 tokens", batch=8, completion_tokens=384),
+    "i": FORCED | dict(about="a random Llama of 1.2B parameters in bfloat16, 64 and 128 tokens; it needs a GPU"),
 }
-# forced: every completion has all its tokens, no EOS ends it
-CASE_DEFAULTS = dict(reward="share_of_letters", forced=False, kl_coef=0.05, dtype="float32", learning_rate=1e-6)
+CASES["a"] |= dict(reward="exact_match")
+CASES["c-bf16"] |= dict(dtype="bfloat16")
+CASES["d"] |= dict(micro_batch=8)  # With 16 TRL does not fit into 24 GiB.
+CASES["e"] |= dict(reward="one_group_in_four", kl_coef=0.0, completion_tokens=32)
+CASES["f"] |= dict(batch=32)
+CASES["i"] |= dict(reward="place_in_group", batch=64, micro_batch=8, completion_tokens=128, dtype="bfloat16")
+BILLION = dict(num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192)
 
 # what the prompts of SmolLM2's cases are made of, in a drawn order and cut to length
 SENTENCES = """My sister and I have shared a small apartment in the city for almost three years now.
@@ -191,15 +120,20 @@ My best friend says that I should set a clear date and tell them what happens af
 I am bad at conflicts and I usually give in before the talk has really started.
 Part of me also feels guilty, because she helped me a lot when I was sick last winter.""".splitlines()
 # the model ends most such answers by itself, which it does not when asked for a summary
+# the model ends most such answers by itself, which it does not when asked for a summary
 TITLE = "Give this post a title of at most five words."
 
 
 @dataclass
 class Args:
-    case: tuple[str, ...] = tuple(CASES)
-    """the cases to run: a b c c-bf16 d e f g h"""
-    algorithms: tuple[Literal["rloo", "grpo", "ppo"], ...] = ALL
-    """run only these of a case's algorithms"""
+    case: tuple[str, ...] = tuple(name for name in CASES if name != "i")
+    """the cases to run: a b c c-bf16 d e f g h i"""
+    algorithms: tuple[Literal["rloo", "grpo", "ppo"], ...] = BOTH
+    """run these algorithms"""
+    against: Path | None = None
+    """the folder of another checkout, which takes the place of TRL; the results are only printed"""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """where both run"""
     pairs: int = 2
     """runs of each program, in turn"""
     steps: int = 5
@@ -210,12 +144,10 @@ class Args:
     """the Python of an environment with TRL (default: one is made in benchmark/.trl_environment)"""
     seed: int = 1
     """of the prompts and, counted up from pair to pair, of the samples"""
-    results: str = str(RESULT)
+    results: Path = RESULT
     """where the results are merged into; the chart is beside it"""
-    profile: bool = False
-    """instead of measuring, write Tally's time by operator, from torch.profiler, to throughput_profile_*.txt beside"""
     plot: bool = False
-    """run nothing: show the table and draw the chart of the results that are there"""
+    """run nothing: draw the chart of the results that are there"""
 
 
 # ---- models and prompts
@@ -273,12 +205,11 @@ def model_and_rows(name: str, count: int, folder: Path, seed: int) -> tuple[str,
     if name == "a":
         rows = [json.loads(line) for line in open(BENCHMARK / "default" / "train.jsonl", encoding="utf-8")]
         return str(BENCHMARK / "default" / "policy"), (rows * (count // len(rows) + 1))[:count]
-    if name == "b":
-        return random_llama(folder / "llama", 256, 128, 4), [random_words(draw, 256, 12) for _ in range(count)]
-    if name in "gh":
-        vocabulary = 151_936
-        rows = [random_words(draw, vocabulary, 32) for _ in range(count)]
-        return random_llama(folder / "llama", vocabulary, hidden=256, layers=4), rows
+    if name in "bghi":
+        vocabulary, tokens = {"b": (256, 12), "i": (128_256, 64)}.get(name, (151_936, 32))
+        rows = [random_words(draw, vocabulary, tokens) for _ in range(count)]
+        sizes = {"b": dict(hidden=128, layers=4), "i": dict(hidden=2048, layers=16, dtype="bfloat16") | BILLION}
+        return random_llama(folder / "llama", vocabulary, **sizes.get(name, dict(hidden=256, layers=4))), rows
     model = BENCHMARK / "smollm2" / "model"
     if not model.exists():
         raise SystemExit(f"throughput.py: case {name} needs {model}; run python benchmark/smollm2/prepare.py")
@@ -305,37 +236,35 @@ def trl_python(given: str | None) -> str:
     return str(python)
 
 
-def run(worker: str, job: dict, folder: Path, python: str = sys.executable, limit: float | None = None) -> dict:
-    """Run a worker script on a job in a process of its own, at most `limit` seconds -> what it measured."""
+def run(worker: Path, job: dict, folder: Path, python: str = sys.executable) -> dict:
+    """Run a worker script on a job in a process of its own -> what it measured."""
     job_file, result_file, log_file = (folder / name for name in ("job.json", "result.json", "log.txt"))
     folder.mkdir(parents=True)
     job_file.write_text(json.dumps(job | dict(output_dir=str(folder / "run"))))
-    environment = os.environ | dict(OMP_NUM_THREADS=str(job["threads"]), TOKENIZERS_PARALLELISM="false")
+    environment = os.environ | KEEP_FREED_MEMORY
+    environment |= dict(OMP_NUM_THREADS=str(job["threads"]), TOKENIZERS_PARALLELISM="false")
     with open(log_file, "w") as log:
-        command = [python, RESULT.parent / worker, job_file, result_file]
-        finished = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=limit)
+        command = [python, worker, job_file, result_file]
+        finished = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
     if finished.returncode:
         raise SystemExit(f"{worker} ended with status {finished.returncode}; see {log_file}")
     return json.loads(result_file.read_text())
 
 
-def check(where: str, job: dict, tally: list[dict], trl: list[dict]):
+def check(where: str, job: dict, ours: list[dict], theirs: list[dict]):
     """Stop where the two did not do the same work."""
-    for run_of_tally, run_of_trl in zip(tally, trl, strict=True):
-        counts = [result["episodes"] for result in (run_of_tally, run_of_trl)]
+    for pair in zip(ours, theirs, strict=True):
+        counts = [result["episodes"] for result in pair]
         if counts != [job["steps"] * job["batch"]] * 2:
-            raise SystemExit(f"throughput.py: {where}: Tally trained on {counts[0]} episodes, TRL on {counts[1]}")
-        lengths = [
-            [(step["prompt_tokens"], step["longest_prompt"]) for step in result["steps"]]
-            for result in (run_of_tally, run_of_trl)
-        ]
+            raise SystemExit(f"throughput.py: {where}: {counts} episodes were trained on")
+        lengths = [[(x["prompt_tokens"], x["longest_prompt"]) for x in result["steps"]] for result in pair]
         if lengths[0] != lengths[1]:
             raise SystemExit(f"throughput.py: {where}: prompt tokens (sum, longest) by step differ: {lengths}")
-    tokens = [[step["tokens"] for result in runs for step in result["steps"]] for runs in (tally, trl)]
+    tokens = [[step["tokens"] for result in runs for step in result["steps"]] for runs in (ours, theirs)]
     means = [statistics.mean(counts) for counts in tokens]
     error = sum(statistics.variance(counts) / len(counts) for counts in tokens) ** 0.5  # 0 for forced lengths
     if abs(means[0] - means[1]) > max(TOKEN_TOLERANCE * means[1], 3 * error):
-        sampled = f"Tally sampled {means[0]:.1f} tokens a step, TRL {means[1]:.1f} (standard error {error:.1f})"
+        sampled = f"{means[0]:.1f} and {means[1]:.1f} tokens a step were sampled (standard error {error:.1f})"
         raise SystemExit(f"throughput.py: {where}: {sampled}: over 10 % apart")
 
 
@@ -343,181 +272,114 @@ def summary(runs: list[dict], batch: int) -> dict:
     """Medians over the measured steps of all runs, in seconds; memory in GiB, the most of any run."""
     steps = [step for result in runs for step in result["steps"][DROPPED_STEPS:]]
     seconds = statistics.median(step["seconds"] for step in steps)
-    tokens = sum(step["tokens"] for step in steps)
+    by_run = [[step["seconds"] for step in result["steps"][DROPPED_STEPS:]] for result in runs]
     return dict(
         seconds_per_step=seconds,
+        cpu_seconds_per_step=statistics.median(step["cpu"] for step in steps),
         episodes_per_second=batch / seconds,
         tokens_per_second=statistics.median(step["tokens"] / step["seconds"] for step in steps),
-        tokens_per_episode=tokens / len(steps) / batch,
-        ended=sum(step["ended"] for step in steps) / len(steps) / batch,
+        tokens_per_episode=statistics.mean(step["tokens"] for step in steps) / batch,
+        ended=statistics.mean(step["ended"] for step in steps) / batch,
         parts={part: statistics.median(step[part] for step in steps) for part in PARTS},
         peak_gib=max(result["peak_gib"] for result in runs),
-        seconds_by_run=[
-            statistics.median(step["seconds"] for step in result["steps"][DROPPED_STEPS:]) for result in runs
-        ],
+        seconds_by_run=[statistics.median(seconds) for seconds in by_run],
     )
-
-
-def measure_floor(job: dict, runs: list[dict], folder: Path) -> dict:
-    """Medians of the floor, for rows as long as the longest of the measured steps of `runs`."""
-    steps = [step for result in runs for step in result["steps"][DROPPED_STEPS:]]
-    sizes = {name: round(statistics.median(step[name] for step in steps)) for name in LONGEST}
-    result = run("floor_worker.py", job | sizes, folder)
-    steps = result["steps"][1:]  # the first has the memory to get
-    parts = {part: statistics.median(step[part] for step in steps) for part in (*PARTS[:3], "optimizer")}
-    seconds = statistics.median(step["seconds"] for step in steps)
-    return dict(seconds_per_step=seconds, parts=parts, peak_gib=result["peak_gib"], **sizes)
-
-
-LONGEST = ("longest_prompt", "longest_completion")
 
 
 def make_job(name: str, algorithm: str, args: Args, folder: Path) -> dict:
     """What the workers need to know of a case with one algorithm; its model and prompts are written to the folder."""
     folder.mkdir()
-    case = CASE_DEFAULTS | CASES[name] | (PPO if algorithm == "ppo" else {})
+    case = CASES[name] | (dict(k=1, updates=2) if algorithm == "ppo" else {})
     model, rows = model_and_rows(name, args.steps * case["batch"] // case["k"], folder, args.seed)
     dataset = folder / "prompts.jsonl"
     dataset.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    job = {key: value for key, value in case.items() if key not in ("about", "algorithms", "aim")}
+    job = {key: value for key, value in case.items() if key != "about"}
     job.setdefault("micro_batch", case["batch"])
-    job |= dict(algorithm=algorithm, model=model, dataset=str(dataset))
+    job |= dict(algorithm=algorithm, model=model, dataset=str(dataset), device=args.device)
     return job | dict(steps=args.steps, threads=args.threads, seed=args.seed)
 
 
-def profile(name: str, algorithm: str, args: Args, folder: Path):
-    """Run a case with one algorithm under torch's profiler, and write the operators that took the most time."""
-    result = run("tally_worker.py", make_job(name, algorithm, args, folder) | dict(profile=True), folder / "tally")
-    path = Path(args.results).with_name(f"throughput_profile_{name}_{algorithm}.txt")
-    path.write_text(result["profile"])
-    print(path)
-
-
 def measure(name: str, algorithm: str, args: Args, folder: Path) -> dict:
-    """Run a case with one algorithm: the pairs, the checks, the floor -> its entry in the results."""
-    job, tally, trl = make_job(name, algorithm, args, folder), [], []
+    """Run a case with one algorithm: the pairs and the checks -> its entry in the results."""
+    job, ours, theirs = make_job(name, algorithm, args, folder), [], []
     for pair in range(args.pairs):
         job["seed"] = args.seed + pair
-        tally.append(run("tally_worker.py", job, folder / f"tally_{pair}"))
-        if algorithm in BOTH:
-            trl.append(run("trl_worker.py", job, folder / f"trl_{pair}", trl_python(args.trl_python)))
-        print_run(name, algorithm, job, tally[-1], trl[-1] if trl else None)
-    ours = summary(tally, job["batch"])
-    floor = measure_floor(job, trl or tally, folder / "floor")
-    against_trl = {}
-    if trl:
-        check(f"case {name}, {algorithm}", job, tally, trl)
-        theirs = summary(trl, job["batch"])
-        rates = ("episodes_per_second", "tokens_per_second")
-        against_trl = {f"{rate}_ratio": ours[rate] / theirs[rate] for rate in rates}
-        against_trl |= dict(aim=CASES[name]["aim"][algorithm], trl=theirs)
-        against_trl |= dict(memory_ratio=ours["peak_gib"] / theirs["peak_gib"])
+        ours.append(run(RESULT.parent / "tally_worker.py", job, folder / f"tally_{pair}"))
+        if args.against:
+            worker = args.against.resolve() / "benchmark" / "throughput" / "tally_worker.py"
+            theirs.append(run(worker, job, folder / f"against_{pair}"))
+        else:
+            worker, python = RESULT.parent / "trl_worker.py", trl_python(args.trl_python)
+            theirs.append(run(worker, job, folder / f"trl_{pair}", python))
+    check(f"case {name}, {algorithm}", job, ours, theirs)
+    tally, other = summary(ours, job["batch"]), summary(theirs, job["batch"])
+    rates = ("episodes_per_second", "tokens_per_second")
     settings = {key: job[key] for key in job if key not in ("algorithm", "model", "dataset", "seed", "threads")}
     processors = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
     return dict(
         case=name,
         algorithm=algorithm,
         about=CASES[name]["about"],
-        **against_trl,
-        of_floor=ours["seconds_per_step"] / floor["seconds_per_step"],
-        tally=ours,
-        floor=floor,
+        **{f"{rate}_ratio": tally[rate] / other[rate] for rate in rates},
+        cpu_seconds_ratio=other["cpu_seconds_per_step"] / tally["cpu_seconds_per_step"],
+        trl=other,
+        memory_ratio=tally["peak_gib"] / other["peak_gib"],
+        tally=tally,
         settings=settings | dict(pairs=args.pairs, dropped_steps=DROPPED_STEPS, seed=args.seed),
         environment=KEEP_FREED_MEMORY,
-        prompt_tokens=[step["prompt_tokens"] for step in tally[0]["steps"]],
         date=datetime.date.today().isoformat(),
         processor=processors[0] if processors else "unknown",
+        device=ours[0]["device"],
         threads=args.threads,
-        versions=dict(python=sys.version.split()[0], **(trl or tally)[0]["versions"]),
+        versions=dict(python=sys.version.split()[0], **theirs[0]["versions"]),
     )
-
-
-def print_run(name: str, algorithm: str, job: dict, tally: dict, trl: dict | None):
-    """A pair's medians in a line, while the others run."""
-    line, seconds = f"{name} {algorithm}:", []
-    for program, result in (("Tally", tally), ("TRL", trl)):
-        if result is not None:
-            steps = result["steps"][DROPPED_STEPS:]
-            seconds.append(statistics.median(step["seconds"] for step in steps))
-            tokens = sum(step["tokens"] for step in steps) / len(steps) / job["batch"]
-            line += f" {program} {seconds[-1]:.3f} s a step, {tokens:.1f} tokens an episode;"
-    print(line + (f" {seconds[1] / seconds[0]:.2f}x" if trl else ""), flush=True)
 
 
 # ---- results
 
 
 def merge(entries: list[dict], path: Path) -> list[dict]:
-    """Put new entries in the place of the old ones of the same threads, case and algorithm, in the cases' order."""
+    """Put new entries in the place of the old ones of the same device, threads, case and algorithm, in order."""
     old = json.loads(path.read_text()) if path.exists() else []
-    kept = {(entry["threads"], entry["case"], entry["algorithm"]): entry for entry in old + entries}
+    kept = {(e.get("device"), e["threads"], e["case"], e["algorithm"]): e for e in old + entries}
     order = [(case, algorithm) for case in CASES for algorithm in ALL]
-    merged = sorted(kept.values(), key=lambda e: (e["threads"], order.index((e["case"], e["algorithm"]))))
+    place = lambda e: (str(e.get("device")), e["threads"], order.index((e["case"], e["algorithm"])))  # noqa: E731
+    merged = sorted(kept.values(), key=place)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(merged, indent=1) + "\n")
     return merged
 
 
-def with_peer(entries: list[dict]) -> list[dict]:
-    """Those that were run against TRL."""
-    return [entry for entry in entries if "trl" in entry]
-
-
-def show(entries: list[dict]):
-    """The table that the README quotes."""
-    columns = "threads|case|algorithm|Tally, s/step|TRL, s/step|ratio|aim|floor, s/step|Tally / floor|GiB: Tally|TRL"
-    table = Table(*columns.split("|"), title="Tally and TRL on the same work")
-    for entry in entries:
-        seconds = {side: f"{entry[side]['seconds_per_step']:.3g}" for side in SIDES if side in entry}
-        memory = {side: f"{entry[side]['peak_gib']:.2f}" for side in SIDES if side in entry}
-        numbers = [seconds["tally"], "", "", ""]
-        if "trl" in entry:
-            ratio = f"{entry['episodes_per_second_ratio']:.2f}x"
-            numbers = [seconds["tally"], seconds["trl"], ratio, f"{entry['aim']:g}x"]
-        numbers += [seconds["floor"], f"{entry['of_floor']:.2f}", memory["tally"], memory.get("trl", "")]
-        table.add_row(str(entry["threads"]), entry["case"], entry["algorithm"].upper(), *numbers)
-    Console(width=140).print(table)
-    for entry in entries:
-        for side in ("tally", "trl"):
-            seconds = entry[side]["seconds_by_run"] if side in entry else [1]
-            if max(seconds) > (1 + RUN_TOLERANCE) * min(seconds):
-                runs = ", ".join(f"{x:.3g}" for x in seconds)
-                print(f"case {entry['case']}, {entry['algorithm']}: {side} took {runs} s a step; measure again, idle")
-    for entry in with_peer(entries):
-        if entry["episodes_per_second_ratio"] < entry["aim"]:
-            missed = f"{entry['episodes_per_second_ratio']:.2f}x is below the aim of {entry['aim']:g}x"
-            print(f"case {entry['case']}, {entry['algorithm']}: {missed}")
-        if entry["memory_ratio"] > 1:
-            print(
-                f"case {entry['case']}, {entry['algorithm']}: more memory than TRL ({entry['memory_ratio']:.2f} of it)"
-            )
+def show(entry: dict, other: str):
+    """An entry in three lines."""
+    tally, theirs = entry["tally"], entry["trl"]
+    speed, cpu = entry["episodes_per_second_ratio"], entry["cpu_seconds_ratio"]
+    print(f"case {entry['case']}, {entry['algorithm']}: {speed:.2f} times as fast as {other}; {cpu:.2f} in CPU seconds")
+    for program, side in (("Tally", tally), (other, theirs)):
+        runs = ", ".join(f"{seconds:.3g}" for seconds in side["seconds_by_run"])
+        cpu_seconds, memory = f"{side['cpu_seconds_per_step']:.3g} CPU s", f"{side['peak_gib']:.2f} GiB"
+        print(f"    {program}: {side['seconds_per_step']:.3g} s a step ({runs}), {cpu_seconds}, {memory}", flush=True)
 
 
 def plot(entries: list[dict], path: Path):
-    """For each case the time of TRL, Tally and the floor, cut into parts, in units of TRL's."""
-    figure, [[axis]] = draw.panels(1, 1, width=9, height=1 + 0.62 * len(entries))
+    """For each case the time of TRL and Tally, cut into parts, in units of TRL's."""
+    figure, [[axis]] = draw.panels(1, 1, width=9, height=1 + 0.5 * len(entries))
     axis.grid(visible=False)
-    colors = dict(zip((*PARTS, "optimizer"), ("#1f6fb4", "#e0a030", "#d1495b", "#9a9a9a", "#9a9a9a")))
-    names = dict(generation="generation", logprobs="log-probabilities", train="forward and backward", rest="rest")
+    names = dict(generation="generation", logprobs="log-probabilities", train="training", rest="rest")
     for row, entry in enumerate(entries):
         unit = entry["trl"]["seconds_per_step"]
-        for offset, side in ((-0.27, "trl"), (0.0, "tally"), (0.27, "floor")):
+        for offset, side, name in ((-0.2, "trl", "TRL"), (0.2, "tally", "Tally")):
             left = 0.0
-            for part, seconds in entry[side]["parts"].items():
-                style = dict(height=0.25, color=colors[part], alpha=0.45 if side == "floor" else 1.0)
-                label = names.get(part) if row == 0 and side == "trl" else None
-                axis.barh(row + offset, seconds / unit, left=left, label=label, **style)
-                left += seconds / unit
-            name = {"trl": "TRL", "tally": "Tally", "floor": "floor"}[side]
+            for part, color in zip(PARTS, ("#1f6fb4", "#e0a030", "#d1495b", "#9a9a9a")):
+                width = entry[side]["parts"][part] / unit
+                label = names[part] if row == 0 and side == "trl" else None
+                axis.barh(row + offset, width, left=left, label=label, height=0.36, color=color)
+                left += width
             text = f" {name} {entry[side]['seconds_per_step']:.3g} s"
             if side == "tally":
                 text += f", {entry['episodes_per_second_ratio']:.2f} times as fast"
             axis.text(left, row + offset, text, va="center", fontsize=7.5)
-    labels = []
-    for entry in entries:
-        threads = "1 thread" if entry["threads"] == 1 else f"{entry['threads']} threads"
-        labels.append(f"{entry['case']}  {entry['algorithm'].upper()}, {threads}")
-    axis.set_yticks(range(len(entries)), labels)
+    axis.set_yticks(range(len(entries)), [f"{entry['case']}  {entry['algorithm'].upper()}" for entry in entries])
     axis.invert_yaxis()
     axis.set(xlim=(0, 1.6), xlabel="seconds per step, TRL's = 1")
     axis.legend(frameon=False, loc="lower right")
@@ -525,25 +387,23 @@ def plot(entries: list[dict], path: Path):
 
 
 def main(args: Args):
-    path = Path(args.results)
     if unknown := set(args.case) - set(CASES):
         raise SystemExit(f"throughput.py: --case {' '.join(sorted(unknown))}: there are {' '.join(CASES)}")
     if args.steps <= DROPPED_STEPS:
         raise SystemExit(f"throughput.py: --steps must be above {DROPPED_STEPS}, the steps that are dropped")
+    if "ppo" in args.algorithms and not args.against:
+        raise SystemExit("throughput.py: --algorithms ppo needs --against, because TRL has no PPO")
     if not args.plot:
-        os.environ |= KEEP_FREED_MEMORY  # of every process that `run` starts
         work = Path(tempfile.mkdtemp(prefix="throughput_"))
         print(f"logs are in {work}", flush=True)
         for name in args.case:
-            for algorithm in CASES[name]["algorithms"]:
-                if algorithm in args.algorithms and args.profile:
-                    profile(name, algorithm, args, work / f"{name}_{algorithm}")
-                elif algorithm in args.algorithms:
-                    merge([measure(name, algorithm, args, work / f"{name}_{algorithm}")], path)
-    entries = merge([], path)
-    show(entries)
-    if with_peer(entries):
-        plot(with_peer(entries), path.with_suffix(".png"))
+            for algorithm in args.algorithms:
+                entry = measure(name, algorithm, args, work / f"{name}_{algorithm}")
+                show(entry, str(args.against or "TRL"))
+                if not args.against:
+                    merge([entry], args.results)
+    if not args.against:
+        plot(merge([], args.results), args.results.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One measured run of TRL's RLOOTrainer or GRPOTrainer for throughput.py and gpu/measure.py, in TRL's own environment.
+"""One measured run of TRL's RLOOTrainer or GRPOTrainer for throughput.py, in TRL's own environment.
 
     python benchmark/throughput/trl_worker.py JOB.json RESULT.json
 
@@ -138,17 +138,16 @@ def clocked(trainer_class, job: dict):
 
 
 class StepEnds(TrainerCallback):
-    """The moment that training began, and those at which each optimizer step was done."""
+    """The moment that training began, and those at which each optimizer step was done: wall and CPU seconds."""
 
     def __init__(self, job: dict):
         self.job = job
         self.moments = []
 
     def on_train_begin(self, *args, **kwargs):
-        self.moments.append(now(self.job))
+        self.moments.append((now(self.job), time.process_time()))
 
-    def on_step_end(self, *args, **kwargs):
-        self.moments.append(now(self.job))
+    on_step_end = on_train_begin
 
 
 def main(job: dict) -> dict:
@@ -172,8 +171,8 @@ def main(job: dict) -> dict:
     trainer.train()
 
     for step, (begin, end) in zip(trainer.steps, itertools.pairwise(ends.moments), strict=True):
-        step["seconds"] = end - begin
-        step["train"] = end - step.pop("train_began")  # forward, backward, clipping and the optimizer
+        step["seconds"], step["cpu"] = end[0] - begin[0], end[1] - begin[1]
+        step["train"] = end[0] - step.pop("train_began")  # forward, backward, clipping and the optimizer
         step["rest"] = step["seconds"] - step["generation"] - step["logprobs"] - step["train"]
     if on_gpu(job):
         peak = torch.cuda.max_memory_allocated()
