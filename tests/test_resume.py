@@ -78,7 +78,7 @@ PHASES = {
     "rollout": lambda patch, script: kill_before(patch, script, "draw_prompts", call=2),
     "scores": lambda patch, script: kill_before(patch, script, "score_episodes", call=3),
     # The second iteration has made one of its two updates.
-    "training": lambda patch, script: kill_before(patch, script, "clipped_policy_loss", call=4),
+    "training": lambda patch, script: kill_before(patch, script.accelerate.Accelerator, "backward", call=4),
     "half a line": lambda patch, script: kill_before(
         patch, script, "append_jsonl", 2, lambda _, path, rows: path.name == "metrics.jsonl", half_a_line
     ),
