@@ -58,16 +58,19 @@ def load_prompts(args: Args, tokenizer) -> list:
     return rloo.load_prompts(args.dataset, None, tokenizer, None)[: args.num_prompts]
 
 
-def sample(args: Args, flag: str, path: str, index: int) -> tuple[list[str], float]:
-    """A model's completion of every prompt, and the share that ended. index: the models draw other random numbers."""
+def sample(args: Args, flag: str, path: str, index: int, k: int = 1) -> tuple[list[str], float, list[int]]:
+    """k completions of every prompt, the share that ended, and their lengths in tokens.
+
+    index: the models draw other random numbers
+    """
     tokenizer = AutoTokenizer.from_pretrained(path)
     language_model, _ = rloo.load_model(flag, path, AutoModelForCausalLM, torch.float32)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     eos_ids = rloo.find_eos_ids(language_model, tokenizer, None)
     model = rloo.CompletionModel(language_model.to(device), tokenizer, eos_ids, rloo.Args())
-    prompts = load_prompts(args, tokenizer)
+    prompts = [prompt for prompt in load_prompts(args, tokenizer) for _ in range(k)]
     uniforms = rloo.keyed_rng(args.seed, rloo.EVALUATION, index).random((len(prompts), args.response_length))
-    completions, ended = [], []
+    completions, ended, lengths = [], [], []
     for i in range(0, len(prompts), args.batch_size):
         token_ids = [prompt.token_ids for prompt in prompts[i : i + args.batch_size]]
         rows = torch.from_numpy(uniforms[i : i + args.batch_size]).to(device)
@@ -75,7 +78,8 @@ def sample(args: Args, flag: str, path: str, index: int) -> tuple[list[str], flo
         token_ids = rloo.trim_rows(batch["tokens"], batch["lengths"])
         completions += tokenizer.batch_decode(token_ids, skip_special_tokens=True)
         ended += batch["ended"].tolist()
-    return completions, float(np.mean(ended))
+        lengths += batch["lengths"].tolist()
+    return completions, float(np.mean(ended)), lengths
 
 
 def judge_pairs(judge, rows: list[dict], completions: list, baselines: list, seed: int) -> list[dict]:
@@ -124,9 +128,13 @@ def main(args: Args) -> tuple[float, float, float]:
     column = args.baseline.removeprefix("column:") if args.baseline.startswith("column:") else None
     if column is not None and column not in rows[0]:
         raise ValueError(f"--baseline {args.baseline}: the columns of {args.dataset} are {', '.join(rows[0])}")
-    completions, ended = sample(args, "--model", args.model, 0)
-    of_baseline = ([row[column] for row in rows], None) if column else sample(args, "--baseline", args.baseline, 1)
-    pairs = judge_pairs(judge, rows, completions, of_baseline[0], args.seed)
+    completions, ended, _ = sample(args, "--model", args.model, 0)
+    if column:
+        baselines, baseline_ended = [row[column] for row in rows], ""
+    else:
+        baselines, share, _ = sample(args, "--baseline", args.baseline, 1)
+        baseline_ended = f", of the baseline's {100 * share:.0f} %"
+    pairs = judge_pairs(judge, rows, completions, baselines, args.seed)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text("".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs), encoding="utf-8")
 
@@ -138,7 +146,6 @@ def main(args: Args) -> tuple[float, float, float]:
     for place in ("first", "second"):
         at_place = [pair["win"] for pair in pairs if pair["model_shown"] == place]
         print(f"shown {place}: {100 * np.mean(at_place):.1f} % of {len(at_place)}" if at_place else "", end="; ")
-    baseline_ended = "" if column else f", of the baseline's {100 * of_baseline[1]:.0f} %"
     print(f"{100 * ended:.0f} % of the model's completions ended{baseline_ended}; pairs in {args.output}")
     return float(wins.mean()), low, high
 

@@ -2,7 +2,7 @@
 
     python benchmark/ablations/ablations.py                           # all, 40 minutes on two cores
     python benchmark/ablations/ablations.py --only group clip         # some; results of the others stay
-    python benchmark/ablations/ablations.py --plot                    # only the page and the table again
+    python benchmark/ablations/ablations.py --plot                    # only the page again
 
     group            completions per prompt k = 2, 4, 8, 16 at equal episodes, RLOO
     kl               the KL coefficient against the reward model of benchmark/default/, and the truth, RLOO
@@ -13,7 +13,7 @@
     learning_rate    all three scripts over a hundredfold range of learning rates
 
 As many runs at once as there are cores, of one thread each. Writes ablations.json, a run a line with its scores at the
-end and its curve in sixteen points, prints the table, and draws ablations.png.
+end and its curve in sixteen points, and draws ablations.png.
 """
 
 import argparse
@@ -140,17 +140,6 @@ def plot(results: list[dict]):
     draw.save(figure, RESULT.with_suffix(".png"))
 
 
-def report(results: list[dict]):
-    for study, settings in STUDIES.items():
-        for script, label, _ in settings:
-            some = of(results, study, script, label)
-            line = f"{study:14} {script:5} {label.replace(chr(10), ', '):14}"
-            for name in [name for row in some[:1] for name, value in row.items() if isinstance(value, float)]:
-                mean, band = draw.mean_and_band([r[name] for r in some])
-                line += f"  {name} {mean:.3f} +- {band:.3f}"
-            print(line)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=list(STUDIES), choices=list(STUDIES))
@@ -168,7 +157,6 @@ def main():
         new = run_all(jobs, lambda job, result, study=study, by_job=by_job: to_result(study, by_job[job], job, result))
         results = [r for r in results if r["study"] != study] + new
         write_lines(RESULT, sorted(results, key=lambda r: list(STUDIES).index(r["study"])))
-    report(results)
     if {r["study"] for r in results} == STUDIES.keys():
         plot(results)
 

@@ -53,11 +53,6 @@ def main():
     axes[2].set(title="greedy, held-out prompts", xlabel="seconds of one core")
     for script in SCRIPTS:
         some = [curve for curve in curves if curve["script"] == script]
-        before, after = (np.mean([[c[f"{kind}_{when}"] for kind in ("greedy", "sampled")] for c in some], 0)
-                         for when in ("before", "after"))  # fmt: skip
-        ends = f"greedy {before[0]:.3f} -> {after[0]:.3f}, sampled {before[1]:.3f} -> {after[1]:.3f}"
-        print(f"{script}: {ends}; worst of the seeds {min(c['greedy_after'] for c in some):.3f}, ", end="")
-        print(f"{min(c['sampled_after'] for c in some):.3f}; {np.mean([c['eval_seconds'][-1] for c in some]):.0f} s")
         style = dict(color=draw.COLORS[script], label=f"{script}.py")
         draw.curve(axes[0], some[0]["episode"], [draw.running_mean(c["objective/scores"]) for c in some], **style)
         greedy = [c["eval/scores"] for c in some]

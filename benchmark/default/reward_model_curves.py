@@ -1,7 +1,7 @@
 """What the KL term is for: each script trains on a reward model alone, and is judged by the rule.
 
     python benchmark/default/reward_model_curves.py                   # some ten minutes on two cores
-    python benchmark/default/reward_model_curves.py --plot            # only the table and the figure again
+    python benchmark/default/reward_model_curves.py --plot            # only the figure again
 
 The default policy is trained on the score of the reward model (`make_reward_model.py`), with three seeds and two KL
 coefficients: one is next to nothing, the other has the right size. The held-out evaluation samples at temperature 1,
@@ -56,16 +56,6 @@ def of(curves: list[dict], script: str, kl_coef: float, name: str) -> np.ndarray
     return np.array([curve[name] for curve in some], dtype=float)
 
 
-def report(curves: list[dict]):
-    print("script  kl_coef   learned score   true score: start, highest, end    KL   (means of the seeds)")
-    for script in SCRIPT_FLAGS:
-        for kl_coef in KL_COEFS:
-            names = ("objective/scores", "eval/scores", "objective/kl")
-            learned, true, kl = (of(curves, script, kl_coef, name).mean(0) for name in names)
-            print(f"{script:6}  {kl_coef:7}   {learned[1]:5.2f} -> {learned[-1]:5.2f}   ", end="")
-            print(f"{true[0]:.3f}, {true.max():.3f}, {true[-1]:.3f}   {kl[-1]:.2f}")
-
-
 def plot(curves: list[dict]):
     figure, axes = draw.panels(2, 3, width=3, height=2.3, sharex=True, sharey="row")
     rows = (("objective/scores", "learned score\n(reward model, training)"), ("eval/scores", "true score\n(held-out)"))
@@ -95,7 +85,6 @@ def main():
         ]
         write_lines(RESULT, run_all(jobs, to_curve))
     curves = json.loads(RESULT.read_text())
-    report(curves)
     plot(curves)
 
 

@@ -583,22 +583,7 @@ def compare_ppo(world) -> list[dict]:
 
 
 # ================================================== result ===================================================
-NAMES = "algorithm patch reward loss_type scale_rewards importance_sampling_level kl_coef temperature"
-SHOWN = tuple(NAMES.split())
 MEASURES = ("loss", "gradient", "value_loss", "value")
-
-
-def describe(row: dict) -> str:
-    words = [str(row[name]) if isinstance(row[name], str) else f"{name} {row[name]}" for name in SHOWN if name in row]
-    words += [row["of"]] if "of" in row else []
-    words += [f"{row['micro_batches']} micro-batches"] if "micro_batches" in row else []
-    words += [f"update {row['update']} of {row['updates']}"] if "update" in row else []
-    words += [f"cut {row['cut']:.2f}"] if row.get("cut") else []
-    return ", ".join(words)
-
-
-def show(row: dict, prefix: str = "") -> str:
-    return "  ".join(f"{name} {row[prefix + name]:.1e}" for name in MEASURES if prefix + name in row)
 
 
 def check(row: dict) -> bool:
@@ -616,9 +601,7 @@ def main():
         jobs += [functools.partial(compare_different, **case) for case in DIFFERENCES]
         for job in jobs:
             for row in job(world):
-                print(f"{describe(row):100} {show(row)}{'' if check(row) else '  NOT EXPLAINED'}", flush=True)
-                if "what" in row:
-                    print(f"    {row['what']}; {row['undone_by']}: {show(row, 'undone_')}")
+                print("" if check(row) else "NOT EXPLAINED: ", json.dumps(row), flush=True)
                 rows.append(row)
     write_lines(HERE / "mini_batch.json", rows)
     unexplained = sum(not check(row) for row in rows)

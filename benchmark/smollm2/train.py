@@ -8,8 +8,8 @@
 SmolLM2-135M-Instruct learns one-digit sums and differences, with the reward of chain_sum.py. 60 questions and their
 mirrors are held out. Before and after training, 4 answers to each of them are sampled at temperature 0.8, with the same
 random numbers for every model. The results are the share of right answers, its standard error by question (answers to
-one question are not independent), the share of answers that end, and the best constant answer. Writes results.json, a
-run a line, samples.jsonl, with an answer of every model to each question, and curves.png.
+one question are not independent), the share of answers that end, and the best constant answer. Writes results.json,
+samples.jsonl, with an answer of every model to each question, and curves.png.
 """
 
 import json
@@ -17,16 +17,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import torch
 from chain_sum import score
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw  # noqa: E402
+import win_rate  # noqa: E402
 from run import ROOT, SCRIPTS, read_rows, run, write_lines  # noqa: E402
-
-sys.path.insert(0, str(ROOT))
-import rloo  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent
 SEEDS = (1, 2)
@@ -43,21 +39,16 @@ MORE = {"rloo": "--rloo-k 8", "grpo": "--num-generations 8", "ppo": "--num-ppo-e
 
 def held_out(model_path: Path) -> dict:
     """Sample `EVAL_K` answers to every held-out question -> shares, and the texts of the first ones."""
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    language_model, _ = rloo.load_model("--model-path", str(model_path), AutoModelForCausalLM, torch.float32)
-    eos_ids = rloo.find_eos_ids(language_model, tokenizer, None)
-    model = rloo.CompletionModel(language_model, tokenizer, eos_ids, rloo.Args())
-    prompts = rloo.load_prompts(str(FOLDER / "chain_sum_eval.jsonl"), None, tokenizer, None)
-    prompts = [prompt for prompt in prompts for _ in range(EVAL_K)]
-    uniforms = torch.from_numpy(rloo.keyed_rng(1, rloo.EVALUATION, 1000).random((len(prompts), RESPONSE_LENGTH)))
-    batch = rloo.sample(model, [prompt.token_ids for prompt in prompts], uniforms, TEMPERATURE)
-    answers = tokenizer.batch_decode(rloo.trim_rows(batch["tokens"], batch["lengths"]), skip_special_tokens=True)
-    by_question = np.reshape(score(answers, [p.row["answer"] for p in prompts]), (-1, EVAL_K)).mean(1)
+    flags = dict(dataset=str(FOLDER / "chain_sum_eval.jsonl"), response_length=RESPONSE_LENGTH, temperature=TEMPERATURE)
+    args = win_rate.Args(model=str(model_path), baseline="", judge="", batch_size=240, **flags)
+    answers, ended, lengths = win_rate.sample(args, "--model", args.model, 1000, k=EVAL_K)
+    right = [row["answer"] for row in read_rows(Path(args.dataset)) for _ in range(EVAL_K)]
+    by_question = np.reshape(score(answers, right), (-1, EVAL_K)).mean(1)
     return {
         "right": round(float(by_question.mean()), 4),
         "standard_error": round(float(by_question.std(ddof=1) / len(by_question) ** 0.5), 4),
-        "ended": round(float(batch["ended"].float().mean()), 4),
-        "tokens": round(float(batch["lengths"].float().mean()), 2),
+        "ended": round(ended, 4),
+        "tokens": round(float(np.mean(lengths)), 2),
         "answers": answers[::EVAL_K],
     }
 
@@ -86,11 +77,6 @@ def plot(results: list[dict]):
         right.plot(result["eval_episode"], result["eval/scores"], ".-", **label)
         ended = np.array(result["val/num_eos_tokens"]) / 64
         ends.plot(result["episode"], draw.running_mean(ended, 5), lw=1.2, **label)
-        after = result["after"]
-        line = (
-            f"{result['script']}, seed {result['seed']}: right {after['right']:.2f} +- {after['standard_error']:.2f}, "
-        )
-        print(f"{line}ended {after['ended']:.2f}, {after['tokens']:.1f} tokens; {result['seconds'] / 60:.0f} minutes")
     right.axhline(constant, color="gray", ls=":", lw=1, label="best constant answer")
     right.set(title="SmolLM2-135M-Instruct, chain_sum", ylabel="held-out answers that are right", ylim=(0, 1))
     ends.set(title="training, mean of 5 iterations", ylabel="answers that end", ylim=(0, 1))
@@ -106,25 +92,20 @@ def main():
         raise SystemExit("train.py: there is no model yet; run python benchmark/smollm2/prepare.py first")
     asked = [word for word in sys.argv[1:] if word != "--plot"]
     jobs = [(asked[0], int(asked[1]))] if asked else [(script, seed) for seed in SEEDS for script in SCRIPTS]
-    results = {(r["script"], r["seed"]): r for r in (json.loads(path.read_text()) if path.exists() else [])}
+    runs = {(row["script"], row["seed"]): row for row in (json.loads(path.read_text()) if path.exists() else [])}
     if "--plot" not in sys.argv:
-        for job in jobs:
-            results[job] = to_result(*job)
-            write_lines(
-                path, [results[key] for key in sorted(results, key=lambda key: (SCRIPTS.index(key[0]), key[1]))]
-            )
         before = held_out(FOLDER / "model")
+        runs["before", 0] = dict(script="before", seed=0, after=before)
+        for job in jobs:
+            runs[job] = to_result(*job)
+            order = ("before", *SCRIPTS)
+            write_lines(path, sorted(runs.values(), key=lambda row: (order.index(row["script"]), row["seed"])))
         with open(FOLDER / "samples.jsonl", "w", encoding="utf-8") as file:
             for i, row in enumerate(read_rows(FOLDER / "chain_sum_eval.jsonl")):
-                samples = {
-                    "question": row["prompt"][-1]["content"],
-                    "answer": row["answer"],
-                    "before": before["answers"][i],
-                }
-                samples |= {f"{script} {seed}": r["after"]["answers"][i] for (script, seed), r in results.items()}
-                file.write(json.dumps(samples) + "\n")
-        print(f"before: { ({name: x for name, x in before.items() if name != 'answers'}) }")
-    plot(list(results.values()))
+                answers = {f"{script} {seed}": r["after"]["answers"][i] for (script, seed), r in runs.items() if seed}
+                sample = dict(question=row["prompt"][-1]["content"], answer=row["answer"])
+                file.write(json.dumps(sample | dict(before=before["answers"][i]) | answers) + "\n")
+    plot([row for row in runs.values() if row["seed"]])
 
 
 if __name__ == "__main__":
