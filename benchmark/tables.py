@@ -12,7 +12,9 @@ tables again changes nothing.
 """
 
 import json
+import math
 import re
+import statistics
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,6 +66,73 @@ def default_task() -> str:
     }
     cells = [[name, *(cell(some) for some in columns.values())] for name, cell in rows.items()]
     return markdown(["right answers", *columns], cells)
+
+
+# ============================================== docs/ladder.md ==============================================
+def mean_and_band(values) -> tuple[float, float]:
+    """The mean, and half the width of its 95 % interval, with Student's t. Five sets or ten seeds were measured."""
+    values = list(values)
+    return mean(values), {5: 2.78, 10: 2.26}[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+
+
+def ladder(**wanted) -> list[dict]:
+    """The rows of ladder.json that have these entries."""
+    return [row for row in load("ladder/ladder.json") if all(row.get(name) == x for name, x in wanted.items())]
+
+
+def ladder_sets(rung: str, weights: str) -> list[dict]:
+    return [row for row in ladder(rung=rung, weights=weights) if row["prompts"] != "fresh"]
+
+
+def noise(row: dict) -> float:
+    return row["variance"] / row["squared_mean"]
+
+
+def ladder_relative_noise(rung: str, weights: str) -> tuple[float, float, float]:
+    """A rung's noise, times RLOO's: the geometric mean over the sets, between the ends of its interval."""
+    pairs = zip(ladder_sets(rung, weights), ladder_sets("RLOO", weights), strict=True)
+    middle, band = mean_and_band(math.log(noise(row) / noise(rloo)) for row, rloo in pairs)
+    return math.exp(middle - band), math.exp(middle), math.exp(middle + band)
+
+
+@table
+def ladder_learning() -> str:
+    rows = []
+    for rung in dict.fromkeys(row["rung"] for row in ladder(measured="learning")):
+        curves = [row["held_out"] for row in ladder(measured="learning", rung=rung)]
+        columns = [[curve[len(curve) // 2] for curve in curves], [curve[-1] for curve in curves]]
+        rows.append([rung, *("{:.3f} +- {:.3f}".format(*mean_and_band(column)) for column in columns)])
+    return markdown(["right answers to held-out prompts", "half-way", "at the end"], rows)
+
+
+@table
+def ladder_gradients(weights: str) -> str:
+    rows = []
+    for row in ladder(measured="gradient", weights=weights, prompts="fresh"):
+        sets = ladder_sets(row["rung"], weights)
+        low, middle, high = ladder_relative_noise(row["rung"], weights)
+        cells = [f"{statistics.geometric_mean(map(noise, sets)):.2f}", f"{middle:.2f} ({low:.2f} to {high:.2f})"]
+        cells.append("{:.3f} +- {:.3f}".format(*mean_and_band(row["cosine"] for row in sets)))
+        rows.append([row["rung"], *cells, f"{noise(row):.1f} +- {row['noise_band']:.1f}"])
+    head = ["noise", "noise, times RLOO's", "cosine with RLOO", "noise, fresh prompts"]
+    return markdown([weights, *head], rows)
+
+
+@table
+def ladder_baselines() -> str:
+    """The variance with a constant baseline is a parabola in it. Its values at -1, 0 and 1 were measured."""
+    columns = []
+    for weights in ("start", "half-way"):
+        rungs = ("REINFORCE, scores + 1", "REINFORCE", "REINFORCE, scores - 1", "RLOO")
+        below, zero, above, rloo = (mean(row["variance"] for row in ladder_sets(rung, weights)) for rung in rungs)
+        slope, bend = (above - below) / 2, (above + below) / 2 - zero
+        score, best = mean(row["score"] for row in ladder_sets("RLOO", weights)), -slope / bend / 2
+        at_score, at_best = (zero + slope * b + bend * b**2 for b in (score, best))
+        numbers = [f"{score:.2f}", f"{best:.2f}"]
+        columns.append(numbers + [f"{x:.0f}" for x in (zero, at_best, at_score, rloo)])
+    names = ["mean score, which is also the share of right answers", "best constant baseline"]
+    names += [f"variance with {x}" for x in ("the baseline 0", "the best one", "the mean score", "RLOO's baselines")]
+    return markdown(["", "start", "half-way"], list(zip(names, *columns)))
 
 
 # ============================================ writing ========================================================
