@@ -95,27 +95,34 @@ def ladder_relative_noise(rung: str, weights: str) -> tuple[float, float, float]
     return math.exp(middle - band), math.exp(middle), math.exp(middle + band)
 
 
+def plus_minus(values) -> str:
+    return "{:.3f} +- {:.3f}".format(*mean_and_band(values))
+
+
 @table
 def ladder_learning() -> str:
     rows = []
     for rung in dict.fromkeys(row["rung"] for row in ladder(measured="learning")):
         curves = [row["held_out"] for row in ladder(measured="learning", rung=rung)]
-        columns = [[curve[len(curve) // 2] for curve in curves], [curve[-1] for curve in curves]]
-        rows.append([rung, *("{:.3f} +- {:.3f}".format(*mean_and_band(column)) for column in columns)])
-    return markdown(["right answers to held-out prompts", "half-way", "at the end"], rows)
+        cells = [plus_minus(curve[len(curve) // 2] for curve in curves), plus_minus(curve[-1] for curve in curves)]
+        for weights in ("start", "half-way"):
+            fresh = ladder(rung=rung, weights=weights, prompts="fresh")
+            cells.append(f"{noise(fresh[0]):.1f} +- {fresh[0]['noise_band']:.1f}" if fresh else "")
+        rows.append([rung, *cells])
+    return markdown(["", "right, half-way", "right, end", "fresh noise, start", "fresh noise, half-way"], rows)
 
 
 @table
-def ladder_gradients(weights: str) -> str:
-    rows = []
-    for row in ladder(measured="gradient", weights=weights, prompts="fresh"):
-        sets = ladder_sets(row["rung"], weights)
-        low, middle, high = ladder_relative_noise(row["rung"], weights)
-        cells = [f"{statistics.geometric_mean(map(noise, sets)):.2f}", f"{middle:.2f} ({low:.2f} to {high:.2f})"]
-        cells.append("{:.3f} +- {:.3f}".format(*mean_and_band(row["cosine"] for row in sets)))
-        rows.append([row["rung"], *cells, f"{noise(row):.1f} +- {row['noise_band']:.1f}"])
-    head = ["noise", "noise, times RLOO's", "cosine with RLOO", "noise, fresh prompts"]
-    return markdown([weights, *head], rows)
+def ladder_gradients() -> str:
+    lines = {}
+    for row in ladder(measured="gradient", prompts=1):
+        cells = lines.setdefault(row["rung"], [""] * 4)  # Some rungs were measured half-way only.
+        column = ("start", "half-way").index(row["weights"])
+        noises = ladder_relative_noise(row["rung"], row["weights"])
+        cells[column] = "{1:.2f} ({0:.2f} to {2:.2f})".format(*noises)
+        cells[2 + column] = plus_minus(other["cosine"] for other in ladder_sets(row["rung"], row["weights"]))
+    head = ["", "noise, start", "noise, half-way", "cosine, start", "cosine, half-way"]
+    return markdown(head, [[rung, *cells] for rung, cells in lines.items()])
 
 
 @table
@@ -127,11 +134,10 @@ def ladder_baselines() -> str:
         below, zero, above, rloo = (mean(row["variance"] for row in ladder_sets(rung, weights)) for rung in rungs)
         slope, bend = (above - below) / 2, (above + below) / 2 - zero
         score, best = mean(row["score"] for row in ladder_sets("RLOO", weights)), -slope / bend / 2
-        at_score, at_best = (zero + slope * b + bend * b**2 for b in (score, best))
-        numbers = [f"{score:.2f}", f"{best:.2f}"]
-        columns.append(numbers + [f"{x:.0f}" for x in (zero, at_best, at_score, rloo)])
-    names = ["mean score, which is also the share of right answers", "best constant baseline"]
-    names += [f"variance with {x}" for x in ("the baseline 0", "the best one", "the mean score", "RLOO's baselines")]
+        variances = [zero + slope * b + bend * b**2 for b in (0, best, score)]
+        columns.append([f"{score:.2f}", f"{best:.2f}", *(f"{x:.0f}" for x in (*variances, rloo))])
+    names = ["mean score, the share of right answers", "best constant baseline", "variance with the baseline 0"]
+    names += [f"variance with {baseline}" for baseline in ("the best one", "the mean score", "RLOO's baselines")]
     return markdown(["", "start", "half-way"], list(zip(names, *columns)))
 
 

@@ -39,6 +39,8 @@ RESULT = HERE / "ladder.json"
 BATCH = 64  # episodes, the default of all scripts
 GROUP = 4  # completions of a prompt, the default of rloo.py and grpo.py
 EPISODES = 4096
+SEEDS = range(1, 11)
+SETS = range(1, 6)
 REPETITIONS = 64  # estimates of one gradient
 
 
@@ -91,10 +93,10 @@ def patched_scripts(folder: Path) -> dict[str, str]:
 
 
 # ================================================== learning =================================================
-def learning_rows(paths: dict, seeds: int) -> list[dict]:
+def learning_rows(paths: dict) -> list[dict]:
     """Train each rung with each seed -> a row for each run, with its evaluations on held-out prompts."""
     jobs = {}
-    for seed in range(1, seeds + 1):
+    for seed in SEEDS:
         for rung, (script, flags) in LEARNING.items():
             run_flags = f"--seed {seed} --total-episodes {EPISODES} --num-sample-generations 0"
             evaluation = "--eval-every 4 --eval-reward exact_match"
@@ -109,17 +111,18 @@ def learning_rows(paths: dict, seeds: int) -> list[dict]:
 
 
 # ================================================= gradients =================================================
-def gradient_rows(paths: dict, folder: Path, sets: int) -> list[dict]:
+def gradient_rows(paths: dict, folder: Path) -> list[dict]:
     """Measure the gradients of each rung at the start and half-way -> a row for each rung and set of prompts."""
     half = folder / "half_way"  # The learning rate is constant, so this is the first half of a whole run.
     run("ppo", f"--seed 1 --total-episodes {EPISODES // 2} --num-sample-generations 0 {COMMON}", half)
     policy = f"--model-path {half / 'model'}"
     rows = []
     for weights in ("start", "half-way"):
-        for prompts in [*range(1, sets + 1), "fresh"]:
+        for prompts in [*SETS, "fresh"]:
             datasets, epochs = write_datasets(folder, prompts)
             jobs = {}
-            for rung, (script, flags, *edits) in GRADIENTS.items():
+            rungs = RUNGS if prompts == "fresh" else GRADIENTS
+            for rung, (script, flags, *edits) in rungs.items():
                 if weights == "start" and no_values in edits:
                     continue  # The value model begins with predictions of 0.
                 dataset = datasets["ppo" if script == "ppo" else "groups"]
@@ -260,14 +263,12 @@ def plot(rows: list[dict]):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draw", action="store_true", help="measure nothing")
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--sets", type=int, default=5)
     args = parser.parse_args()
     if not args.draw:
         with tempfile.TemporaryDirectory() as folder:
             paths = patched_scripts(Path(folder))
-            rows = learning_rows(paths, args.seeds)  # goes to the root, and imports what the scripts need
-            rows += gradient_rows(paths, Path(folder), args.sets)
+            rows = learning_rows(paths)  # goes to the root, and imports what the scripts need
+            rows += gradient_rows(paths, Path(folder))
         write_lines(RESULT, rows)
     plot(json.loads(RESULT.read_text()))
 
