@@ -12,7 +12,9 @@ tables again changes nothing.
 """
 
 import json
+import math
 import re
+import statistics
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,6 +66,79 @@ def default_task() -> str:
     }
     cells = [[name, *(cell(some) for some in columns.values())] for name, cell in rows.items()]
     return markdown(["right answers", *columns], cells)
+
+
+# ============================================== docs/ladder.md ==============================================
+def mean_and_band(values) -> tuple[float, float]:
+    """The mean, and half the width of its 95 % interval, with Student's t. Five sets or ten seeds were measured."""
+    values = list(values)
+    return mean(values), {5: 2.78, 10: 2.26}[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+
+
+def ladder(**wanted) -> list[dict]:
+    """The rows of ladder.json that have these entries."""
+    return [row for row in load("ladder/ladder.json") if all(row.get(name) == x for name, x in wanted.items())]
+
+
+def ladder_sets(rung: str, weights: str) -> list[dict]:
+    return [row for row in ladder(rung=rung, weights=weights) if row["prompts"] != "fresh"]
+
+
+def noise(row: dict) -> float:
+    return row["variance"] / row["squared_mean"]
+
+
+def ladder_relative_noise(rung: str, weights: str) -> tuple[float, float, float]:
+    """A rung's noise, times RLOO's: the geometric mean over the sets, between the ends of its interval."""
+    pairs = zip(ladder_sets(rung, weights), ladder_sets("RLOO", weights), strict=True)
+    middle, band = mean_and_band(math.log(noise(row) / noise(rloo)) for row, rloo in pairs)
+    return math.exp(middle - band), math.exp(middle), math.exp(middle + band)
+
+
+def plus_minus(values) -> str:
+    return "{:.3f} +- {:.3f}".format(*mean_and_band(values))
+
+
+@table
+def ladder_learning() -> str:
+    rows = []
+    for rung in dict.fromkeys(row["rung"] for row in ladder(measured="learning")):
+        curves = [row["held_out"] for row in ladder(measured="learning", rung=rung)]
+        cells = [plus_minus(curve[len(curve) // 2] for curve in curves), plus_minus(curve[-1] for curve in curves)]
+        for weights in ("start", "half-way"):
+            fresh = ladder(rung=rung, weights=weights, prompts="fresh")
+            cells.append(f"{noise(fresh[0]):.1f} +- {fresh[0]['noise_band']:.1f}" if fresh else "")
+        rows.append([rung, *cells])
+    return markdown(["", "right, half-way", "right, end", "fresh noise, start", "fresh noise, half-way"], rows)
+
+
+@table
+def ladder_gradients() -> str:
+    lines = {}
+    for row in ladder(measured="gradient", prompts=1):
+        cells = lines.setdefault(row["rung"], [""] * 4)  # Some rungs were measured half-way only.
+        column = ("start", "half-way").index(row["weights"])
+        noises = ladder_relative_noise(row["rung"], row["weights"])
+        cells[column] = "{1:.2f} ({0:.2f} to {2:.2f})".format(*noises)
+        cells[2 + column] = plus_minus(other["cosine"] for other in ladder_sets(row["rung"], row["weights"]))
+    head = ["", "noise, start", "noise, half-way", "cosine, start", "cosine, half-way"]
+    return markdown(head, [[rung, *cells] for rung, cells in lines.items()])
+
+
+@table
+def ladder_baselines() -> str:
+    """The variance with a constant baseline is a parabola in it. Its values at -1, 0 and 1 were measured."""
+    columns = []
+    for weights in ("start", "half-way"):
+        rungs = ("REINFORCE, scores + 1", "REINFORCE", "REINFORCE, scores - 1", "RLOO")
+        below, zero, above, rloo = (mean(row["variance"] for row in ladder_sets(rung, weights)) for rung in rungs)
+        slope, bend = (above - below) / 2, (above + below) / 2 - zero
+        score, best = mean(row["score"] for row in ladder_sets("RLOO", weights)), -slope / bend / 2
+        variances = [zero + slope * b + bend * b**2 for b in (0, best, score)]
+        columns.append([f"{score:.2f}", f"{best:.2f}", *(f"{x:.0f}" for x in (*variances, rloo))])
+    names = ["mean score, the share of right answers", "best constant baseline", "variance with the baseline 0"]
+    names += [f"variance with {baseline}" for baseline in ("the best one", "the mean score", "RLOO's baselines")]
+    return markdown(["", "start", "half-way"], list(zip(names, *columns)))
 
 
 # ============================================ writing ========================================================
