@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmark/*.md"), *ROOT.glob("benchmark/*/*.md")]
+SCRIPTS = ("rloo", "grpo", "ppo")
 TABLES = {}  # name: the function that makes the table
 
 
@@ -37,6 +38,10 @@ def mean(values) -> float:
     return sum(values) / len(values)
 
 
+def small(value: float, digits: int = 1) -> str:
+    return f"{value:.{digits}e}".replace("e-0", "e-")
+
+
 def markdown(head: list, rows: list[list]) -> str:
     """A table in Markdown, without a line end after its last row."""
     lines = ["| " + " | ".join(map(str, line)) + " |" for line in (head, *rows)]
@@ -48,7 +53,7 @@ def markdown(head: list, rows: list[list]) -> str:
 def default_task() -> str:
     """The three scripts with default flags: means over the seeds, and their range."""
     curves = load("default/curves.json")
-    columns = {script: [c for c in curves if c["script"] == script] for script in ("rloo", "grpo", "ppo")}
+    columns = {script: [c for c in curves if c["script"] == script] for script in SCRIPTS}
 
     def held_out(some):
         after = [c["greedy_after"] for c in some]
@@ -66,6 +71,129 @@ def default_task() -> str:
     }
     cells = [[name, *(cell(some) for some in columns.values())] for name, cell in rows.items()]
     return markdown(["right answers", *columns], cells)
+
+
+def largest(peer: str) -> float:
+    """The largest difference to another program, where the settings are the same."""
+    rows = [row for row in load("parity/mini_batch.json") if row["peer"] == peer and "what" not in row]
+    names = ("loss", "gradient", "value_loss", "value")
+    return max(row[name] for row in rows for name in names if name in row)
+
+
+def distances() -> list[list[float]]:
+    """How far two processes are from one, of DDP, FSDP2, ZeRO-2 and ZeRO-3: [kind][script]"""
+    kinds = [
+        [run for run in load("hardware/fsdp2_cpu.json")["runs"] if run["kind"] == kind] for kind in ("DDP", "FSDP2")
+    ]
+    kinds += [[run for run in load("hardware/sharded.json")["runs"] if run["stage"] == stage] for stage in (2, 3)]
+    return [[run["relative_distance"] for run in runs] for runs in kinds]
+
+
+@table
+def hardware() -> str:
+    """Two processes against one."""
+    rows = []
+    for kind, values in zip(("DDP", "FSDP2", "ZeRO-2", "ZeRO-3"), distances()):
+        rows.append([f"{kind}, 128 episodes", *map(small, values)])
+    completions = load("hardware/completions.json")
+    for what in ("1 and 2 processes", "micro-batches of 64 and 16"):
+        found = [completions[f"{script}, {what}"] for script in SCRIPTS]
+        counts = [f"{run['completions_that_differ']} of {run['completions']:,}" for run in found]
+        rows.append([f"completions of the default run that differ between {what}", *counts])
+    return markdown(["", *SCRIPTS], rows)
+
+
+@table
+def kills() -> str:
+    """Runs that were killed, against those that were not."""
+    rows = []
+    for processes, name in (("1", "one process"), ("2", "two"), ("1, 2 by turns", "one and two in turn")):
+        runs = [run for run in load("hardware/kill_and_resume.json")["runs"] if run["processes"] == processes]
+        cells = ["bitwise equal" if run["bitwise"] else small(run["relative_distance"]) for run in runs]
+        rows.append([f"resumed on {name}", *cells])
+    return markdown(["", *SCRIPTS], rows)
+
+
+def smollm2_right(script: str) -> list[float]:
+    return [row["after"]["right"] for row in load("smollm2/results.json") if row["script"] == script]
+
+
+@table
+def smollm2() -> str:
+    """A real model, before and after."""
+    names = {"right": "right answers", "ended": "answers that end", "tokens": "tokens of an answer"}
+    rows = []
+    for name, text in names.items():
+        cells = []
+        for script in ("before", *SCRIPTS):
+            found = [row["after"][name] for row in load("smollm2/results.json") if row["script"] == script]
+            cells.append(", ".join(f"{value:.1f}" if name == "tokens" else f"{value:.2f}" for value in found))
+        rows.append([text, *cells])
+    return markdown(["", "before", *(f"{script}, two seeds" for script in SCRIPTS)], rows)
+
+
+@table
+def kl_term() -> str:
+    """The score that was learned, and the true one, at two coefficients."""
+    curves, rows = load("default/reward_model_curves.json"), []
+    for kl_coef in (0.01, 0.3):
+        cells = []
+        for script in SCRIPTS:
+            some = [c for c in curves if (c["script"], c["kl_coef"]) == (script, kl_coef)]
+            first, last = (mean(c["objective/scores"][i] for c in some) for i in (1, -1))
+            cells += [f"{first:.2f} -> {last:.2f}", f"{mean(c['eval/scores'][-1] for c in some):.2f}"]
+        rows.append([str(kl_coef), *cells])
+    columns = [f"{script}: {name}" for script in SCRIPTS for name in ("learned", "true")]
+    return markdown(["`--kl-coef`", *columns], rows)
+
+
+@table
+def speed() -> str:
+    """Tally beside TRL."""
+    entries, rows = load("throughput/throughput.json"), []
+    for case in dict.fromkeys(entry["case"] for entry in entries):
+        cells, some = [], [entry for entry in entries if entry["case"] == case]
+        for algorithm in ("rloo", "grpo"):
+            text = "not run"
+            for e in some:
+                if e["algorithm"] == algorithm:
+                    memory = f"{e['tally']['peak_gib']:.2g}, {e['trl']['peak_gib']:.2g}"
+                    text = f"{e['episodes_per_second_ratio']:.1f}x; {memory}"
+            cells.append(text)
+        settings = some[0]["settings"]
+        runs = f"{settings['pairs']}, {settings['steps'] - settings['dropped_steps']}"
+        rows.append([f"{case}: {some[0]['about']}; batch {settings['batch']}", runs, *cells])
+    head = ["case: model, prompt and completion tokens", "pairs of runs, measured steps in each"]
+    return markdown([*head, "RLOO: speed; memory", "GRPO: speed; memory"], rows)
+
+
+# ================================================= README.md =================================================
+@table
+def evidence() -> str:
+    """Every claim in one number."""
+    before = mean(c["greedy_before"] for c in load("default/curves.json"))
+    after = [mean(c["greedy_after"] for c in load("default/curves.json") if c["script"] == s) for s in SCRIPTS]
+    right = [value for script in SCRIPTS for value in smollm2_right(script)]
+    [right_before] = smollm2_right("before")
+    replayed = max(row["distance"] for row in load("parity/replay.json"))
+    apart = max(value for kind in distances() for value in kind)
+    killed = load("hardware/kill_and_resume.json")["kills"]
+    trl, torchrl = (small(largest(peer), 0) for peer in ("trl", "torchrl"))
+    entries, times = load("throughput/throughput.json"), []
+    for algorithm in ("rloo", "grpo"):
+        speeds = [entry["episodes_per_second_ratio"] for entry in entries if entry["algorithm"] == algorithm]
+        times.append(f"{algorithm.upper()} {min(speeds):.1f} to {max(speeds):.1f} times")
+    memory = [100 * entry["memory_ratio"] for entry in entries]
+    rows = f"""
+It learns | held-out sums right, ten seeds: {before:.2f} before; after {", ".join(f"{x:.3f}" for x in after)} (RLOO, GRPO, PPO) | [the default task](benchmark/README.md#the-default-task)
+It computes what others compute | loss and gradient of a mini-batch: within {trl} of TRL 1.16, within {torchrl} of torchrl 0.14 | [parity](benchmark/parity/README.md)
+A whole run agrees with TRL | TRL trains on Tally's completions: the final weights differ by {small(replayed)} of the distance that they moved | [parity](benchmark/parity/README.md)
+One run on any hardware | two CPU processes against one, with DDP, FSDP2 and ZeRO: at most {small(apart)} of the distance that the weights moved | [hardware](benchmark/README.md#one-run-on-any-hardware)
+Nothing is lost | {killed} kills with SIGKILL: resumed runs give the unbroken run's weights, bit for bit on as many processes | [kills](benchmark/README.md#kills)
+A real model learns | SmolLM2-135M on sums: {right_before:.2f} of held-out answers right before, {min(right):.2f} to {max(right):.2f} after | [a real model](benchmark/README.md#a-real-model)
+It is fast | beside TRL 1.16 on a CPU: {", ".join(times)} its episodes per second, with {min(memory):.0f} to {max(memory):.0f} % of its memory | [speed](benchmark/README.md#speed)
+"""  # noqa: E501
+    return markdown(["claim", "measured", "where"], [line.split(" | ") for line in rows.strip().splitlines()])
 
 
 # ============================================== docs/ladder.md ==============================================
