@@ -203,6 +203,10 @@ def mean_and_band(values) -> tuple[float, float]:
     return mean(values), {5: 2.78, 10: 2.26}[len(values)] * statistics.stdev(values) / len(values) ** 0.5
 
 
+def with_interval(middle: float, band: float, digits: int = 3) -> str:
+    return f"{middle:.{digits}f} ({middle - band:.{digits}f}-{middle + band:.{digits}f})"
+
+
 def ladder(**wanted) -> list[dict]:
     """The rows of ladder.json that have these entries."""
     return [row for row in load("ladder/ladder.json") if all(row.get(name) == x for name, x in wanted.items())]
@@ -223,20 +227,15 @@ def ladder_relative_noise(rung: str, weights: str) -> tuple[float, float, float]
     return math.exp(middle - band), math.exp(middle), math.exp(middle + band)
 
 
-def plus_minus(values) -> str:
-    return "{:.3f} +- {:.3f}".format(*mean_and_band(values))
-
-
 @table
 def ladder_learning() -> str:
     rows = []
     for rung in dict.fromkeys(row["rung"] for row in ladder(measured="learning")):
         curves = [row["held_out"] for row in ladder(measured="learning", rung=rung)]
-        cells = [plus_minus(curve[len(curve) // 2] for curve in curves), plus_minus(curve[-1] for curve in curves)]
-        for weights in ("start", "half-way"):
-            fresh = ladder(rung=rung, weights=weights, prompts="fresh")
-            cells.append(f"{noise(fresh[0]):.1f} +- {fresh[0]['noise_band']:.1f}" if fresh else "")
-        rows.append([rung, *cells])
+        columns = [[curve[len(curve) // 2] for curve in curves], [curve[-1] for curve in curves]]
+        cells = [with_interval(*mean_and_band(column)) for column in columns]
+        fresh = ladder(measured="gradient", rung=rung, prompts="fresh")  # at the start, and half-way
+        rows.append([rung, *cells, *([with_interval(noise(row), row["noise_band"], 1) for row in fresh] or ["", ""])])
     return markdown(["", "right, half-way", "right, end", "fresh noise, start", "fresh noise, half-way"], rows)
 
 
@@ -244,13 +243,12 @@ def ladder_learning() -> str:
 def ladder_gradients() -> str:
     lines = {}
     for row in ladder(measured="gradient", prompts=1):
-        cells = lines.setdefault(row["rung"], [""] * 4)  # Some rungs were measured half-way only.
-        column = ("start", "half-way").index(row["weights"])
-        noises = ladder_relative_noise(row["rung"], row["weights"])
-        cells[column] = "{1:.2f} ({0:.2f} to {2:.2f})".format(*noises)
-        cells[2 + column] = plus_minus(other["cosine"] for other in ladder_sets(row["rung"], row["weights"]))
-    head = ["", "noise, start", "noise, half-way", "cosine, start", "cosine, half-way"]
-    return markdown(head, [[rung, *cells] for rung, cells in lines.items()])
+        rung, weights = row["rung"], row["weights"]
+        cells = lines.setdefault(rung, [""] * 3)  # Some rungs were measured half-way only.
+        cells[weights == "half-way"] = "{1:.2f} ({0:.2f}-{2:.2f})".format(*ladder_relative_noise(rung, weights))
+        if weights == "start":
+            cells[2] = with_interval(*mean_and_band(other["cosine"] for other in ladder_sets(rung, weights)))
+    return markdown(["", "noise, start", "noise, half-way", "cosine, start"], [[rung, *lines[rung]] for rung in lines])
 
 
 @table
@@ -264,8 +262,8 @@ def ladder_baselines() -> str:
         score, best = mean(row["score"] for row in ladder_sets("RLOO", weights)), -slope / bend / 2
         variances = [zero + slope * b + bend * b**2 for b in (0, best, score)]
         columns.append([f"{score:.2f}", f"{best:.2f}", *(f"{x:.0f}" for x in (*variances, rloo))])
-    names = ["mean score, the share of right answers", "best constant baseline", "variance with the baseline 0"]
-    names += [f"variance with {baseline}" for baseline in ("the best one", "the mean score", "RLOO's baselines")]
+    names = ["mean score", "best constant baseline"]
+    names += [f"variance with {baseline}" for baseline in ("baseline 0", "the best", "the mean score", "RLOO's")]
     return markdown(["", "start", "half-way"], list(zip(names, *columns)))
 
 
