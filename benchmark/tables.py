@@ -66,6 +66,36 @@ def default_task() -> str:
     return markdown(["right answers", *columns], cells)
 
 
+# ============================================ docs/failures.md ==============================================
+def number(value: float) -> str:
+    """With one, two or three decimals, and in powers of ten what is smaller."""
+    if abs(value) >= 10:
+        return f"{value:,.1f}"
+    if value == 0 or abs(value) >= 0.01:
+        return f"{value:.2f}"
+    return f"{value:.3f}" if abs(value) >= 0.001 else f"{value:.0e}"
+
+
+@table
+def failure(name: str) -> str:
+    """A failure and its healthy run: the last evaluation, and means of the other metrics over the second half."""
+    runs = [row for row in load("failures/failures.json") if row["failure"] == name]
+
+    def cell(run, metric):
+        ends = []  # of each seed
+        for row in runs:
+            if row["run"] == run and metric in row["curves"]:
+                curve = row["curves"][metric]
+                ends.append(curve[-1] if metric == "eval/scores" else mean(curve[len(curve) // 2 :]))
+        if not ends:
+            return "not logged"
+        low, high = number(min(ends)), number(max(ends))
+        return low if low == high else f"{number(mean(ends))} ({low}–{high})"
+
+    rows = [[f"`{metric}`", cell("failure", metric), cell("healthy", metric)] for metric in runs[-1]["curves"]]
+    return markdown(["metric", "failure", "healthy"], rows)
+
+
 # ============================================ writing ========================================================
 def write_tables(text: str) -> str:
     """The text of a page with all its tables written again."""
