@@ -154,10 +154,10 @@ def test_a_variant_keeps_its_promise(patch, patched, run, world, updates, monkey
     script, flags, check = VARIANTS[patch]
     module = patched(patch, script)
     monkeypatch.setattr(module, "LOGITS_AT_ONCE", 100)  # The head runs in pieces.
-    flags = {"total_episodes": 24} | flags | {"reward": world.reward(flags.get("reward", "letters"))}
+    world_flags = dict(reward=world.reward(flags.get("reward", "letters")), ref_model_path=world.reference)
     names = [name for name in ("sampler_weights", "masked_importance") if hasattr(module, name)]
     calls = conftest.record_calls(monkeypatch, module, names[0]) if names else []
-    _, metrics, output_dir = run(module, **flags)
+    _, metrics, output_dir = run(module, **dict(total_episodes=24) | flags | world_flags)
     assert metrics[0]["val/sampling_logprob_difference"] < 1e-4
     rows = [row for row in read_jsonl(output_dir / "rollouts.jsonl") if row["iteration"] == 1]
     check(module=module, rows=rows, metrics=metrics, world=world, updates=updates, calls=calls)
@@ -199,12 +199,12 @@ def test_the_engine_makes_the_plain_run(script, forgotten, patched, run, monkeyp
         with pytest.raises((RuntimeError, AssertionError), match=f"{REFUSED}|the prefix cache holds"):
             run(module, **flags)
         return
-    folders = [run(module, **flags)[2] for module in (module, MODULES[script])]
-    tokens = [[row["token_ids"] for row in read_jsonl(folder / "rollouts.jsonl")] for folder in folders]
-    assert tokens[0] == tokens[1]
-    assert distance(*(conftest.weights_of(folder / "model") for folder in folders)) < 1e-5
-    [engine] = vllm.engines
-    assert engine.is_shut_down
+    runs = [run(module, **flags)[1:] for module in (module, MODULES[script])]
+    tokens = [[row["token_ids"] for row in read_jsonl(folder / "rollouts.jsonl")] for _, folder in runs]
+    norms = [[row["grad_norm"] for row in metrics] for metrics, _ in runs]
+    assert tokens[0] == tokens[1] and norms[0] == pytest.approx(norms[1], rel=1e-3)
+    assert distance(*(conftest.weights_of(folder / "model") for _, folder in runs)) < 1e-5
+    assert vllm.engines[0].is_shut_down
 
 
 SYMPTOMS = {  # of the broken functions that run to the end
