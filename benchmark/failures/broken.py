@@ -8,6 +8,7 @@ script as a module, and puts a broken function in the place of a right one. No f
 """
 
 import importlib.util
+import itertools
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -29,10 +30,7 @@ def temperature(script: ModuleType):
 
 
 def eos_masked(script: ModuleType):
-    """The EOS is taken for padding and masked. It is sampled and scored, but it has no gradient.
-
-    This happens to people whose padding token is the EOS, and who make the mask by `tokens != pad_token_id`.
-    """
+    """The EOS is taken for padding and masked. It is sampled and scored, but it has no gradient."""
     generate = script.generate
 
     def broken(args, accelerator, policy, prompts, uniforms, temperature):
@@ -83,9 +81,11 @@ def load(name: str, breaks: tuple[str, ...]) -> ModuleType:
 
 
 def main(words: list[str]):
-    place = next(i for i, word in enumerate(words) if word.endswith(".py"))
-    script = load(Path(words[place]).stem, words[:place])
-    script.main(tyro.cli(script.Args, args=words[place + 1 :], description=script.__doc__))
+    breaks = list(itertools.takewhile(BREAKS.__contains__, words))
+    if words[len(breaks) :][:1] not in (["rloo.py"], ["grpo.py"], ["ppo.py"]):
+        raise SystemExit(f"{__doc__}\nThe breaks: {', '.join(BREAKS)}")
+    script = load(Path(words[len(breaks)]).stem, breaks)
+    script.main(tyro.cli(script.Args, args=words[len(breaks) + 1 :], description=script.__doc__))
 
 
 if __name__ == "__main__":
