@@ -111,24 +111,25 @@ ALSO = {  # what is shown beside the right answers
 @table
 def variants() -> str:
     """Each patch beside the script as it is, at the end of training: means over five seeds, with 95 % intervals."""
-    curves = load("variants/curves.json")
+    groups = {}
+    for curve in load("variants/curves.json"):
+        groups.setdefault(curve["variant"], []).append(curve)
     rows = []
-    for patch in dict.fromkeys(curve["variant"] for curve in curves if curve["variant"] != "original"):
-        some = [curve for curve in curves if curve["variant"] == patch]
-        flags = {word for curve in some for word in curve["flags"].split()}
-        original = [c for c in curves if c["variant"] == "original" and c["script"] == some[0]["script"]]
-        original = [curve for curve in original if flags >= set(curve["flags"].split())]
+    for patch in groups.keys() - {"original"}:
+        some = groups[patch]
+        flags = {word for curve in some for word in (curve["script"], *curve["flags"].split())}
+        original = [c for c in groups["original"] if flags >= {c["script"], *c["flags"].split()}]
         metric, name = ALSO.get(patch, ("", ""))
         right, also = [], []
         for runs in (some, original):
             ends = [run["eval/scores"][-1] for run in runs]
             right.append(f"{mean(ends):.2f} ± {2.78 * statistics.stdev(ends) / len(ends) ** 0.5:.2f}")  # t of 5 seeds
-            ends = [run[metric] for run in runs if metric in run]
-            value = mean(end[-1] if isinstance(end, list) else end for end in ends) if ends else None
-            also.append("" if value is None else f"{value:,.0f}" if value > 100 else f"{value:.2f}")
+            ends = [run[metric] for run in runs if metric in run]  # a curve, or the mean of the run
+            ends = [end[-1] if isinstance(end, list) else end for end in ends]
+            also.append(number(mean(ends)) if ends else "")
         rows.append([f"`{patch}.patch`", f"{some[0]['episode'][-1]:,}", *right, name, *also])
     head = ["patch", "episodes", "right answers", "without the patch", "also measured", "with", "without"]
-    return markdown(head, rows)
+    return markdown(head, sorted(rows))
 
 
 # ============================================ benchmark/engine/README.md ====================================
