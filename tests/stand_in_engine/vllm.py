@@ -1,9 +1,9 @@
 """A stand-in for the package vllm, for the patches of benchmark/engine.
 
 It samples with the function `sample` of the script that uses it, and with the script's own random numbers. So a patched
-script makes the run of the plain script. Every call is checked against the signatures that benchmark/engine/run.py
-recorded from the real engine. Whatever the real engine needs and a patch might forget is checked, too: new weights, an
-empty prefix cache, stop tokens, and room for prompt and completion.
+script makes the run of the plain script. Every call is checked against the signatures that were recorded from the real
+engine. What the real engine needs and a patch might forget is checked, too: new weights, an empty prefix cache, stop
+tokens, and room for prompt and completion.
 """
 
 import functools
@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 import transformers
 
@@ -37,7 +36,7 @@ def make(name: str, **fields) -> SimpleNamespace:
 
 class SamplingParams:
     def __init__(self, *args, **kwargs):
-        defaults = dict(temperature=1.0, max_tokens=16, seed=None, stop_token_ids=None, logprobs=None)
+        defaults = dict(temperature=1.0, max_tokens=16, seed=None, stop_token_ids=[], logprobs=None)
         self.__dict__ |= defaults | {"flat_logprobs": False} | check_call("SamplingParams", *args, **kwargs)
 
 
@@ -46,34 +45,29 @@ class LLM:
         given = check_call("LLM", *args, **kwargs)
         others = given.pop("kwargs", {})
         check_call("EngineArgs", **others)
-        for name, values in RECORDED["values"].items():
-            assert others[name] in values
+        assert all(others[name] in values for name, values in RECORDED["values"].items())
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "weights are handed over in this process"
         is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
         assert others["distributed_executor_backend"] == ("uni" if is_alone else "external_launcher")
         assert others["logprobs_mode"] == "processed_logprobs", "log-probabilities are at the temperature"
         self.max_model_len = others["max_model_len"]
         self.script = sys._getframe(1).f_globals  # of the caller
-        dtype = getattr(torch, given["dtype"])
-        language_model = transformers.AutoModelForCausalLM.from_pretrained(given["model"], dtype=dtype)
+        language_model = transformers.AutoModelForCausalLM.from_pretrained(given["model"], dtype=given["dtype"])
         self.model = self.script["CompletionModel"](language_model, None, [], self.script["Args"]())
-        self.uniforms = {}
         self.record_uniforms()
-        self.has_prompts = False  # from rollouts before
-        self.is_stale = False
-        self.is_shut_down = False
+        self.has_prompts = self.is_stale = self.is_shut_down = False
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self.shut_down))
         engines.append(self)
 
     def record_uniforms(self):
         """Let the script's `generate` note its random numbers. So a seed stands for the numbers of its episode."""
         generate = self.script["generate"]
+        self.uniforms = {}
 
         @functools.wraps(generate)
         def noting(*args, **kwargs):
             uniforms = inspect.signature(generate).bind(*args, **kwargs).arguments["uniforms"]
-            for row in uniforms.reshape(-1, uniforms.shape[-1]):
-                self.uniforms[int(row[0] * 2**53)] = row
+            self.uniforms |= {int(row[0] * 2**53): row for row in uniforms.reshape(-1, uniforms.shape[-1])}
             return generate(*args, **kwargs)
 
         self.script["generate"] = noting
@@ -82,7 +76,7 @@ class LLM:
         given = check_call("LLM.collective_rpc", self, *args, **kwargs)
         weights = check_call(given["method"], self, **given["kwargs"])["weights_iterator"]
         self.model.language_model.load_state_dict(dict(weights))
-        self.is_stale = self.has_prompts
+        self.is_stale = self.has_prompts  # The prompts that it holds were run by the old weights.
 
     def reset_prefix_cache(self, *args, **kwargs):
         check_call("LLM.reset_prefix_cache", self, *args, **kwargs)
@@ -90,34 +84,25 @@ class LLM:
 
     def generate(self, *args, **kwargs):
         given = check_call("LLM.generate", self, *args, **kwargs)
-        prompts = given["prompts"]
-        requests = given["sampling_params"]
-        assert given["use_tqdm"] is False
-        assert not self.is_shut_down
+        prompts, requests = given["prompts"], given["sampling_params"]
+        assert given["use_tqdm"] is False and not self.is_shut_down
         assert not self.is_stale, "the prefix cache holds prompts that the old weights have run"
-        assert len(prompts) == len(requests)
         self.has_prompts = True
-        uniforms = []
-        for prompt, request in zip(prompts, requests):
+        for prompt, request in zip(prompts, requests, strict=True):
             assert all(type(token) is int for token in prompt)
             assert len(prompt) + request.max_tokens <= self.max_model_len
-            numbers = np.random.default_rng(request.seed).random(request.max_tokens)
-            uniforms.append(torch.from_numpy(self.uniforms.get(request.seed, numbers)))
-        self.model.eos_ids = requests[0].stop_token_ids or []
-        samples = self.script["sample"](self.model, prompts, torch.stack(uniforms), requests[0].temperature)
+        uniforms = torch.stack([torch.from_numpy(self.uniforms[request.seed]) for request in requests])
+        self.model.eos_ids = requests[0].stop_token_ids
+        samples = self.script["sample"](self.model, prompts, uniforms, requests[0].temperature)
         outputs = []
-        for i, request in enumerate(requests):
+        for i, (prompt, request) in enumerate(zip(prompts, requests)):
             length = samples["lengths"][i]
-            logprobs = samples["logprobs"][i, :length].tolist()
-            completion = make(
-                "CompletionOutput",
-                token_ids=samples["tokens"][i, :length].tolist(),
-                finish_reason="stop" if samples["ended"][i] else "length",
-                logprobs=None,
-            )
+            fields = dict(token_ids=samples["tokens"][i, :length].tolist(), logprobs=None)
+            fields["finish_reason"] = "stop" if samples["ended"][i] else "length"
             if request.flat_logprobs and request.logprobs == 0:
-                completion.logprobs = make("FlatLogprobs", logprobs=logprobs)
-            outputs.append(make("RequestOutput", prompt_token_ids=prompts[i], outputs=[completion]))
+                fields["logprobs"] = make("FlatLogprobs", logprobs=samples["logprobs"][i, :length].tolist())
+            completion = make("CompletionOutput", **fields)
+            outputs.append(make("RequestOutput", prompt_token_ids=prompt, outputs=[completion]))
         return outputs
 
     def shut_down(self, *args, **kwargs):

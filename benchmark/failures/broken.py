@@ -1,0 +1,92 @@
+"""Runs a script with one of its functions broken. docs/failures.md shows what happens then.
+
+    python benchmark/failures/broken.py temperature ppo.py            # the script notices, and stops
+    python benchmark/failures/broken.py temperature no_check ppo.py   # the same without the check that notices
+
+First come the names of the breaks, then the script, then its flags. A break is a function of this file. It gets the
+script as a module, and puts a broken function in the place of a right one. No file is changed.
+"""
+
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def temperature(script: ModuleType):
+    """The script samples at temperature 2. Its loss still computes probabilities at --temperature, which is 1."""
+    generate = script.generate
+
+    def broken(args, accelerator, policy, prompts, uniforms, temperature):
+        other = 2.0 if temperature > 0 else 0.0  # An evaluation takes the most likely tokens, as before.
+        return generate(args, accelerator, policy, prompts, uniforms, other)
+
+    script.generate = broken
+
+
+def eos_masked(script: ModuleType):
+    """The EOS is taken for padding and masked. It is sampled and scored, but it has no gradient."""
+    generate = script.generate
+
+    def broken(args, accelerator, policy, prompts, uniforms, temperature):
+        batch = generate(args, accelerator, policy, prompts, uniforms, temperature)
+        batch.mask &= batch.tokens != accelerator.unwrap_model(policy).tokenizer.eos_token_id
+        return batch
+
+    script.generate = broken
+
+
+def interleaved(script: ModuleType):
+    """The completions of a prompt are far apart: a b c a b c, not a a b b c c. A group is still k neighbours.
+
+    So a completion is compared with the completions of other prompts. Each reward still belongs to its completion.
+    """
+    generate = script.generate
+
+    def broken(args, accelerator, policy, prompts, uniforms, temperature):
+        k, response_length = uniforms.shape[1:]
+        uniforms = uniforms.reshape(-1, 1, response_length)  # one completion of each prompt in a list of k * prompts
+        return generate(args, accelerator, policy, prompts * k, uniforms, temperature)
+
+    script.generate = broken
+
+
+def no_check(script: ModuleType):
+    """Nothing compares the log-probabilities of sampling and training any more. They are only logged."""
+
+    def broken(args, logprobs, sampler_logprobs):
+        if len(logprobs) == 0:
+            return {}
+        return {"val/sampling_logprob_difference": (logprobs - sampler_logprobs).abs().max()}
+
+    script.compare_with_sampler = broken
+
+
+BREAKS = {function.__name__: function for function in (temperature, eos_masked, interleaved, no_check)}
+
+
+def load(name: str, breaks: tuple[str, ...]) -> ModuleType:
+    """A script as a module, imported anew, with these breaks."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
+    script = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    for name in breaks:
+        BREAKS[name](script)
+    return script
+
+
+def main(words: list[str]):
+    breaks = list(itertools.takewhile(BREAKS.__contains__, words))
+    if words[len(breaks) :][:1] not in (["rloo.py"], ["grpo.py"], ["ppo.py"]):
+        raise SystemExit(f"{__doc__}\nThe breaks: {', '.join(BREAKS)}")
+    script = load(Path(words[len(breaks)]).stem, breaks)
+    script.main(tyro.cli(script.Args, args=words[len(breaks) + 1 :], description=script.__doc__))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,230 @@
+"""Every patch of benchmark/ applies, trains, and does the one thing that it promises. So do the broken functions.
+
+The patches of benchmark/engine run with a stand-in for vLLM. The patch of the ladder is only applied here.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import conftest
+import pytest
+import torch
+import tyro
+from conftest import HERE, MODULES, distance, encode, import_file, make_prompts, read_jsonl
+from plain import plain_gradient, token_weights
+from test_pages import commands
+from transformers import AutoModelForCausalLM
+
+PATCHES = sorted(str(path.relative_to(HERE)) for path in HERE.glob("benchmark/*/*.patch"))
+REFUSED = "sampling and training give log-probabilities"
+broken = import_file(HERE / "benchmark/failures/broken.py")
+
+
+def git_apply(patch: str, folder: Path, *options: str):
+    subprocess.run(["git", "apply", *options, HERE / patch], cwd=folder, check=True)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The scripts in a folder of their own, and what their defaults need."""
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    for name in conftest.SCRIPTS:
+        shutil.copy(HERE / f"{name}.py", folder)
+    (folder / "benchmark").symlink_to(HERE / "benchmark")
+    return folder
+
+
+@pytest.fixture
+def patched(folder):
+    """patched(patch, script): the patched script as a module."""
+
+    def patched(patch, script):
+        git_apply(patch, folder)
+        return import_file((folder / f"{script}.py").rename(folder / f"{script}_patched.py"))
+
+    return patched
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_a_patch_applies(patch, folder):
+    """The scripts that it names stay clean, and the others stay as they are."""
+    before = {path: path.read_text() for path in folder.glob("*.py")}
+    git_apply(patch, folder)
+    changed = [path for path in before if path.read_text() != before[path]]
+    assert {path.name for path in changed} == set(re.findall(r"^diff --git a/(\S+)", (HERE / patch).read_text(), re.M))
+    for command in ("check", "format --check"):
+        words = f"-m ruff {command} --quiet --line-length 100 --config {HERE}/.ruff.toml".split()
+        subprocess.run([sys.executable, *words, *changed], check=True)
+
+
+VARIANTS = {}  # of each patch the script, flags of two iterations with the tiny policy, and what checks the promise
+
+
+def promise(name: str, script: str, **flags):
+    return lambda check: VARIANTS.setdefault(f"benchmark/variants/{name}.patch", (script, flags, check))
+
+
+@promise("reinforce_plus_plus", "rloo", k=1)
+def advantages_are_whitened_returns(rows, **_):
+    """The return of a token has the score, and the KL from this token on. The tokens of a batch are whitened."""
+    kl = [torch.tensor(row["logprobs"]) - torch.tensor(row["ref_logprobs"]) for row in rows]
+    returns = torch.cat([row["score"] - 0.05 * of_row.flip(0).cumsum(0).flip(0) for row, of_row in zip(rows, kl)])
+    advantages = torch.cat([torch.tensor(row["advantage"][: len(row["token_ids"])]) for row in rows])
+    torch.testing.assert_close(advantages, (returns - returns.mean()) / returns.std(), atol=2e-3, rtol=1e-3)
+
+
+def weights_of_tokens(calls, rows):
+    """p_old / q, [episodes, response]. The rollouts hold p_old, the trainer's. q is that of the bfloat16 sampler."""
+    [trainer, sampler, *_] = calls[0].args
+    assert (trainer - sampler).abs().max() > 1e-3
+    assert [sum(row["logprobs"]) for row in rows] == pytest.approx(trainer.sum(1).tolist(), abs=1e-4)
+    return (trainer - sampler).exp()
+
+
+@promise("sampler_weights", "rloo", kl_coef=0.0, weight_cap=1.01)
+def episodes_have_truncated_weights(module, rows, calls, **_):
+    weights = weights_of_tokens(calls, rows).prod(1).clamp(max=1.01)
+    assert 1 < len(set(weights.tolist())) < 12  # Some are cut.
+    advantages = module.rloo_advantages(torch.tensor([row["score"] for row in rows]), 3) * weights
+    assert [row["advantage"] for row in rows] == pytest.approx(advantages.tolist(), abs=1e-4)
+
+
+@promise("masked_importance_sampling", "grpo", kl_coef=0.0, importance_low=0.99, importance_high=1.02)
+def tokens_have_weights_or_are_masked(rows, metrics, calls, **_):
+    weights = weights_of_tokens(calls, rows)
+    weights = weights * ((weights >= 0.99) & (weights <= 1.02))
+    of_rows = [weights[i, : len(row["token_ids"])] for i, row in enumerate(rows)]
+    losses = [-row["advantage"] * of_row.mean().item() for row, of_row in zip(rows, of_rows)]  # the ratio is 1
+    assert metrics[0]["loss/policy_avg"] == pytest.approx(sum(losses) / 12, abs=1e-5)
+    assert 0 < metrics[0]["val/masked_fraction"] < 1
+
+
+@promise("overlong_punishment", "grpo", reward="five")
+def long_completions_lose_points(rows, **_):
+    """Of 6 tokens the last 5 cost a fifth each (arXiv 2503.14476, eq. 13)."""
+    assert [row["score"] for row in rows] == pytest.approx([5 - (len(row["token_ids"]) - 1) / 5 for row in rows])
+
+
+@promise("dynamic_sampling", "grpo", reward="seldom", kl_coef=0.0, sampling_rounds=99)
+def equal_groups_are_replaced(module, rows, metrics, **_):
+    """The trained prompts are those of the stream, in its order, without groups of equal scores."""
+    stream = [make_prompts(7)[number] for number in module.draw_prompts(1, 7, 0, 1000)]
+    place = -1
+    for row in rows[::3]:
+        place = stream.index(row["prompt"], place + 1)
+    assert metrics[0]["generated_episodes"] == 3 * (place + 1) > 12
+    assert all(len({row["score"] for row in rows[i : i + 3]}) > 1 for i in range(0, 12, 3))
+
+
+@promise("unbiased_kl", "grpo", num_ppo_epochs=2)
+def the_kl_has_its_gradient(module, **_):
+    """One token of four, and all four are enumerated, with their probability in the sampling policy. The mean of the
+    loss is KL(p_new, p_ref), and so is its gradient."""
+    logits = torch.tensor([0.3, -1.0, 0.5, 2.0], dtype=torch.float64, requires_grad=True)
+    old, ref = torch.tensor([[1.0, 0.2, -0.4, 0.1], [-0.3, 0.7, 1.5, 0.4]], dtype=torch.float64).log_softmax(1)
+    logprobs = logits.log_softmax(0)
+    given = module.LossInputs(old[:, None], torch.zeros(4), old.exp(), torch.ones(4, 1).bool(), ref[:, None])
+    mean = module.grpo_loss(module.Args(kl_coef=1.0), logprobs[:, None], given).losses.sum()
+    difference = mean - (logprobs.exp() * (logprobs - ref)).sum()
+    [gradient] = torch.autograd.grad(difference, logits)
+    assert abs(difference) < 1e-9 and gradient.abs().max() < 1e-9
+
+
+@promise("entropy_bonus", "grpo", reward="seldom", kl_coef=0.0, temperature=0.7, entropy_coef=0.3)
+def the_entropy_has_its_gradient(rows, world, updates, **_):
+    """By plain passes of all episodes: also of those with advantage 0, which the script as it is leaves out."""
+    assert any(row["advantage"] == 0 for row in rows)
+    model = AutoModelForCausalLM.from_pretrained(world.llama).eval()
+    for row in rows:
+        prompt = encode(row["prompt"])
+        logits = model(torch.tensor([prompt + row["token_ids"]])).logits[0, len(prompt) - 1 : -1]
+        p = (logits / 0.7).softmax(-1)
+        (0.3 / 12 * (p * p.log()).sum(-1).mean()).backward()
+    policy = plain_gradient(world.llama, rows, token_weights(MODULES["grpo"], rows), 0.7)
+    both = [p.grad + (0 if of_policy is None else of_policy) for p, of_policy in zip(model.parameters(), policy)]
+    assert distance(both, updates[0].gradients) < 1e-4 and distance(both, policy) > 0.1
+
+
+@pytest.mark.parametrize("patch", [patch for patch in PATCHES if "/variants/" in patch])
+def test_a_variant_keeps_its_promise(patch, patched, run, world, updates, monkeypatch):
+    script, flags, check = VARIANTS[patch]
+    module = patched(patch, script)
+    monkeypatch.setattr(module, "LOGITS_AT_ONCE", 100)  # The head runs in pieces.
+    world_flags = dict(reward=world.reward(flags.get("reward", "letters")), ref_model_path=world.reference)
+    names = [name for name in ("sampler_weights", "masked_importance") if hasattr(module, name)]
+    calls = conftest.record_calls(monkeypatch, module, names[0]) if names else []
+    _, metrics, output_dir = run(module, **dict(total_episodes=24) | flags | world_flags)
+    assert metrics[0]["val/sampling_logprob_difference"] < 1e-4
+    rows = [row for row in read_jsonl(output_dir / "rollouts.jsonl") if row["iteration"] == 1]
+    check(module=module, rows=rows, metrics=metrics, world=world, updates=updates, calls=calls)
+
+
+def train(module, words, tmp_path):
+    """Run a command of a page with one batch. Returns the metrics."""
+    conftest.reset_accelerate()
+    few = ["--total-episodes", "64", "--num-sample-generations", "0", "--output-dir", f"{tmp_path}/run"]
+    with conftest.fresh_imports():
+        module.main(tyro.cli(module.Args, args=[*words, *few]))
+    return read_jsonl(tmp_path / "run/metrics.jsonl")[1]
+
+
+def test_the_commands_of_the_variants_page(folder, tmp_path, monkeypatch):
+    """They apply overlong_punishment.patch, train, and take it back."""
+    monkeypatch.chdir(HERE)
+    before = (folder / "grpo.py").read_text()
+    for command in commands(HERE / "docs/variants.md"):
+        words = command.split()
+        if words[:2] == ["git", "apply"]:
+            git_apply(words[-1], folder, *words[2:-1])
+        else:
+            assert "long_judge" in command and (folder / "grpo.py").read_text() != before
+            train(import_file(folder / words[1]), words[2:], tmp_path)
+    assert (folder / "grpo.py").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "script, forgotten", [("rloo", None), ("grpo", None), ("rloo", "collective_rpc"), ("rloo", "reset_prefix_cache")]
+)
+def test_the_engine_makes_the_plain_run(script, forgotten, patched, run, monkeypatch):
+    """The same completions and weights. The engine is shut down. With old weights or old prompts the run stops."""
+    vllm = import_file(HERE / "tests/stand_in_engine/vllm.py")
+    module = patched(f"benchmark/engine/{script}.patch", script)
+    flags = dict(num_train_epochs=4.0, temperature=0.7, stop_token_id=9, kl_coef=0.0)
+    if forgotten:  # as if the patch did not call it
+        monkeypatch.setattr(vllm.LLM, forgotten, lambda *_, **__: None)
+        with pytest.raises((RuntimeError, AssertionError), match=f"{REFUSED}|the prefix cache holds"):
+            run(module, **flags)
+        return
+    runs = [run(module, **flags)[1:] for module in (module, MODULES[script])]
+    tokens = [[row["token_ids"] for row in read_jsonl(folder / "rollouts.jsonl")] for _, folder in runs]
+    norms = [[row["grad_norm"] for row in metrics] for metrics, _ in runs]
+    assert tokens[0] == tokens[1] and norms[0] == pytest.approx(norms[1], rel=1e-3)
+    assert distance(*(conftest.weights_of(folder / "model") for _, folder in runs)) < 1e-5
+    assert vllm.engines[0].is_shut_down
+
+
+SYMPTOMS = {  # of the broken functions that run to the end
+    "temperature no_check": lambda row: row["policy/clipfrac_avg"] > 0.1,
+    "eos_masked no_check": lambda row: row["val/sampling_logprob_difference"] > 0.1,
+    "interleaved": lambda row: row["group/zero_advantage_fraction"] == 0,
+}
+BROKEN = [c.split("broken.py ")[1] for c in commands(HERE / "docs/failures.md") if "failures/broken.py " in c]
+
+
+@pytest.mark.parametrize("command", BROKEN)
+def test_a_broken_function_shows_its_symptom(command, tmp_path, monkeypatch):
+    """The page's commands with one batch. The healthy script has no symptom. Where a run stops, the page shows why."""
+    monkeypatch.chdir(HERE)
+    breaks, script, flags = re.match(r"(.*) (\w+)\.py (.*)", command).groups()
+    module = broken.load(script, breaks.split())
+    if breaks in SYMPTOMS:
+        assert SYMPTOMS[breaks](train(module, flags.split(), tmp_path / "broken"))
+        assert not SYMPTOMS[breaks](train(MODULES[script], flags.split(), tmp_path / "healthy"))
+        return
+    with pytest.raises(RuntimeError, match=REFUSED) as refused:
+        train(module, flags.split(), tmp_path)
+    assert f"RuntimeError: {refused.value}" in (HERE / "docs/failures.md").read_text()
