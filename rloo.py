@@ -19,7 +19,8 @@ is the gradient of REINFORCE: the mean over episodes of -A_i * sum_t grad log p_
 
 The words: an iteration samples one batch of episodes and trains on it. A mini-batch holds the
 episodes of one optimizer step, on all processes together. A micro-batch holds the episodes of one
-forward and backward pass on one process. A PPO epoch is one pass over the batch.
+forward and backward pass on one process. A PPO epoch is one pass over the batch. A reward function
+may return None: then an episode has no score, and the number that stands for it is nan.
 
 How to run it:
     python rloo.py                         # trains the small built-in policy on two-digit sums
@@ -33,12 +34,16 @@ Then comes the machinery, sections 6 to 11. You can skip it on a first reading.
     what you look for              where it is             how to change it
     the reward                     main, stage 4b          --reward FILE.py:FUNCTION
     a length penalty               main, stage 4b          subtract it from `scores`
+    the baseline                   `rloo_advantages`       return other advantages
+    the loss                       `rloo_loss`             return other losses
+    an entropy bonus               `token_logprobs`        return entropies too, and train all
+    a second loss                  main, stage 4d          add it to `loss`
+    what outlives an iteration     `state` in main         put a number there; it is saved, too
     an inference engine            `generate`              see there
     every count of a run           `batch_arithmetic`
     every random number            `keyed_rng`             change the key that it is made from
-    the baseline                   `rloo_advantages`       return other advantages
-    the loss                       `rloo_loss`             return other losses
-    an entropy bonus               `token_logprobs`        return entropies too; skip no episode
+    dropout, which is off          `load_model`
+    which tokens end a completion  `find_eos_ids`          --stop-token-id adds one
 
 How it differs: grpo.py divides advantages by a standard deviation, has one ratio for each token,
 and the KL in the loss. ppo.py trains a value model, and samples one completion for each prompt.
@@ -53,7 +58,6 @@ import itertools
 import json
 import math
 import os
-import shlex
 import shutil
 import sys
 import time
@@ -70,8 +74,6 @@ import transformers
 import tyro
 import yaml
 from accelerate.utils import concatenate, gather_object, recursively_apply
-from rich.console import Console
-from rich.table import Table
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
@@ -123,13 +125,11 @@ class Args:
     # algorithm
     rloo_k: Annotated[int, tyro.conf.arg(aliases=["--num-generations"])] = 4
     """completions of each prompt; each is compared with the mean of the others"""
-    k = property(lambda self: self.rloo_k)  # the same in all scripts
     kl_coef: float = 0.01  # weight of the KL in the reward; 0: no KL and no reference model
     whiten_advantages: bool = False  # divide advantages by the batch's standard deviation
     cliprange: float = 0.2  # clips the ratio to 1 - this .. 1 + this (arXiv 1707.06347, eq. 7)
     missing_eos_penalty: float = 0.0
     """subtracted from the score of a completion without EOS (arXiv 2403.17031, detail 23)"""
-    updates_per_batch = property(lambda self: self.num_ppo_epochs * self.num_mini_batches)
     # optimizer
     lr_scheduler_type: Schedule = "linear"  # over all optimizer steps, as in transformers
     learning_rate: float = 1e-4  # highest learning rate of AdamW
@@ -138,8 +138,12 @@ class Args:
     max_grad_norm: float = 1.0  # the gradient's norm is clipped to this; inf: no clipping
     # logging
     log_with: str | None = None  # a tracker beside metrics.jsonl: wandb, tensorboard, ...
-    num_sample_generations: int = 10  # number of times in a run that samples are shown and written
+    num_sample_generations: int = 10  # number of times in a run that samples are shown
     save_rollouts: bool = False  # write every episode to rollouts.jsonl
+
+    # These two are no flags. They follow from the flags, and have the same names in all scripts.
+    k = property(lambda self: self.rloo_k)
+    updates_per_batch = property(lambda self: self.num_ppo_epochs * self.num_mini_batches)
 
     def __post_init__(self):
         fill_in_defaults(self)
@@ -168,7 +172,7 @@ def batch_arithmetic(args: Args, num_prompts: int, world_size: int) -> SimpleNam
     mini_batches = (plan.iterations - 1) * args.num_mini_batches + last_mini_batches
     plan.steps = args.num_ppo_epochs * mini_batches
     plan.epochs = plan.prompts / num_prompts
-    # An upper bound: episodes without a gradient are skipped.
+    # At most so many passes. Episodes whose gradient is 0 take none, see stage 4d.
     process_share = math.ceil(plan.mini_batch_size / world_size)
     plan.gradient_accumulation_steps = math.ceil(process_share / args.per_device_train_batch_size)
     return plan
@@ -183,6 +187,7 @@ class Batch:
     Entries after the end of a completion are 0.
     """
 
+    k: int  # episodes of a group
     prompts: list["Prompt"]  # [episodes], each with row, text and token_ids
     completions: list[str]  # [episodes], as text, without special tokens
     token_ids: list[list[int]]  # [episodes], lists of tokens, the EOS included
@@ -199,20 +204,21 @@ class Batch:
 class LossInputs:
     """What the loss reads besides the new log-probabilities."""
 
-    old_logprobs: torch.Tensor  # [episodes, response]
+    old_logprobs: torch.Tensor | None  # [episodes, response]; None: p_old is p_new
     advantages: torch.Tensor  # [episodes]
 
     def select(self, episodes: torch.Tensor) -> "LossInputs":
         """The inputs of some episodes, by their indices."""
-        return LossInputs(**{name: tensor[episodes] for name, tensor in vars(self).items()})
+        rows = {name: x if x is None else x[episodes] for name, x in vars(self).items()}
+        return LossInputs(**rows)
 
 
-class LossTerms(NamedTuple):
+class LossOutputs(NamedTuple):
     """What the loss returns. `losses` is minimized. The rest is only logged."""
 
     losses: torch.Tensor  # [episodes]
-    logratio: torch.Tensor  # [episodes], log of the ratio
-    is_clipped: torch.Tensor  # [episodes], True where the clipped term is the larger one
+    logratio: torch.Tensor  # log of the ratios, [episodes] or [episodes, response]
+    is_clipped: torch.Tensor  # shape of logratio, True where the clipped term is the larger one
 
 
 def rloo_advantages(rewards, k: int):
@@ -225,18 +231,31 @@ def rloo_advantages(rewards, k: int):
     no_score = groups.isnan()
     others = (~no_score).sum(1, keepdim=True) - 1  # [groups, 1]
     baselines = (groups.nan_to_num().sum(1, keepdim=True) - groups) / others  # [groups, k]
-    # Rounding may move the mean of equal rewards off their value. Their advantages must be 0.
+    # Rounding may move a mean of equal numbers off their value. Their advantages must be 0. So must
+    # that of a number without others, which is equal to itself.
     all_equal = equal_groups(groups)  # [groups, 1]
     return (groups - baselines).masked_fill(all_equal | no_score, 0.0).flatten()
 
 
-def rloo_loss(args: Args, logprobs, given: LossInputs) -> LossTerms:
+def equal_groups(groups) -> torch.Tensor:
+    """True for a group whose scores are all equal. groups: [groups, k], nan where there is no score
+
+    Returns [groups, 1].
+    """
+    highest = groups.nan_to_num(nan=-math.inf).amax(1, keepdim=True)
+    return (groups.isnan() | (groups == highest)).all(1, keepdim=True)
+
+
+def rloo_loss(args: Args, logprobs, inputs: LossInputs) -> LossOutputs:
     """The clipped loss of each episode. logprobs: [episodes, response], with gradient."""
+    old_logprobs = inputs.old_logprobs
+    if old_logprobs is None:  # Sampling rounds differently. So this makes the ratio exactly 1.
+        old_logprobs = logprobs.detach()
     # A completion is one action. Its log-probability is the sum over its tokens.
-    logratio = (logprobs - given.old_logprobs).sum(1)  # [episodes]
+    logratio = (logprobs - old_logprobs).sum(1)  # [episodes]
     clip = args.cliprange
-    losses, is_clipped = clipped_policy_loss(logratio, given.advantages, clip, clip)
-    return LossTerms(losses, logratio, is_clipped)
+    losses, is_clipped = clipped_policy_loss(logratio, inputs.advantages, clip, clip)
+    return LossOutputs(losses, logratio, is_clipped)
 
 
 def clipped_policy_loss(logratio, advantages, low: float, high: float):
@@ -245,7 +264,8 @@ def clipped_policy_loss(logratio, advantages, low: float, high: float):
     Returns the losses, and True where the clipped term is larger: above 1 + high for a positive
     advantage, below 1 - low for a negative one. There the gradient is 0. Shapes: as logratio.
     """
-    # A ratio that is clipped must not be inf: the backward pass would make nan of 0 * inf.
+    # Above e^88 a ratio is inf. Where it is clipped, the backward pass would make nan of 0 * inf.
+    # A negative advantage is not clipped there. Its loss may be inf, which stops the run.
     ratio = torch.where(advantages < 0, logratio, logratio.clamp(max=80)).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
@@ -255,27 +275,27 @@ def clipped_policy_loss(logratio, advantages, low: float, high: float):
 # ======================================== 4  training ========================================
 def main(args: Args):
     """Set up, train, save. Each turn of the loop is one iteration, in the stages 4a to 4f."""
-    started = time.time()
-    reward = load_reward("--reward", args.reward)
-    eval_reward = load_reward("--eval-reward", args.eval_reward or args.reward)
-    tokenizer = load_tokenizer(args)
-    prompts = load_prompts(args.dataset, reward, tokenizer, args.max_prompt_length)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_path)
+    prompts = load_prompts(args, args.dataset, args.reward, tokenizer)
     if args.plan is not None:
-        print(plan_table(args, len(prompts), world_size=args.plan), end="")
+        plan = batch_arithmetic(args, len(prompts), world_size=args.plan)
+        print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
         return
-    eval_prompts = load_prompts(args.eval_dataset, eval_reward, tokenizer, args.max_prompt_length)
+    eval_reward = args.eval_reward or args.reward
+    eval_prompts = load_prompts(args, args.eval_dataset, eval_reward, tokenizer)
 
     accelerator = start_accelerator(args)
-    output_dir = choose_output_dir(args, accelerator)
-    if is_finished(accelerator, output_dir):
+    output_dir = open_output_dir(args, accelerator)
+    if output_dir is None:  # The run is finished.
         return
-    policy = load_policy(args, tokenizer)
-    check_lengths(args, policy, prompts + eval_prompts)
+    policy = load_policy(args, tokenizer, prompts + eval_prompts)
     reference = load_reference(args, policy, accelerator.device)  # None: there is no KL
-    scorer, eval_scorer = load_scorers(args, reward, eval_reward, tokenizer, accelerator.device)
+    scorers, eval_scorers = load_scorers(args, tokenizer, accelerator.device)
 
     plan = batch_arithmetic(args, len(prompts), accelerator.num_processes)
-    optimizer = load_optimizer(args, policy)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    settings = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(trained, **settings, fused=True)
     # The schedule does not go through `prepare`: accelerate would step it once for each process.
     name = args.lr_scheduler_type
     scheduler = transformers.get_scheduler(name, optimizer, args.warmup_steps, plan.steps)
@@ -283,12 +303,11 @@ def main(args: Args):
     state = load_state(args, accelerator, output_dir, len(prompts))
     step = state["step"]
     scheduler.last_epoch = step  # A resumed run continues the schedule at its step.
-    start_logging(args, accelerator, output_dir, state)
-    progress = start_progress_bar(accelerator, plan.steps, step)
+    progress = start_logging(args, accelerator, output_dir, plan, state)
     if eval_prompts and state["iteration"] == 0:
         metrics = {"iteration": 0, "step": 0, "episode": 0, "epoch": 0.0}
-        metrics |= evaluate(args, accelerator, policy, eval_prompts, eval_scorer, iteration=0)
-        write_metrics(accelerator, output_dir, metrics, progress)
+        metrics |= evaluate(args, accelerator, policy, eval_prompts, eval_scorers, iteration=0)
+        write_metrics(accelerator, output_dir, metrics, state, progress)
 
     for iteration in range(state["iteration"] + 1, plan.iterations + 1):
         # ---- 4a  rollout: sample k completions of each drawn prompt
@@ -304,11 +323,13 @@ def main(args: Args):
         batch = generate(args, accelerator, policy, drawn, uniforms, args.temperature)
 
         # ---- 4b  score
-        scores, parts = score_episodes(accelerator, batch, scorer, f"iteration {iteration}")
+        scores, parts = score_episodes(accelerator, batch, scorers, f"iteration {iteration}")
         scores = scores - args.missing_eos_penalty * ~batch.ended  # [episodes]
         ref_logprobs = None
         if reference is not None:
-            ref_logprobs = run_whole_batch(args, accelerator, completion_logprobs, reference, batch)
+            one_pass = partial(run_pass, reference, token_logprobs, batch)
+            size = args.per_device_train_batch_size
+            ref_logprobs = run_passes(accelerator, one_pass, batch.pass_lengths, size)
 
         # ---- 4c  advantages
         rewards = scores
@@ -316,10 +337,12 @@ def main(args: Args):
             kl = (batch.logprobs - ref_logprobs).sum(1)  # [episodes], in nats
             rewards = scores - args.kl_coef * kl
         advantages = rloo_advantages(rewards, args.k)  # [episodes]
-        if args.whiten_advantages:  # Their mean is 0 already. So it is enough to divide.
+        if args.whiten_advantages:  # The mean of leave-one-out is 0. Subtract that of others, too.
             num_scored = (~scores.isnan()).sum().clamp(min=1)
             advantages = advantages * torch.rsqrt(advantages.square().sum() / num_scored + 1e-8)
-        loss_inputs = LossInputs(batch.logprobs, advantages)
+        # With one update per batch, the policy has not changed since it sampled: p_old is p_new.
+        old_logprobs = batch.logprobs if args.updates_per_batch > 1 else None
+        loss_inputs = LossInputs(old_logprobs, advantages)
 
         # ---- 4d  optimize
         train_start = time.perf_counter()
@@ -329,31 +352,30 @@ def main(args: Args):
                 optimizer.zero_grad()
                 # An episode with advantage 0 has gradient 0, so it needs no forward pass.
                 to_train = mini_batch[(advantages[mini_batch] != 0).cpu()]
-                results = PassResults(accelerator, num_episodes)
+                passes = []  # what each pass computed
                 size = args.per_device_train_batch_size
                 for micro_batch in micro_batches(accelerator, to_train, batch.pass_lengths, size):
                     with exchange_gradients(accelerator, policy, now=micro_batch.is_last):
-                        logprobs = completion_logprobs(args, policy, batch, micro_batch.episodes)
-                        given = loss_inputs.select(micro_batch.episodes)
-                        if args.updates_per_batch == 1:
-                            # p_new is p_old. Sampling and training round differently, so this
-                            # makes the ratio exactly 1.
-                            given.old_logprobs = logprobs.detach()
-                        terms = rloo_loss(args, logprobs, given)
+                        episodes = micro_batch.episodes
+                        logprobs = run_pass(policy, token_logprobs, batch, episodes)
+                        outputs = rloo_loss(args, logprobs, loss_inputs.select(episodes))
                         # Divide by the size of the whole mini-batch, not of this micro-batch. So
                         # neither micro-batches nor processes change the gradient.
-                        loss = (terms.losses * micro_batch.is_real).sum() / len(mini_batch)
+                        loss = (outputs.losses * micro_batch.is_real).sum() / len(mini_batch)
                         # DDP takes the mean of the processes' gradients. We need their sum.
                         accelerator.backward(loss * accelerator.num_processes)
-                    results.add(micro_batch, (logprobs, terms))
-                grad_norm = float(
-                    accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-                )
-                new_logprobs, terms = results.gather(to_train)  # of all processes
-                update = update_metrics(terms, len(mini_batch)) | {"grad_norm": grad_norm}
+                    passes.append((micro_batch, (logprobs, outputs)))
+                grad_norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+                # Now what all processes computed:
+                new_logprobs, outputs = gather_rows(accelerator, passes, to_train)
+                update = ratio_metrics(outputs.logratio, outputs.is_clipped)
+                update["loss/policy_avg"] = outputs.losses.sum() / len(mini_batch)
+                update["grad_norm"] = grad_norm
                 if not updates:  # no step yet: trainer and sampler agree up to rounding
                     update |= compare_with_sampler(args, new_logprobs, batch.logprobs[to_train])
-                check_gradient(grad_norm, iteration, step)
+                if not math.isfinite(grad_norm):
+                    where = f"iteration {iteration}, step {step + 1}"
+                    raise RuntimeError(f"{where}: the gradient norm is {grad_norm}")
                 learning_rate = optimizer.param_groups[0]["lr"]
                 optimizer.step()
                 scheduler.step()
@@ -365,59 +387,60 @@ def main(args: Args):
         episode = (iteration - 1) * args.batch_size + num_episodes
         epoch = episode / (args.k * len(prompts))
         metrics = {"iteration": iteration, "step": step, "episode": episode, "epoch": epoch}
-        metrics |= {"lr": learning_rate} | time_metrics(rollout_start, train_start, num_episodes)
+        now = time.perf_counter()
+        metrics |= {"lr": learning_rate, "eps": num_episodes / (now - rollout_start)}
+        metrics["time/rollout_s"] = train_start - rollout_start
+        metrics["time/train_s"] = now - train_start
         metrics |= rollout_metrics(batch, scores, parts) | mean_metrics(updates)
         if reference is not None:
-            metrics |= kl_metrics(args, scores, kl)
+            metrics["objective/kl"] = (batch.logprobs - ref_logprobs).sum(1).mean().item()
 
         # ---- 4f  evaluate and save
         if eval_prompts and is_due(args.eval_every or plan.iterations, iteration, plan):
-            metrics |= evaluate(args, accelerator, policy, eval_prompts, eval_scorer, iteration)
-        write_metrics(accelerator, output_dir, metrics, progress)
+            metrics |= evaluate(args, accelerator, policy, eval_prompts, eval_scorers, iteration)
+        write_metrics(accelerator, output_dir, metrics, state, progress)
         columns = {"advantage": advantages, "ref_logprobs": ref_logprobs}
-        rows = rollout_rows(iteration, batch, scores, columns)
-        write_rollouts(args, accelerator, output_dir, plan, rows, episode)
+        write_rollouts(args, accelerator, output_dir, plan, metrics, batch, scores, parts, columns)
         state |= {"iteration": iteration, "step": step}
         if is_due(args.save_every, iteration, plan):
             save_checkpoint(accelerator, state, output_dir)
 
     progress.close()
-    finish(args, accelerator, policy, output_dir, plan, started)
+    finish(accelerator, policy, output_dir, plan, state)
     # The end of the process group can hang while a model exists, so the model is freed first.
     policy, optimizer = accelerator.free_memory(policy, optimizer)
     accelerator.end_training()
 
 
 # ======================================== 5  the model =======================================
-def generate(args: Args, accelerator, policy, prompts, uniforms, temperature: float) -> Batch:
+def generate(args: Args, accelerator, policy, drawn, uniforms, temperature: float) -> Batch:
     """Sample k completions of every prompt. Each process samples a share, and then gets them all.
 
     An inference engine takes the place of `sample` here. First give it the new weights. It returns
     the same tensors. If it knows no entropies, they are 0.
-    prompts: [groups]; uniforms: [groups, k, response], a random number in [0, 1) for each token
+    drawn: [groups]; uniforms: [groups, k, response], a random number in [0, 1) for each token
     """
     k = uniforms.shape[1]
-    prompts = [prompt for prompt in prompts for _ in range(k)]  # [episodes], group by group
+    prompts = [prompt for prompt in drawn for _ in range(k)]  # [episodes], group by group
     uniforms = torch.from_numpy(uniforms).flatten(0, 1).to(accelerator.device)
     prompt_lengths = torch.tensor([len(prompt.token_ids) for prompt in prompts])
-    episodes = torch.arange(len(prompts))
     size = args.per_device_rollout_batch_size or len(prompts)
     model = accelerator.unwrap_model(policy)
-    results = PassResults(accelerator, len(prompts))
+
+    def one_pass(episodes):
+        token_ids = [prompts[i].token_ids for i in episodes.tolist()]
+        inputs = dict(prompts=token_ids, uniforms=uniforms[episodes], temperature=temperature)
+        return run_inside(model, sample, **inputs)
+
     with sampling_weights(accelerator, policy):
-        for micro_batch in micro_batches(accelerator, episodes, prompt_lengths, size):
-            chosen = micro_batch.episodes
-            token_ids = [prompts[i].token_ids for i in chosen.tolist()]
-            inputs = dict(prompts=token_ids, uniforms=uniforms[chosen], temperature=temperature)
-            # `model(function)` calls `function(model)`, see CompletionModel.forward.
-            results.add(micro_batch, model(partial(sample, **inputs)))
-    samples = results.gather(episodes)
+        samples = run_passes(accelerator, one_pass, prompt_lengths, size)
     lengths = samples["lengths"]
     token_ids = trim_rows(samples["tokens"], lengths)
     # Micro-batches are sorted by pass_lengths. A group has one value, so its episodes stay
     # neighbours, and the prompt is run once in each micro-batch.
     longest = lengths.cpu().view(-1, k).amax(1).repeat_interleave(k)
     return Batch(
+        k=k,
         prompts=prompts,
         completions=model.tokenizer.batch_decode(token_ids, skip_special_tokens=True),
         token_ids=token_ids,
@@ -455,7 +478,8 @@ def sample(model, prompts, uniforms, temperature: float) -> dict:
         tokens[active, t] = picked
         lengths[active] = t + 1
         logprobs[active, t] = log_p.gather(-1, picked[:, None]).squeeze(1)
-        entropies[active, t] = torch.special.entr(p).sum(-1)  # entr(p) is -p log p
+        # Where p is 0, log_p may be -inf, and 0 * -inf would be nan. Below -104, p is always 0.
+        entropies[active, t] = -(p * log_p.clamp(min=-104)).sum(-1)
         has_ended = torch.isin(picked, eos_ids)
         ended[active] = has_ended
         goes_on = (~has_ended).nonzero().squeeze(1)  # rows of the completions that have not ended
@@ -477,27 +501,27 @@ def pick_tokens(p, uniforms):
 
     p: [rows, vocabulary], probabilities; uniforms: [rows]. Returns [rows].
     """
-    cumulative = p.double().cumsum(-1)
+    cumulative = p.cumsum(-1, dtype=torch.double)
     total = cumulative[:, -1:]  # 1, up to rounding
     # right=True means strictly above. So a token of probability 0 is never picked.
     return torch.searchsorted(cumulative, uniforms[:, None] * total, right=True).squeeze(1)
 
 
-def completion_logprobs(args: Args, model, batch: Batch, episodes):
-    """Log-probabilities of the tokens of some episodes, [episodes, response], in one pass."""
-    inputs = pass_inputs(batch, episodes)
-    outputs = model(partial(pass_logprobs, **inputs, temperature=args.temperature))
-    return pad_columns(outputs, args.response_length)
-
-
-def pass_logprobs(model, prompts, tokens, mask, temperature: float):
-    """Log-probability of every completion token, 0 where `mask` is False.
+def token_logprobs(model, prompts, tokens, mask):
+    """Log-probability of every completion token, with gradient. It is 0 where `mask` is False.
 
     prompts: token lists, one per episode; tokens, mask: [episodes, tokens]. Returns the same shape.
     """
-    # The head makes a token's logits from the hidden state at the position before the token.
+    # The hidden state at the position before a token gives the logits of this token.
     hidden = completion_hidden(model, prompts, tokens, mask)  # [episodes, tokens, hidden size]
-    logprobs = token_logprobs(model, hidden, tokens, temperature)
+
+    def logprobs_of(hidden, tokens):  # of a piece: [piece, hidden size], [piece]
+        logits = head_logits(model, hidden) / model.temperature  # [piece, vocabulary]
+        log_p = torch.log_softmax(logits, dim=-1)
+        return log_p.gather(-1, tokens[:, None]).squeeze(1)
+
+    # All logits at once would be the largest tensor of a run.
+    logprobs = in_pieces(model, logprobs_of, hidden, tokens)
     return logprobs.masked_fill(~mask, 0.0)
 
 
@@ -541,15 +565,6 @@ class Prompt(NamedTuple):
     token_ids: list[int]
 
 
-def load_tokenizer(args: Args):
-    """The policy's tokenizer. --plan needs it only to drop prompts that are too long."""
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    if args.plan is not None and args.max_prompt_length is None:
-        return None
-    return transformers.AutoTokenizer.from_pretrained(args.model_path)
-
-
 def read_rows(path: str):
     """The rows of a .jsonl file or of a Hub dataset NAME:SPLIT. Names the line that is not JSON."""
     if not path.endswith(".jsonl"):
@@ -562,83 +577,58 @@ def read_rows(path: str):
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
-            message = f"{path}:{number}: not JSON ({error}); every line must be one object"
-            raise ValueError(message) from None
+            raise ValueError(f"{path}:{number}: not JSON ({error})") from None
     return rows
 
 
-def load_prompts(path: str | None, reward, tokenizer, max_length: int | None) -> list[Prompt]:
+def load_prompts(args: Args, path: str | None, reward: str, tokenizer) -> list[Prompt]:
     """Read, check, render and tokenize the prompts of a dataset. None: no prompts.
 
-    Without a tokenizer they are only read and checked. Prompts over max_length tokens are dropped,
-    and their number is printed. A column that only some rows have is None in the others.
+    Prompts over --max-prompt-length are dropped, and their number is printed. A column that only
+    some rows have is None in the others. reward: exact_match needs the column `answer`
     """
     if path is None:
         return []
-    rows = []
-    columns = {}
-    for number, row in enumerate(read_rows(path), start=1):
-        prompt = row.get("prompt") if isinstance(row, dict) else None
-        if not isinstance(prompt, (str, list)) or not prompt:
-            raise ValueError(f"{path}:{number}: needs a `prompt`: text, or a list of chat messages")
-        if reward is exact_match and "answer" not in row:
-            message = "needs an `answer`, with which the reward exact_match compares"
-            raise ValueError(f"{path}:{number}: {message}")
-        columns |= dict.fromkeys(row)
-        rows.append(row)
-    prompts = tokenize_prompts(rows, tokenizer)
-    kept = []
-    for number, prompt in enumerate(prompts, start=1):
-        if tokenizer is not None and not prompt.token_ids:
-            raise ValueError(f"{path}:{number}: the prompt, as the model reads it, has no tokens")
-        if len(prompt.token_ids) <= (max_length or math.inf):
-            kept.append(prompt._replace(row=columns | prompt.row))
-    if not kept:
-        raise ValueError(f"{path}: no prompt has at most --max-prompt-length {max_length} tokens")
-    if len(kept) < len(prompts) and os.environ.get("RANK", "0") == "0":
-        dropped = len(prompts) - len(kept)
-        print(f"{path}: {dropped} of {len(prompts)} prompts dropped, over --max-prompt-length")
-    return kept
-
-
-def tokenize_prompts(rows: list[dict], tokenizer) -> list[Prompt]:
-    """Render the prompts that are chats, and tokenize them. One call for many rows is fast."""
-    if tokenizer is None:
-        return [Prompt(row, row["prompt"], token_ids=[]) for row in rows]
+    rows = read_rows(path)
     prompts = []
-    for is_chat, group in itertools.groupby(rows, lambda row: isinstance(row["prompt"], list)):
-        same_kind = list(group)
-        texts = [row["prompt"] for row in same_kind]
+    columns = {}
+    for number, row in enumerate(rows, start=1):
+        text = row.get("prompt") if isinstance(row, dict) else None
+        if not isinstance(text, (str, list)) or not text:
+            raise ValueError(f"{path}:{number}: needs a `prompt`: text, or a list of chat messages")
+        if reward == "exact_match" and "answer" not in row:
+            raise ValueError(f"{path}:{number}: needs an `answer`, for the reward exact_match")
+        columns |= dict.fromkeys(row)
+        is_chat = isinstance(text, list)
         if is_chat:
-            texts = tokenizer.apply_chat_template(texts, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
         # A chat template writes the special tokens itself.
-        encoded = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"]
-        prompts += map(Prompt, same_kind, texts, encoded)
-    return prompts
+        token_ids = tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
+        if not token_ids:
+            raise ValueError(f"{path}:{number}: the prompt, as the model reads it, has no tokens")
+        if len(token_ids) <= (args.max_prompt_length or math.inf):
+            prompts.append(Prompt(row, text, token_ids))
+    dropped = len(rows) - len(prompts)
+    if not prompts:
+        raise ValueError(f"{path}: no prompt is within --max-prompt-length")
+    if dropped and os.environ.get("RANK", "0") == "0":
+        print(f"{path}: {dropped} of {len(rows)} prompts dropped, over --max-prompt-length")
+    return [prompt._replace(row=columns | prompt.row) for prompt in prompts]
 
 
 def exact_match(completions: list, answer: list, **_) -> list[float]:
     """1 where the completion, without spaces around it, is the row's `answer`, else 0."""
-    scores = []
-    for completion, right in zip(completions, answer):
-        text = completion if isinstance(completion, str) else completion[0]["content"]
-        scores.append(float(text.strip() == str(right)))
-    return scores
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [float(text.strip() == str(right)) for text, right in zip(texts, answer)]
 
 
 def load_reward(flag: str, spec: str):
-    """The function that exact_match, FILE.py:FUNCTION or package.module:FUNCTION names.
-
-    None for `none`.
-    """
-    if spec == "none":
-        return None
+    """The function that exact_match, FILE.py:FUNCTION or package.module:FUNCTION names."""
     if spec == "exact_match":
         return exact_match
     path, _, function = spec.rpartition(":")
     if not path:
-        choices = "exact_match, FILE.py:FUNCTION, package.module:FUNCTION or none"
-        raise ValueError(f"{flag} {spec}: must be {choices}")
+        raise ValueError(f"{flag} {spec}: must be exact_match, FILE.py:FUNCTION or none")
     if not path.endswith(".py"):
         return getattr(importlib.import_module(path), function)
     file = Path(path).resolve(strict=True)
@@ -646,77 +636,73 @@ def load_reward(flag: str, spec: str):
     sys.path.append(str(file.parent))
     module = importlib.import_module(file.stem)
     if Path(getattr(module, "__file__", "")).resolve() != file:
-        message = f"Python already knows another module {file.stem}, {module}; rename yours"
-        raise ValueError(f"{flag} {spec}: {message}")
+        raise ValueError(f"{flag} {spec}: Python already knows another module {file.stem}")
     return getattr(module, function)
 
 
-class Scorer(NamedTuple):
-    """What gives an episode its score: a function, a model, or both. Their scores are added."""
+def load_scorers(args: Args, tokenizer, device) -> tuple[list, list]:
+    """The scorers of training and of evaluations. The scores that they give are added.
 
-    function: object  # from load_reward, or None
-    model: object  # from load_reward_model, or None
-
-
-def load_scorers(args: Args, reward, eval_reward, tokenizer, device) -> tuple[Scorer, Scorer]:
-    """The scorer of training, and that of evaluations, where --eval-reward replaces both parts."""
-    model = load_reward_model(args, tokenizer, device)
-    eval_model = model if args.eval_reward in (None, "none") else None
-    return Scorer(reward, model), Scorer(eval_reward, eval_model)
-
-
-def score_episodes(accelerator, batch: Batch, scorer: Scorer, where: str):
-    """Score the batch: every process scores its share, and gets all.
-
-    Returns the scores [episodes], and for every episode a dict of the parts of its score. The part
-    of a function that returns a list has the name "". A part that is None is left out. An episode
-    without parts has the score nan. where: the place, for an error message
+    A scorer is a function of a batch and a range of its episodes. It returns lists of scores, by
+    name. --eval-reward replaces all scorers of training.
     """
-    count = math.ceil(len(batch.prompts) / accelerator.num_processes)
-    first = count * accelerator.process_index
-    share = range(len(batch.prompts))[first : first + count]
+    scorers = []
+    if args.reward != "none":
+        scorers.append(partial(call_reward, load_reward("--reward", args.reward)))
+    if args.reward_model_path is not None:
+        scorers.append(load_reward_model(args, tokenizer, device))
+    if args.eval_reward is None:
+        return scorers, scorers
+    return scorers, [partial(call_reward, load_reward("--eval-reward", args.eval_reward))]
+
+
+def score_episodes(accelerator, batch: Batch, scorers: list, where: str):
+    """Score the batch: every process scores a share of whole groups, and gets all.
+
+    Returns the scores [episodes] and their parts, each [episodes], by name. A part that is None is
+    nan, and an episode without parts has the score nan. where: the place, for an error message
+    """
+    groups = len(batch.prompts) // batch.k
+    size = math.ceil(groups / accelerator.num_processes) * batch.k
+    first = accelerator.process_index * size
+    episodes = range(len(batch.prompts))[first : first + size]
     parts = {}
-    if share and scorer.function is not None:
-        parts = call_reward(scorer.function, batch, share)
-    if share and scorer.model is not None:
-        parts["reward_model"] = scorer.model(batch, share)
-    local_parts = []
+    if episodes:
+        for scorer in scorers:
+            parts |= scorer(batch, episodes)
+    rows = []
     for values in zip(*parts.values(), strict=True):
-        named = dict(zip(parts, values))
-        local_parts.append({name: float(named[name]) for name in named if named[name] is not None})
-    if len(local_parts) != len(share):
-        message = f"the reward returned {len(local_parts)} scores for {len(share)} completions"
-        raise ValueError(f"{where}: {message}")
-    all_parts = gather_object(local_parts)
-    scores = []
-    for prompt, named in zip(batch.prompts, all_parts):
-        score = sum(named.values())
-        if not math.isfinite(score):
-            raise ValueError(f"{where}: the score of a completion of {prompt.text!r} is {score}")
-        if not named:
-            score = math.nan
-        scores.append(score)
-    return torch.tensor(scores, device=accelerator.device), all_parts
+        rows.append([math.nan if value is None else float(value) for value in values])
+        for value in values:
+            if value is not None and not math.isfinite(value):
+                text = batch.prompts[episodes[len(rows) - 1]].text
+                raise ValueError(f"{where}: the score of a completion of {text!r} is {value}")
+    if len(rows) != len(episodes):
+        counts = f"{len(rows)} scores for {len(episodes)} completions"
+        raise ValueError(f"{where}: the reward returned {counts}")
+    names = [names for names in gather_object([list(parts)]) if names]
+    if any(other != names[0] for other in names):
+        raise ValueError(f"{where}: the parts of the score depend on the process: {names}")
+    table = torch.tensor(gather_object(rows), dtype=torch.double, device=accelerator.device)
+    scores = table.nansum(1).masked_fill(table.isnan().all(1), math.nan)
+    return scores.float(), dict(zip(names[0], table.unbind(1)))
 
 
-def call_reward(function, batch: Batch, share: range) -> dict[str, list]:
+def call_reward(function, batch: Batch, episodes: range) -> dict[str, list]:
     """Call a reward function as TRL does: by keywords, with a list for each column of the rows.
 
-    Returns the lists of scores that are added, by name.
+    Returns the lists of scores that are added, by name. A single list has the name "".
     """
-    first = share.start
-    last = share.stop
-    prompts = batch.prompts[first:last]
-    columns = {}
-    for name in prompts[0].row:
-        columns[name] = [prompt.row[name] for prompt in prompts]
-    columns["prompts"] = columns.pop("prompt")
-    columns["completion_ids"] = batch.token_ids[first:last]
-    columns["completions"] = []
-    for prompt, text in zip(prompts, batch.completions[first:last]):
-        is_chat = isinstance(prompt.row["prompt"], list)
-        message = [{"role": "assistant", "content": text}]
-        columns["completions"].append(message if is_chat else text)
+    columns = {"prompts": [], "completions": [], "completion_ids": []}
+    for i in episodes:
+        row = dict(batch.prompts[i].row)
+        prompt = row.pop("prompt")
+        completion = batch.completions[i]
+        if isinstance(prompt, list):
+            completion = [{"role": "assistant", "content": completion}]
+        row |= {"prompts": prompt, "completions": completion, "completion_ids": batch.token_ids[i]}
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
     scores = function(**columns)
     parts = dict(scores) if isinstance(scores, dict) else {"": scores}
     if "reward_model" in parts:
@@ -725,50 +711,33 @@ def call_reward(function, batch: Batch, share: range) -> dict[str, list]:
 
 
 def load_reward_model(args: Args, tokenizer, device):
-    """A classifier with one label, as a function: of a batch and a range of episodes -> scores.
+    """A classifier with one label, as a scorer.
 
     It reads token ids, the EOS included, where it has the policy's vocabulary. Otherwise it reads
-    the text, and its own EOS is appended where the episode ended. None without --reward-model-path.
+    the text, and its own EOS is appended where the episode ended.
     """
     path = args.reward_model_path
-    if path is None:
-        return None
+    auto_class = transformers.AutoModelForSequenceClassification
     dtype = getattr(torch, args.dtype)
-    model, has_head = load_model(
-        "--reward-model-path",
-        path,
-        transformers.AutoModelForSequenceClassification,
-        dtype,
-        num_labels=1,
-    )
-    if not has_head:
-        shape = model.score.weight.shape
-        scale = model.config.hidden_size**-0.5
-        new = keyed_rng(args.seed, NEW_WEIGHTS, 0).normal(0, scale, shape)
-        model.score.weight.data = torch.from_numpy(new).to(dtype)
-        message = f"--reward-model-path {path} has no trained head; its scores are random"
-        print(f"warning: {message}", file=sys.stderr)
-    model = model.to(device)
+    model = load_model("--reward-model-path", path, auto_class, dtype, num_labels=1).to(device)
     its_tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     same_vocabulary = its_tokenizer.get_vocab() == tokenizer.get_vocab()
 
     @torch.no_grad()
-    def score(batch: Batch, share: range) -> list[float]:
-        rows = []
-        for i in share:
-            if same_vocabulary:
-                rows.append(batch.prompts[i].token_ids + batch.token_ids[i])
-            else:
-                rows.append(retokenize(its_tokenizer, batch, i))
+    def reward_model(batch: Batch, episodes: range) -> dict[str, list]:
+        if same_vocabulary:
+            rows = [batch.prompts[i].token_ids + batch.token_ids[i] for i in episodes]
+        else:
+            rows = [retokenize(its_tokenizer, batch, i) for i in episodes]
         scores = []
         size = args.per_device_train_batch_size
         for first in range(0, len(rows), size):
             tokens, mask = pad_left(rows[first : first + size], device)
             hidden = run_tokens(model.base_model, tokens, mask)[:, -1]  # padding is on the left
             scores += model.score(hidden).float().squeeze(-1).tolist()
-        return scores
+        return {"reward_model": scores}
 
-    return score
+    return reward_model
 
 
 def retokenize(tokenizer, batch: Batch, i: int) -> list[int]:
@@ -830,106 +799,82 @@ def draw_mini_batches(
     return episodes.flatten().tensor_split(min(args.num_mini_batches, num_episodes))
 
 
-class PassResults:
-    """What the micro-batches of all processes computed: tensors with one row for each episode."""
+@torch.no_grad()
+def run_passes(accelerator, one_pass, lengths, size: int):
+    """What one_pass(episodes) gives for all episodes of a batch, on every process.
 
-    def __init__(self, accelerator, num_episodes: int):
-        self.accelerator = accelerator
-        self.num_episodes = num_episodes
-        self.micro_batches = []
-        self.tensors = []
+    Each process runs a share, in micro-batches. lengths, size: as in `micro_batches`
+    """
+    episodes = torch.arange(len(lengths))
+    passes = []
+    for micro_batch in micro_batches(accelerator, episodes, lengths, size):
+        passes.append((micro_batch, one_pass(micro_batch.episodes)))
+    return gather_rows(accelerator, passes, episodes)
 
-    def add(self, micro_batch: MicroBatch, tensors):
-        """Keep a tensor, or a tuple or dict of tensors, without gradient."""
-        self.micro_batches.append(micro_batch)
-        self.tensors.append(recursively_apply(torch.Tensor.detach, tensors))
 
-    def gather(self, episodes: torch.Tensor):
-        """The rows of `episodes`, in this order, on every process."""
-        passed = torch.cat([micro_batch.episodes for micro_batch in self.micro_batches])
-        is_real = torch.cat([micro_batch.is_real for micro_batch in self.micro_batches])
-        everything = (passed, is_real, concatenate(self.tensors))
-        passed, is_real, tensors = self.accelerator.gather(everything)
-        is_real = is_real > 0
+@torch.no_grad()
+def gather_rows(accelerator, passes: list, episodes: torch.Tensor):
+    """What the passes of all processes computed: a row for each of `episodes`, in this order.
 
-        def in_order(tensor):
-            rows = tensor.new_zeros((self.num_episodes, *tensor.shape[1:]))
-            rows[passed[is_real]] = tensor[is_real]
-            return rows[episodes]
+    passes: for each pass of this process its micro-batch, and a tensor, or a tuple or dict of them
+    """
+    micro_batches = [(micro_batch.episodes, micro_batch.is_real) for micro_batch, _ in passes]
+    tensors = [tensors for _, tensors in passes]
+    everything = (concatenate(micro_batches), concatenate(tensors))
+    (passed, is_real), tensors = accelerator.gather(everything)
+    real = is_real.nonzero().flatten()
+    row_of = passed.new_zeros(int(passed.max()) + 1)  # of an episode, among the rows of all passes
+    row_of[passed[real]] = real
+    return recursively_apply(lambda tensor: tensor[row_of[episodes]], tensors)
 
-        return recursively_apply(in_order, tensors)
+
+def run_pass(model, function, batch: Batch, episodes: torch.Tensor):
+    """One pass: function(model, prompts, tokens, mask) of some episodes, [episodes, response].
+
+    The columns after the longest completion are left out of the pass, and are 0 in what it returns.
+    """
+    chosen = episodes.tolist()
+    # At least two columns: with one, `completion_hidden` would skip its second pass, and the other
+    # processes of a sharded model would wait for it forever.
+    longest = max(2, *(len(batch.token_ids[i]) for i in chosen))
+    prompts = [batch.prompts[i].token_ids for i in chosen]
+    tokens = batch.tokens[episodes, :longest]
+    mask = batch.mask[episodes, :longest]
+    outputs = run_inside(model, function, prompts=prompts, tokens=tokens, mask=mask)
+
+    def fill_columns(rows):
+        if not torch.is_grad_enabled() and rows.isnan().any():  # nan would mean: there is no score
+            raise RuntimeError(
+                "a pass without gradient gave nan; are all weights of its model whole?"
+            )
+        return torch.nn.functional.pad(rows, (0, batch.tokens.shape[1] - tokens.shape[1]))
+
+    return recursively_apply(fill_columns, outputs)
 
 
 @contextlib.contextmanager
 def exchange_gradients(accelerator, policy, now: bool):
     """In the backward pass inside, the processes add up their gradients if `now` is True.
 
-    Once for each update is enough: in its last micro-batch. There DeepSpeed also takes its step.
+    Once for each update is enough: in its last micro-batch. There DeepSpeed also takes its step,
+    which it does where accelerate's own accumulation says so. That has no public setter.
     """
     accelerator.gradient_state._set_sync_gradients(now)
     with contextlib.nullcontext() if now else accelerator.no_sync(policy):
         yield
 
 
-def equal_groups(groups) -> torch.Tensor:
-    """True for a group whose scores are all equal. groups: [groups, k], nan where there is no score
-
-    Returns [groups, 1].
-    """
-    highest = groups.nan_to_num(nan=-math.inf).amax(1, keepdim=True)
-    return (groups.isnan() | (groups == highest)).all(1, keepdim=True)
-
-
-def pass_inputs(batch: Batch, episodes: torch.Tensor) -> dict:
-    """Prompts, tokens and mask of some episodes, without the columns after the longest one."""
-    chosen = episodes.tolist()
-    # At least two columns: with one, `completion_hidden` would skip its second pass, and the other
-    # processes of a sharded model would wait for it forever.
-    longest = max(2, *(len(batch.token_ids[i]) for i in chosen))
-    return {
-        "prompts": [batch.prompts[i].token_ids for i in chosen],
-        "tokens": batch.tokens[episodes, :longest],
-        "mask": batch.mask[episodes, :longest],
-    }
-
-
-def pad_columns(tensor: torch.Tensor, columns: int) -> torch.Tensor:
-    """Fill the last axis with zeros up to a number of columns."""
-    return torch.nn.functional.pad(tensor, (0, columns - tensor.shape[-1]))
-
-
 def pad_left(sequences: list[list[int]], device):
     """Token lists -> tokens, padded with 0 on the left, and their mask, both [rows, longest]."""
-    longest = max(map(len, sequences))
-    tokens = []
-    mask = []
-    for sequence in sequences:
-        padding = [0] * (longest - len(sequence))
-        tokens.append(padding + sequence)
-        mask.append(padding + [1] * len(sequence))
-    return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
+    rows = [torch.tensor(sequence) for sequence in sequences]
+    mask = pad([torch.ones_like(row) for row in rows])
+    return pad(rows).to(device), mask.to(device)
 
 
 def trim_rows(tensor: torch.Tensor, lengths: torch.Tensor) -> list[list]:
     """A tensor [episodes, tokens] as lists without padding."""
     return [row[:length] for row, length in zip(tensor.tolist(), lengths.tolist())]
-
-
-@torch.no_grad()
-def run_whole_batch(args: Args, accelerator, one_pass, model, batch: Batch) -> torch.Tensor:
-    """What one_pass(args, model, batch, episodes) gives for all episodes, [episodes, response].
-
-    Each process runs a share, in micro-batches, and gets everything.
-    """
-    episodes = torch.arange(len(batch.prompts))
-    size = args.per_device_train_batch_size
-    results = PassResults(accelerator, len(batch.prompts))
-    for micro_batch in micro_batches(accelerator, episodes, batch.pass_lengths, size):
-        results.add(micro_batch, one_pass(args, model, batch, micro_batch.episodes))
-    found = results.gather(episodes)
-    if found.isnan().any():  # In rewards, nan would mean that there is no score.
-        raise RuntimeError("a pass without gradient gave nan; are the weights of its model whole?")
-    return found
 
 
 # ============================== 8  loading and running models ==============================
@@ -941,24 +886,29 @@ class CompletionModel(torch.nn.Module):
         self.language_model = language_model
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
+        self.temperature = args.temperature  # of the passes that compute log-probabilities
         # With gradient checkpointing there is no KV cache, which holds the shared prompts.
         self.shares_prompts = args.k > 1 and not args.gradient_checkpointing
         self.autocast = args.dtype == "bfloat16"
 
-    def forward(self, function):
-        """Call `function(self)`, for instance `sample` or `pass_logprobs` with their inputs.
-
-        DDP, FSDP2 and DeepSpeed see a model only through its forward, so all passes go through it.
-        They walk through lists that a forward gets. Inputs inside of a `partial` they leave alone.
-        One autocast around a whole function casts every weight only once.
-        """
+    def forward(self, call):
+        """One autocast around a whole function casts every weight only once."""
         device_type = self.language_model.device.type
         with torch.autocast(device_type, torch.bfloat16, enabled=self.autocast):
-            return function(self)
+            return call(self)
+
+
+def run_inside(model, function, **inputs):
+    """function(model, **inputs), called by the model's own forward.
+
+    DDP, FSDP2 and DeepSpeed see a model only through its forward, so all passes go through it.
+    They walk through lists that a forward gets. Inputs inside of a `partial` they leave alone.
+    """
+    return model(partial(function, **inputs))
 
 
 class KVCache(transformers.DynamicCache):
-    """While sampling, keys and values have the type of autocast, and their memory grows by blocks.
+    """While sampling, keys and values have the type of autocast, and their memory grows in steps.
 
     Otherwise they would be float32, and attention would cast all of them again for every token.
     And every token would copy the whole cache.
@@ -982,17 +932,19 @@ class KVCache(transformers.DynamicCache):
         return layer.keys, layer.values
 
 
-def append_token(old, new, block: int = 64):
+def append_token(old, new):
     """`new` [rows, heads, 1, size] after `old` [rows, heads, tokens, size], with room for more.
 
     The result is the beginning of a larger tensor. The next token is written into this tensor.
     """
-    count = old.shape[2]
-    room = old._base  # the larger tensor, or None
-    if room is None or room.shape[2] == count:
-        room = torch.cat([old, old.new_empty((*old.shape[:2], block, old.shape[3]))], dim=2)
-    room[:, :, count : count + 1] = new
-    return room[:, :, : count + 1]
+    rows, heads, count, size = old.shape
+    room = old.stride(1) // old.stride(2)  # the tokens for which there is memory
+    if room > count:
+        larger = old.as_strided((rows, heads, room, size), old.stride())
+    else:
+        larger = torch.cat([old, old.new_empty((rows, heads, 8 + count // 4, size))], dim=2)
+    larger[:, :, count : count + 1] = new
+    return larger[:, :, : count + 1]
 
 
 def run_tokens(network, tokens, mask, cache=None, **settings) -> torch.Tensor:
@@ -1010,9 +962,7 @@ def run_tokens(network, tokens, mask, cache=None, **settings) -> torch.Tensor:
         use_cache=cache is not None,
         **settings,
     )
-    if "logits" in outputs:
-        return outputs.logits
-    return outputs.last_hidden_state
+    return outputs[0]
 
 
 def run_prompts(network, prompts: list[list[int]], **settings):
@@ -1042,8 +992,7 @@ def completion_hidden(model, prompts, tokens, mask) -> torch.Tensor:
     """
     trunk = model.language_model.get_decoder()
     if not model.shares_prompts:
-        rows, row_mask = join_rows(prompts, tokens, mask)
-        return run_tokens(trunk, rows, row_mask)[:, -tokens.shape[1] :]
+        return row_hidden(trunk, prompts, tokens, mask)
     hidden, cache, prompt_mask = run_prompts(trunk, prompts)
     if tokens.shape[1] == 1:
         return hidden
@@ -1051,43 +1000,35 @@ def completion_hidden(model, prompts, tokens, mask) -> torch.Tensor:
     return torch.cat([hidden, run_tokens(trunk, tokens[:, :-1], row_mask, cache)], dim=1)
 
 
-def join_rows(prompts, tokens, mask):
-    """Prompts and completions side by side, and their mask. The last token is left out.
-
-    The output at a position belongs to the next token.
-    """
+def row_hidden(trunk, prompts, tokens, mask) -> torch.Tensor:
+    """The same, from rows of a prompt and its completion. Its last token is not read."""
     prompt_tokens, prompt_mask = pad_left(prompts, tokens.device)
     rows = torch.cat([prompt_tokens, tokens[:, :-1]], dim=1)
-    return rows, torch.cat([prompt_mask, mask[:, :-1]], dim=1)
+    row_mask = torch.cat([prompt_mask, mask[:, :-1]], dim=1)
+    return run_tokens(trunk, rows, row_mask)[:, -tokens.shape[1] :]
 
 
 LOGITS_AT_ONCE = 2**25  # in a training pass; 128 MiB of float32
 
 
-def token_logprobs(model, hidden, tokens, temperature: float) -> torch.Tensor:
-    """Log-probability of each token, from the hidden state before it.
+def in_pieces(model, function, hidden, tokens):
+    """function(hidden, tokens), piece by piece if there are many logits.
 
-    hidden: [episodes, tokens, hidden size]; tokens: [episodes, tokens]. Returns the same shape.
-    The logits of all tokens would be the largest tensor of a run. So if there are many, they are
-    computed piece by piece, and once more in the backward pass.
+    Each piece is computed once more in the backward pass. hidden: [episodes, tokens, hidden size];
+    tokens: [episodes, tokens]. The function gets both without the axis of episodes. It returns a
+    tensor with a row for each token, or a tuple of them.
     """
-
-    def logprobs_of(hidden, tokens):
-        log_p = torch.log_softmax(head_logits(model, hidden) / temperature, dim=-1)
-        return log_p.gather(-1, tokens[:, None]).squeeze(1)
-
     head = model.language_model.get_output_embeddings()
-    pieces = math.ceil(tokens.numel() * head.out_features / LOGITS_AT_ONCE)
+    count = math.ceil(tokens.numel() * head.out_features / LOGITS_AT_ONCE)
     if hasattr(head.weight, "ds_id"):
         # ZeRO-3 gathers the head at every call, so all processes must make as many calls.
-        pieces = max(gather_object([pieces]))
-    hidden = hidden.flatten(0, 1)
-    if pieces == 1:
-        return logprobs_of(hidden, tokens.flatten()).view_as(tokens)
-    logprobs = []
-    for piece in zip(hidden.tensor_split(pieces), tokens.flatten().tensor_split(pieces)):
-        logprobs.append(checkpoint(logprobs_of, *piece, use_reentrant=False))
-    return torch.cat(logprobs).view_as(tokens)
+        count = max(gather_object([count]))
+    pieces = zip(hidden.flatten(0, 1).tensor_split(count), tokens.flatten().tensor_split(count))
+    if count == 1:
+        results = [function(*piece) for piece in pieces]
+    else:
+        results = [checkpoint(function, *piece, use_reentrant=False) for piece in pieces]
+    return recursively_apply(lambda rows: rows.unflatten(0, tokens.shape), concatenate(results))
 
 
 def head_logits(model, hidden) -> torch.Tensor:
@@ -1105,9 +1046,9 @@ def head_logits(model, hidden) -> torch.Tensor:
 
 
 def load_model(flag: str, path: str, auto_class, dtype: torch.dtype, **config_changes):
-    """`from_pretrained` with all dropout off. Returns the model, and whether it has a `score` head.
+    """`from_pretrained` with all dropout off.
 
-    Every other weight must be in the checkpoint, in the right shape. Otherwise it would be random.
+    Every weight must be in the checkpoint, in the right shape. Otherwise it would be random.
     """
     config = transformers.AutoConfig.from_pretrained(path, **config_changes)
     for name, value in config.to_dict().items():
@@ -1116,22 +1057,24 @@ def load_model(flag: str, path: str, auto_class, dtype: torch.dtype, **config_ch
     model, info = auto_class.from_pretrained(
         path, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
     )
-    missing = set(info["missing_keys"])
-    has_head = "score.weight" not in missing
     mismatched = [name for name, *_ in info["mismatched_keys"]]
-    for name in sorted(missing - {"score.weight"}) + sorted(mismatched):
+    for name in sorted(info["missing_keys"]) + sorted(mismatched):
         raise ValueError(f"{flag} {path}: {name} is missing in its weights, or has another shape")
     # Gradient checkpointing works only in train mode. Without dropout nothing there is random.
-    return model.train(), has_head
+    return model.train()
 
 
-def load_policy(args: Args, tokenizer) -> CompletionModel:
-    """The model that is trained."""
+def load_policy(args: Args, tokenizer, prompts: list[Prompt]) -> CompletionModel:
+    """The model that is trained. The longest of the prompts must leave room for its completion."""
     dtype = torch.float32 if args.lora_r is None else getattr(torch, args.dtype)
-    model, _ = load_model("--model-path", args.model_path, transformers.AutoModelForCausalLM, dtype)
+    model = load_model("--model-path", args.model_path, transformers.AutoModelForCausalLM, dtype)
+    longest = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if longest > (positions or math.inf):
+        needed = f"with the longest prompt {longest} tokens"
+        raise ValueError(f"--response-length: {needed}, but the model has {positions}")
     eos_ids = find_eos_ids(model, tokenizer, args.stop_token_id)
-    model = prepare_for_training(args, model, index=1)
-    return CompletionModel(model, tokenizer, eos_ids, args)
+    return CompletionModel(prepare_for_training(args, model, 1), tokenizer, eos_ids, args)
 
 
 def prepare_for_training(args: Args, model, index: int):
@@ -1158,14 +1101,14 @@ def load_reference(args: Args, policy: CompletionModel, device):
         return None
     if args.lora_r is not None and args.ref_model_path is None:
 
-        def policy_without_adapters(function):
+        def policy_without_adapters(call):
             with policy.language_model.disable_adapter():
-                return policy(function)
+                return policy(call)
 
         return policy_without_adapters
     path = args.ref_model_path or args.model_path
     dtype = getattr(torch, args.dtype)
-    model, _ = load_model("--ref-model-path", path, transformers.AutoModelForCausalLM, dtype)
+    model = load_model("--ref-model-path", path, transformers.AutoModelForCausalLM, dtype)
     if model.config.vocab_size != policy.language_model.config.vocab_size:
         raise ValueError(f"--ref-model-path {path}: its vocabulary is not the policy's")
     return CompletionModel(model.to(device), policy.tokenizer, policy.eos_ids, args)
@@ -1173,50 +1116,18 @@ def load_reference(args: Args, policy: CompletionModel, device):
 
 def find_eos_ids(model, tokenizer, stop_token_id: int | None) -> list[int]:
     """Every token that ends an episode: of the model, the tokenizer, and --stop-token-id."""
-    found = set()
-    of_model = model.config.eos_token_id
-    of_generation = model.generation_config.eos_token_id
-    for ids in (of_model, of_generation, tokenizer.eos_token_id, stop_token_id):
-        found |= set(ids) if isinstance(ids, list) else {ids}
-    return sorted(found - {None})
-
-
-def load_optimizer(args: Args, policy: CompletionModel) -> torch.optim.Optimizer:
-    """AdamW over all parameters that are trained."""
-    parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(
-        parameters, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
-    )
+    eos_ids = {tokenizer.eos_token_id, stop_token_id}
+    for ids in (model.config.eos_token_id, model.generation_config.eos_token_id):
+        eos_ids |= set(ids) if isinstance(ids, list) else {ids}
+    return sorted(eos_ids - {None})
 
 
 # ============================= 9  logging, samples, checkpoints =============================
-FORMULAS = {
-    "prompts": "max(1, floor(num_train_epochs * num_prompts + 0.5)); if total_episodes is given:"
-    " ceil(total_episodes / k)",
-    "episodes": "prompts * k",
-    "prompts_per_iteration": "batch_size / k",
-    "mini_batch_size": "batch_size / num_mini_batches",
-    "iterations": "ceil(episodes / batch_size)",
-    "last_batch_size": "episodes - (iterations - 1) * batch_size",
-    "steps": "num_ppo_epochs * ((iterations - 1) * num_mini_batches"
-    " + min(num_mini_batches, last_batch_size))",
-    "epochs": "prompts / num_prompts",
-    "gradient_accumulation_steps": "at most"
-    " ceil(ceil(mini_batch_size / world_size) / per_device_train_batch_size)",
-}
-JSONL_FILES = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
-
-
-def plan_table(args: Args, num_prompts: int, world_size: int) -> str:
-    """The counts and their formulas as text that is also YAML: `name: value  # formula`."""
-    table = ""
-    for name, value in vars(batch_arithmetic(args, num_prompts, world_size)).items():
-        table += f"{name}: {value}".ljust(32) + f" # {FORMULAS[name]}\n"
-    return table
+JSONL_FILES = ("metrics.jsonl", "rollouts.jsonl")
 
 
 def evaluate(
-    args: Args, accelerator, policy, prompts: list[Prompt], scorer, iteration: int
+    args: Args, accelerator, policy, prompts: list[Prompt], scorers: list, iteration: int
 ) -> dict:
     """The mean score of completions of the evaluation prompts, and of each prompt's best one.
 
@@ -1225,15 +1136,17 @@ def evaluate(
     shape = (len(prompts), args.eval_k, args.response_length)
     uniforms = keyed_rng(args.seed, EVALUATION, iteration).random(shape)
     batch = generate(args, accelerator, policy, prompts, uniforms, args.eval_temperature)
-    scores, _ = score_episodes(accelerator, batch, scorer, f"evaluation {iteration}")
+    scores, _ = score_episodes(accelerator, batch, scorers, f"evaluation {iteration}")
     best = scores.nan_to_num(nan=-math.inf).view(-1, args.eval_k).amax(1)  # [prompts]
-    best_mean = best[best > -math.inf].mean().item()
-    metrics = {"eval/scores": scores.nanmean().item(), "eval/best_of_k": best_mean}
-    return metrics | count_unscored("eval/num_unscored", scores)
+    return {
+        "eval/scores": scores.nanmean().item(),
+        "eval/best_of_k": best[best > -math.inf].mean().item(),
+        "eval/num_unscored": int(scores.isnan().sum()),
+    }
 
 
-def start_logging(args: Args, accelerator, output_dir: Path, state: dict):
-    """Start the trackers; write args.yaml and plan.yaml, and print the plan."""
+def start_logging(args: Args, accelerator, output_dir: Path, plan, state: dict) -> tqdm:
+    """Write args.yaml, print the plan, start the trackers and a bar over all optimizer steps."""
     accelerator.project_configuration.logging_dir = str(output_dir)
     # tensorboard takes no None
     config = {name: value for name, value in vars(args).items() if value is not None}
@@ -1245,15 +1158,10 @@ def start_logging(args: Args, accelerator, output_dir: Path, state: dict):
         temporary = output_dir / "args.tmp"
         temporary.write_text(yaml.safe_dump(vars(args), sort_keys=False))
         temporary.replace(output_dir / "args.yaml")
-        table = plan_table(args, state["num_prompts"], accelerator.num_processes)
-        (output_dir / "plan.yaml").write_text(table)
-        print(table, end="", flush=True)
-
-
-def start_progress_bar(accelerator, steps: int, step: int) -> tqdm:
-    """A bar over all optimizer steps, on the main process."""
+        print(yaml.safe_dump(vars(plan), sort_keys=False), end="", flush=True)
     hidden = not accelerator.is_main_process
-    return tqdm(total=steps, initial=step, unit="step", disable=hidden, dynamic_ncols=True)
+    steps = {"total": plan.steps, "initial": state["step"], "unit": "step"}
+    return tqdm(**steps, disable=hidden, dynamic_ncols=True)
 
 
 def append_jsonl(accelerator, path: Path, rows: list[dict]):
@@ -1269,60 +1177,26 @@ def is_due(every: int | None, iteration: int, plan: SimpleNamespace) -> bool:
     return every is not None and (iteration % every == 0 or iteration == plan.iterations)
 
 
-def time_metrics(rollout_start: float, train_start: float, num_episodes: int) -> dict:
-    """Seconds of the rollout and of the updates, and episodes per second of both together."""
-    now = time.perf_counter()
-    return {
-        "time/rollout_s": train_start - rollout_start,
-        "time/train_s": now - train_start,
-        "eps": num_episodes / (now - rollout_start),
-    }
-
-
-def rollout_metrics(batch: Batch, scores: torch.Tensor, parts: list[dict]) -> dict:
+def rollout_metrics(batch: Batch, scores: torch.Tensor, parts: dict) -> dict:
     """What the batch itself shows. Means are over its episodes or its tokens."""
     metrics = {
         "objective/scores": scores.nanmean().item(),
         "objective/entropy": -batch.logprobs.sum(1).mean().item(),  # an estimate, per episode
         "policy/entropy_avg": batch.entropies[batch.mask].mean().item(),  # exact, per token
         "val/num_eos_tokens": int(batch.ended.sum()),
+        "val/num_unscored": int(scores.isnan().sum()),
         "response_length_mean": batch.lengths.float().mean().item(),
     }
-    for name, mean in mean_metrics(parts).items():
+    for name, part in parts.items():
         if name:
-            metrics[f"reward/{name}"] = mean
-    return metrics | count_unscored("val/num_unscored", scores)
-
-
-def count_unscored(name: str, scores: torch.Tensor) -> dict:
-    """The number of episodes without a score, as a metric. No metric if all have one."""
-    count = int(scores.isnan().sum())
-    if count == 0:
-        return {}
-    return {name: count}
-
-
-def kl_metrics(args: Args, scores: torch.Tensor, kl: torch.Tensor) -> dict:
-    """The KL of an episode to the reference, and what it takes from the reward."""
-    kl_mean = kl.mean().item()
-    non_score_reward = -args.kl_coef * kl_mean
-    return {
-        "objective/kl": kl_mean,
-        "objective/non_score_reward": non_score_reward,
-        "objective/rlhf_reward": scores.nanmean().item() + non_score_reward,
-    }
-
-
-def update_metrics(terms: LossTerms, mini_batch_size: int) -> dict:
-    """What one update logs. terms: of all episodes that took a pass, on all processes"""
-    metrics = {"loss/policy_avg": terms.losses.sum() / mini_batch_size}
-    if len(terms.losses) > 0:
-        metrics |= ratio_metrics(terms.logratio, terms.is_clipped)
+            metrics[f"reward/{name}"] = part.nanmean().item()
     return metrics
 
 
 def ratio_metrics(logratio: torch.Tensor, is_clipped: torch.Tensor) -> dict:
     """What an update logs of its ratios, over the units that the algorithm clips; both [units]."""
+    if len(logratio) == 0:
+        return {}
     ratio = logratio.exp()
     return {
         "policy/approxkl_avg": 0.5 * logratio.square().mean(),
@@ -1332,7 +1206,7 @@ def ratio_metrics(logratio: torch.Tensor, is_clipped: torch.Tensor) -> dict:
     }
 
 
-def mean_metrics(rows: list[dict[str, float]]) -> dict:
+def mean_metrics(rows: list[dict]) -> dict:
     """The mean of each metric over the rows that have it."""
     values = {}
     for row in rows:
@@ -1341,177 +1215,132 @@ def mean_metrics(rows: list[dict[str, float]]) -> dict:
     return {name: float(np.mean(column)) for name, column in values.items()}
 
 
-def write_metrics(accelerator, output_dir: Path, metrics: dict, progress: tqdm):
+def write_metrics(accelerator, output_dir: Path, metrics: dict, state: dict, progress: tqdm):
     """Hand an iteration's metrics to the trackers, metrics.jsonl and the progress bar."""
     # The mean of no episodes is nan, and a ratio can be inf. JSON knows neither.
     metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
     accelerator.log(metrics, step=metrics["episode"])
     append_jsonl(accelerator, output_dir / "metrics.jsonl", [metrics])
-    if "objective/scores" in metrics:
-        score = f"{metrics['objective/scores']:.3g}"
-        progress.set_postfix(score=score, eps=f"{metrics['eps']:.3g}")
+    for name, metric in (("sampled", "objective/scores"), ("held-out", "eval/scores")):
+        if metric in metrics:
+            state.setdefault(f"first {name}", metrics[metric])
+            state[f"last {name}"] = metrics[metric]
+            progress.set_postfix({name: f"{metrics[metric]:.3g}"})
 
 
-def rollout_rows(iteration: int, batch: Batch, scores: torch.Tensor, tensors: dict) -> list[dict]:
-    """A row of rollouts.jsonl for every episode. tensors: more columns, by name; None is null."""
-    columns = {
+def write_rollouts(
+    args: Args, accelerator, output_dir: Path, plan, metrics: dict, batch, scores, parts, columns
+):
+    """Append all episodes to rollouts.jsonl where asked, and now and then show a few of them.
+
+    columns: tensors [episodes] or [episodes, response], by name; None is null
+    """
+    table = {
+        "iteration": [metrics["iteration"]] * len(scores),
+        "index": range(len(scores)),
         "prompt": [prompt.text for prompt in batch.prompts],
         "completion": batch.completions,
-        "score": np.where(scores.isnan().cpu(), None, scores.cpu()).tolist(),
         "token_ids": batch.token_ids,
-        "logprobs": trim_rows(batch.logprobs, batch.lengths),
     }
-    for name, tensor in tensors.items():
+    tensors = {"score": scores} | {f"reward/{name}": parts[name] for name in parts if name}
+    for name, tensor in (tensors | {"logprobs": batch.logprobs} | columns).items():
         if tensor is None:
-            columns[name] = [None] * len(batch.prompts)
-        elif tensor.dim() == 1:  # [episodes]
-            columns[name] = tensor.tolist()
-        else:  # [episodes, response]
-            columns[name] = trim_rows(tensor, batch.lengths)
-    rows = []
-    for index, entries in enumerate(zip(*columns.values())):
-        rows.append({"iteration": iteration, "index": index} | dict(zip(columns, entries)))
-    return rows
-
-
-def write_rollouts(args: Args, accelerator, output_dir: Path, plan, rows: list, episode: int):
-    """Append rows to rollouts.jsonl where asked; now and then show and write a few as samples."""
+            table[name] = [None] * len(scores)
+        elif tensor.dim() == 1:
+            table[name] = np.where(tensor.isnan().cpu(), None, tensor.cpu()).tolist()
+        else:
+            table[name] = trim_rows(tensor, batch.lengths)
+    rows = [dict(zip(table, entries)) for entries in zip(*table.values())]
     if args.save_rollouts:
         append_jsonl(accelerator, output_dir / "rollouts.jsonl", rows)
-    iteration = rows[0]["iteration"]
     # This is true --num-sample-generations times in a run, at equal distances.
-    if iteration * args.num_sample_generations % plan.iterations < args.num_sample_generations:
-        samples = []
-        for row in rows[:: args.k][:4]:  # one completion of a group
-            names = ("iteration", "index", "prompt", "completion", "score")
-            samples.append({name: row[name] for name in names})
-        append_jsonl(accelerator, output_dir / "samples.jsonl", samples)
-        show_samples(accelerator, samples, episode)
-
-
-def show_samples(accelerator, samples: list[dict], episode: int):
-    """A few completions as a table in the terminal, and in trackers that have tables."""
-    columns = list(samples[0])
-    rows = [list(sample.values()) for sample in samples]
-    table = Table(*columns, title=f"samples at episode {episode}", title_justify="left")
-    for row in rows:
-        table.add_row(*map(str, row))
-    with tqdm.external_write_mode():
-        Console(quiet=not accelerator.is_main_process).print(table, markup=False)
+    wanted = args.num_sample_generations
+    if not accelerator.is_main_process or metrics["iteration"] * wanted % plan.iterations >= wanted:
+        return
+    names = ["prompt", "completion", *tensors]
+    samples = [[row[name] for name in names] for row in rows[:: args.k][:4]]  # one of a group
+    for prompt, completion, *numbers in samples:
+        shown = ", ".join(f"{name} {number}" for name, number in zip(tensors, numbers))
+        tqdm.write(f"episode {metrics['episode']}: {prompt!r} -> {completion!r}, {shown}")
     for tracker in accelerator.trackers:
         if hasattr(tracker, "log_table"):
-            tracker.log_table("samples", columns=columns, data=rows, step=episode)
+            tracker.log_table("samples", columns=names, data=samples, step=metrics["episode"])
 
 
 def save_checkpoint(accelerator, state: dict, output_dir: Path):
-    """Write weights and optimizer, then `state.json`, which makes the checkpoint whole.
+    """Write weights, optimizer and state. The folder gets its name when it is whole.
 
-    The newest two whole checkpoints are kept.
+    The newest two checkpoints are kept.
     """
-    folder = output_dir / "checkpoints" / f"iteration_{state['iteration']:08d}"
-    accelerator.save_state(str(folder))
+    checkpoints = output_dir / "checkpoints"
+    unfinished = checkpoints / "unfinished"
+    if accelerator.is_main_process:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(unfinished))
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
         return
-    sizes = {}
-    for name in JSONL_FILES:
-        if (output_dir / name).exists():
-            sizes[name] = (output_dir / name).stat().st_size
-    (folder / "state.tmp").write_text(json.dumps(state | {"jsonl_sizes": sizes}))
-    (folder / "state.tmp").replace(folder / "state.json")
-    newest = [file.parent for file in sorted(folder.parent.glob("*/state.json"))[-2:]]
-    for old in folder.parent.glob("iteration_*"):
-        if old not in newest:
-            (old / "state.json").unlink(missing_ok=True)
-            shutil.rmtree(old)
+    files = [output_dir / name for name in JSONL_FILES]
+    state["jsonl_sizes"] = {file.name: file.stat().st_size for file in files if file.exists()}
+    (unfinished / "state.json").write_text(json.dumps(state))
+    folder = checkpoints / f"iteration_{state['iteration']:08d}"
+    shutil.rmtree(folder, ignore_errors=True)  # An older script may have left half of one.
+    unfinished.rename(folder)
+    for old in sorted(checkpoints.glob("iteration_*"))[:-2]:
+        shutil.rmtree(old.rename(unfinished))
 
 
 def load_state(args: Args, accelerator, output_dir: Path, num_prompts: int) -> dict:
     """What one iteration hands to the next, besides weights and optimizer.
 
-    With --resume, load the newest whole checkpoint, and cut off what was written after it.
+    With --resume, load the newest checkpoint, and cut off what was written after it.
     """
     run_id = f"{output_dir.name}-{int(time.time())}"
     state = {"iteration": 0, "step": 0, "num_prompts": num_prompts, "run_id": run_id}
     if not args.resume:
         return state
-    for file in sorted(output_dir.glob("checkpoints/*/state.json"))[-1:]:
+    for file in sorted(output_dir.glob("checkpoints/iteration_*/state.json"))[-1:]:
         saved = json.loads(file.read_text())
         if saved["num_prompts"] != num_prompts:
             before = saved["num_prompts"]
             raise ValueError(f"--dataset: {num_prompts} prompts, but the run had {before}")
         accelerator.load_state(str(file.parent))
         state |= saved
-    if accelerator.is_main_process and (output_dir / "args.yaml").exists():
-        sizes = state.get("jsonl_sizes", {})
-        for name in JSONL_FILES:
-            if (output_dir / name).exists():
-                os.truncate(output_dir / name, sizes.get(name, 0))
+    for name in JSONL_FILES:
+        if accelerator.is_main_process and (output_dir / name).exists():
+            os.truncate(output_dir / name, state.get("jsonl_sizes", {}).get(name, 0))
     accelerator.print(f"--resume: {state['iteration']} iterations are done", flush=True)
     return state
 
 
-def finish(args: Args, accelerator, policy, output_dir: Path, plan: SimpleNamespace, started):
-    """Save the model, and print what the run did. started: when, as time.time()"""
-    summary = f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs; "
-    if accelerator.is_main_process:
-        summary += score_summary(args, output_dir)
-    save_model(accelerator, policy, output_dir, summary)
-    seconds = f"{time.time() - started:.0f} s"
-    folder = output_dir / "model"
-    accelerator.print(f"{summary} in {seconds}; model in {folder}", flush=True)
-    accelerator.wait_for_everyone()
-
-
-def score_summary(args: Args, output_dir: Path) -> str:
-    """First and last scores of metrics.jsonl, in words."""
-    sampled = []
-    held_out = []
-    for line in open(output_dir / "metrics.jsonl", encoding="utf-8"):
-        row = json.loads(line)
-        if "objective/scores" in row:
-            sampled.append(row["objective/scores"])
-        if "eval/scores" in row:
-            held_out.append(row["eval/scores"])
-    summary = "no sampled episode had a score"
-    if sampled:
-        summary = f"sampled score {sampled[0]:.3f} -> {np.mean(sampled[-10:]):.3f}"
-    if held_out:
-        change = f"{held_out[0]:.3f} -> {held_out[-1]:.3f}"
-        where = f"at temperature {args.eval_temperature:g}"
-        summary = f"held-out score ({where}) {change}, {summary}"
-    return summary
-
-
-def save_model(accelerator, policy, output_dir: Path, summary: str):
-    """Write policy, tokenizer and card beside `model/`, and rename the folder when it is whole."""
+def finish(accelerator, policy, output_dir: Path, plan: SimpleNamespace, state: dict):
+    """Write policy and tokenizer, give the folder its name when it is whole, and sum the run up."""
     state_dict = accelerator.get_state_dict(policy)
-    if not accelerator.is_main_process:
-        return
-    weights = {}
-    for name, tensor in state_dict.items():
-        if name.startswith("language_model."):
-            weights[name.removeprefix("language_model.")] = tensor
-    model = accelerator.unwrap_model(policy)
-    folder = output_dir / "model.tmp"
-    model.language_model.save_pretrained(folder, state_dict=weights)
-    model.tokenizer.save_pretrained(folder)
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    card = (
-        f"`{shlex.join(sys.argv)}`: {summary}. {versions}, accelerate {accelerate.__version__}.\n"
-    )
-    (folder / "README.md").write_text(card)
-    folder.rename(output_dir / "model")
+    if accelerator.is_main_process:
+        weights = {}
+        for name, tensor in state_dict.items():
+            if name.startswith("language_model."):
+                weights[name.removeprefix("language_model.")] = tensor
+        model = accelerator.unwrap_model(policy)
+        folder = output_dir / "model.tmp"
+        model.language_model.save_pretrained(folder, state_dict=weights)
+        model.tokenizer.save_pretrained(folder)
+        folder.rename(output_dir / "model")
+    summary = f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs"
+    for name in ("held-out", "sampled"):
+        if f"first {name}" in state:
+            change = f"{state[f'first {name}']:.3f} -> {state[f'last {name}']:.3f}"
+            summary += f"; {name} score {change}"
+    accelerator.print(f"{summary}; model in {output_dir / 'model'}", flush=True)
+    accelerator.wait_for_everyone()
 
 
 # ===================================== 10  sharded models =====================================
 @contextlib.contextmanager
 def sampling_weights(accelerator, model):
-    """Prepare the weights for many small passes, and put them back at the end.
-
-    Sharded weights are gathered once, not layer by layer for every token. On a CPU the weights of
-    linear layers are laid out by column, which makes a product with few rows faster.
-    """
+    """Inside, sharded weights are gathered as a whole, not layer by layer for every token."""
+    zero3 = getattr(getattr(model, "optimizer", None), "parameter_offload", None)  # of DeepSpeed
     if accelerator.is_fsdp2:
         model.set_reshard_after_forward(False)  # The first pass gathers everything.
         yield
@@ -1519,9 +1348,7 @@ def sampling_weights(accelerator, model):
         for module in model.modules():
             if hasattr(module, "reshard"):
                 module.reshard()
-        return
-    zero3 = getattr(getattr(model, "optimizer", None), "parameter_offload", None)  # of DeepSpeed
-    if zero3 is not None:
+    elif zero3 is not None:
         deepspeed = importlib.import_module("deepspeed")
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             # These hooks would release the weights of each layer after its pass.
@@ -1530,17 +1357,8 @@ def sampling_weights(accelerator, model):
             zero3.backward_hooks.clear()
             yield
             zero3.setup_zero_stage3_hooks()
-        return
-    linear_weights = set()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and module.weight.is_cpu:
-            linear_weights.add(module.weight)
-    kept = {weight: weight.data for weight in linear_weights}
-    for weight in linear_weights:
-        weight.data = weight.data.t().contiguous().t()
-    yield
-    for weight, data in kept.items():
-        weight.data = data
+    else:
+        yield
 
 
 def configure_deepspeed(accelerator, args: Args):
@@ -1559,36 +1377,15 @@ def configure_deepspeed(accelerator, args: Args):
 
 # ======================================== 11  checks ========================================
 # Flags that may change when a run is resumed. They change memory, or what is shown and kept.
-FREE_FLAGS = {
-    "output_dir",
-    "resume",
-    "save_every",
-    "plan",
-    "gradient_checkpointing",
-    "eval_dataset",
-    "eval_every",
-    "eval_temperature",
-    "eval_k",
-    "eval_reward",
-    "per_device_train_batch_size",
-    "per_device_rollout_batch_size",
-    "log_with",
-    "num_sample_generations",
-    "save_rollouts",
-}
+FREE_FLAGS = set("output_dir resume save_every plan gradient_checkpointing log_with".split())
+FREE_FLAGS |= set("eval_dataset eval_every eval_temperature eval_k eval_reward".split())
+FREE_FLAGS |= {"per_device_train_batch_size", "per_device_rollout_batch_size"}
+FREE_FLAGS |= {"num_sample_generations", "save_rollouts"}
 
-MAY_BE_0 = {
-    "seed",
-    "warmup_steps",
-    "num_sample_generations",
-    "stop_token_id",
-    "learning_rate",
-    "weight_decay",
-    "kl_coef",
-    "cliprange",
-    "eval_temperature",
-    "missing_eos_penalty",
-}
+# The same text in all scripts, so it also lists flags that only another script has.
+MAY_BE_0 = set("seed warmup_steps num_sample_generations stop_token_id learning_rate".split())
+MAY_BE_0 |= set("weight_decay kl_coef cliprange eval_temperature missing_eos_penalty".split())
+MAY_BE_0 |= {"cliprange_high", "cliprange_value", "vf_coef", "gamma", "lam"}
 
 
 def fill_in_defaults(args: Args):
@@ -1602,52 +1399,46 @@ def fill_in_defaults(args: Args):
         args.eval_dataset = str(DEFAULT / "eval.jsonl")
 
 
-def refuse(is_wrong, message: str):
-    """Stop if flags are wrong. tyro shows the message, and the exit status is 2."""
-    if is_wrong:
-        raise ValueError(message)
-
-
 def check_flags(args: Args):
-    """Refuse flags that are out of range, or that contradict each other."""
+    """Refuse flags that are out of range, or that contradict each other. tyro shows the message."""
     for name, value in vars(args).items():
-        check_range(name, value)
-    refuse(args.rloo_k < 2, "--rloo-k must be at least 2: the others are the baseline")
-    if args.dtype == "bfloat16" and args.updates_per_batch > 1:
-        message = "rounding alone would clip a third of the ratios, see docs/metrics.md"
-        raise ValueError(f"--dtype bfloat16 with more than one update per batch: {message}")
+        if type(value) in (int, float):
+            is_low = not (value >= 0 if name in MAY_BE_0 else value > 0)  # "not" also catches nan
+            is_infinite = math.isinf(value) and name != "max_grad_norm"
+            if is_low or is_infinite:
+                raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {value}")
     multiple = math.lcm(args.k, args.num_mini_batches)
-    message = f"--batch-size must be a multiple of {multiple}, for whole groups and mini-batches"
-    refuse(args.batch_size % multiple, message)
-    if "none" in (args.reward, args.eval_reward) and not args.reward_model_path:
-        raise ValueError("--reward none and --eval-reward none need a --reward-model-path")
-    path = args.eval_dataset
-    for flag in ("eval_every", "eval_reward", "eval_k"):
-        is_used = getattr(args, flag) != getattr(Args, flag)
-        refuse(is_used and not path, f"--{flag.replace('_', '-')} needs an --eval-dataset")
-    if path and not path.endswith(".jsonl") and ":" not in path:
-        raise ValueError("--eval-dataset must be a .jsonl file, or a Hub dataset as NAME:SPLIT")
-    if args.eval_k > 1 and args.eval_temperature == 0:
-        raise ValueError("--eval-k needs an --eval-temperature above 0, or all are equal")
-    if args.warmup_steps and args.lr_scheduler_type == "constant":
-        raise ValueError("--warmup-steps needs --lr-scheduler-type constant_with_warmup")
-    refuse(args.resume and not args.output_dir, "--resume needs the --output-dir of the run")
-    if args.log_with not in [None, *map(str, accelerate.tracking.get_available_trackers())]:
-        raise ValueError(f"--log-with: {args.log_with} is not an installed tracker")
-
-
-def check_range(name: str, value):
-    """Refuse a number that its flag cannot have. 2**32: a seed is one word of a random key."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return
-    flag = f"--{name.replace('_', '-')}"
-    lowest = 1 if isinstance(value, int) else 1e-30
-    if name in MAY_BE_0:
-        refuse(not value >= 0, f"{flag} must be at least 0, not {value}")
-    else:
-        refuse(not value >= lowest, f"{flag} must be above 0, not {value}")
-    is_too_high = value >= 2**32 and name != "max_grad_norm"
-    refuse(is_too_high, f"{flag} must be below 2**32, not {value}")
+    path = args.eval_dataset or "none.jsonl"
+    trackers = [None, *map(str, accelerate.tracking.get_available_trackers())]
+    faults = {  # a message, and whether it is true
+        "--rloo-k must be at least 2: the others are the baseline": args.rloo_k < 2,
+        "--dtype bfloat16 with more than one update per batch: rounding alone would clip a third of"
+        " the ratios, see docs/metrics.md": args.dtype == "bfloat16" and args.updates_per_batch > 1,
+        f"--batch-size must be a multiple of {multiple}, for whole groups and mini-batches": (
+            args.batch_size % multiple != 0
+        ),
+        "--reward none needs a --reward-model-path": (
+            args.reward == "none" and args.reward_model_path is None
+        ),
+        "--eval-reward must name a function": args.eval_reward == "none",
+        "--eval-every, --eval-reward and --eval-k need an --eval-dataset": (
+            args.eval_dataset is None and (args.eval_every or args.eval_reward or args.eval_k > 1)
+        ),
+        "--eval-dataset must be a .jsonl file, or a Hub dataset as NAME:SPLIT": (
+            not path.endswith(".jsonl") and ":" not in path
+        ),
+        "--eval-k needs an --eval-temperature above 0, or all are equal": (
+            args.eval_k > 1 and args.eval_temperature == 0
+        ),
+        "--warmup-steps needs --lr-scheduler-type constant_with_warmup": (
+            args.warmup_steps > 0 and args.lr_scheduler_type == "constant"
+        ),
+        "--resume needs the --output-dir of the run": args.resume and args.output_dir is None,
+        f"--log-with: {args.log_with} is not an installed tracker": args.log_with not in trackers,
+    }
+    for message, is_true in faults.items():
+        if is_true:
+            raise ValueError(message)
 
 
 def start_accelerator(args: Args) -> accelerate.Accelerator:
@@ -1671,8 +1462,11 @@ def start_accelerator(args: Args) -> accelerate.Accelerator:
     return accelerator
 
 
-def choose_output_dir(args: Args, accelerator) -> Path:
-    """The folder of the run, the same on all processes. Only --resume may use one with a run."""
+def open_output_dir(args: Args, accelerator) -> Path | None:
+    """The folder of the run, the same on all processes. None if the run is finished.
+
+    Only --resume may use a folder with a run, and only with flags that do not make it another run.
+    """
     name = args.output_dir or f"runs/{Path(__file__).stem}__{args.seed}__{int(time.time())}"
     output_dir = Path(gather_object([name])[0])  # the clocks of two processes may differ
     device = accelerator.device.type
@@ -1681,45 +1475,24 @@ def choose_output_dir(args: Args, accelerator) -> Path:
     if device == "cuda" and args.dtype == "float32":
         promise = "float32 gives the same run on any number of processes"
         accelerator.print(f"{promise}; --dtype bfloat16 is several times faster", flush=True)
-    holds_run = (output_dir / "args.yaml").exists() or (output_dir / "model").exists()
-    if holds_run and not args.resume:
+    model = output_dir / "model"
+    flags = output_dir / "args.yaml"
+    if (flags.exists() or model.exists()) and not args.resume:
         raise ValueError(f"--output-dir {output_dir}: already holds a run; --resume continues it")
-    if holds_run:
-        check_same_run(args, output_dir)
-    return output_dir
-
-
-def check_same_run(args: Args, output_dir: Path):
-    """Refuse flags that would make the resumed run another run. A new flag had its default."""
-    before = {name: getattr(Args, name) for name in vars(args)}
-    before |= yaml.safe_load((output_dir / "args.yaml").read_text())
-    for name, value in before.items():
-        flag = f"--{name.replace('_', '-')}"
-        if name not in vars(args):
-            message = f"holds the run of another script, which has {flag}"
-            raise ValueError(f"--output-dir {output_dir}: {message}")
-        if name not in FREE_FLAGS and value != getattr(args, name):
-            message = f"the run in {output_dir} has {value}"
-            raise ValueError(f"{flag} {getattr(args, name)}: {message}")
-
-
-def is_finished(accelerator, output_dir: Path) -> bool:
-    """True if the run has already saved its model. Then there is nothing to do."""
-    folder = output_dir / "model"
-    if not folder.exists():
-        return False
-    accelerator.print(f"nothing to do: the run is finished, its model is in {folder}")
+    if flags.exists():
+        defaults = {name: getattr(Args, name) for name in vars(args)}  # of flags that are newer
+        for name, value in (defaults | yaml.safe_load(flags.read_text())).items():
+            flag = f"--{name.replace('_', '-')}"
+            if name not in vars(args):
+                raise ValueError(f"--output-dir {output_dir}: of another script, which has {flag}")
+            mine = getattr(args, name)
+            if name not in FREE_FLAGS and value != mine:
+                raise ValueError(f"{flag} {mine}: the run in {output_dir} has {value}")
+    if not model.exists():
+        return output_dir
+    accelerator.print(f"nothing to do: the run is finished, its model is in {model}")
     accelerator.end_training()
-    return True
-
-
-def check_lengths(args: Args, policy: CompletionModel, prompts: list[Prompt]):
-    """Refuse a --response-length that does not fit into the model after the longest prompt."""
-    longest = max(len(prompt.token_ids) for prompt in prompts) + args.response_length
-    positions = getattr(policy.language_model.config, "max_position_embeddings", None)
-    if longest > (positions or math.inf):
-        message = f"with the longest prompt {longest} tokens, but the model has {positions}"
-        raise ValueError(f"--response-length: {message}")
+    return None
 
 
 def compare_with_sampler(
@@ -1734,17 +1507,13 @@ def compare_with_sampler(
         return {}
     difference = (logprobs - sampler_logprobs).abs().max()
     if args.dtype == "float32" and not difference < 1e-3:  # "not" also catches nan
-        message = f"sampling and training give log-probabilities {difference:.2g} apart"
-        raise RuntimeError(message)
+        apart = f"{difference:.2g} apart"
+        raise RuntimeError(f"sampling and training give log-probabilities {apart}")
     return {"val/sampling_logprob_difference": difference}
 
 
-def check_gradient(grad_norm: float, iteration: int, step: int):
-    """Stop before an update whose gradient is not finite."""
-    if not math.isfinite(grad_norm):
-        where = f"iteration {iteration}, step {step + 1}"
-        raise RuntimeError(f"{where}: the gradient norm is {grad_norm}")
-
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
 
 if __name__ == "__main__":
     main(tyro.cli(Args, description=__doc__))

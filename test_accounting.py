@@ -23,7 +23,6 @@ Every script in this folder is tested, also your copy of one (cp grpo.py mine.py
 
 import math
 import random
-import re
 import typing
 from collections import Counter
 from types import SimpleNamespace
@@ -370,8 +369,8 @@ def test_processes_change_no_count(script, run, world, tmp_path, processes):
     before, *metrics = read_jsonl(output_dir / "metrics.jsonl")  # The first row is the evaluation before training.
     assert (before["step"], before["episode"], before["epoch"]) == (0, 0, 0)
     steps = check_run(args, metrics, output_dir, 5)
-    plan = yaml.safe_load((output_dir / "plan.yaml").read_text())
-    assert plan == vars(script.batch_arithmetic(args, 5, processes)) and plan["steps"] == steps
+    plan = vars(script.batch_arithmetic(args, 5, processes))
+    assert yaml.safe_dump(plan, sort_keys=False) in finished.stdout and plan["steps"] == steps
     calls = read_jsonl(tmp_path / "calls.jsonl")
     assert {(call["rank"], call["world_size"]) for call in calls} == {(str(i), processes) for i in range(processes)}
     assert {call["type"] for call in calls} == {"DistributedType.MULTI_CPU"}  # There really are several processes.
@@ -387,22 +386,16 @@ def test_processes_change_no_count(script, run, world, tmp_path, processes):
 
 # ================================================= 7  --plan ===============================================
 def test_plan_is_yaml_and_that_of_the_run(script, run, world, monkeypatch, capsys, tmp_path):
-    """--plan prints every count with its formula, as YAML. A run prints the same and keeps it as plan.yaml."""
+    """--plan prints every count, as YAML, for any number of processes. A run prints the same."""
     flags = dict(num_mini_batches=2, num_ppo_epochs=3, num_train_epochs=1.5, per_device_train_batch_size=2)
-    _, _, output_dir = run(script, **flags)
-    plan_of_run = (output_dir / "plan.yaml").read_text()
-    assert plan_of_run in capsys.readouterr().out
+    run(script, **flags)
+    of_run = capsys.readouterr().out
     monkeypatch.setattr(script, "load_model", None)  # --plan loads no model.
-    printed = {}
+    printed = []
     for world_size in (1, 3):
-        flags |= dict(model_path="no/such/model", output_dir=str(tmp_path / "out"), plan=world_size)
-        args = make_args(script, **base_flags(world) | flags)
+        args = make_args(script, **base_flags(world) | flags | dict(output_dir=str(tmp_path / "out"), plan=world_size))
         script.main(args)
-        printed[world_size] = capsys.readouterr().out
-        counts = count_with_cards(args, 7, world_size)
-        assert yaml.safe_load(printed[world_size]) == counts
-        for line, (name, value) in zip(printed[world_size].splitlines(), counts.items(), strict=True):
-            assert re.sub(" +", " ", line) == f"{name}: {value} # {script.FORMULAS[name]}"
-    assert printed[1] == plan_of_run
-    assert printed[3] != printed[1]
+        printed.append(capsys.readouterr().out)
+        assert yaml.safe_load(printed[-1]) == count_with_cards(args, 7, world_size)
+    assert printed[0] in of_run and printed[1] != printed[0]
     assert not (tmp_path / "out").exists()

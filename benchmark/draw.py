@@ -6,7 +6,7 @@ import matplotlib
 import numpy as np
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 COLORS = {"rloo": "#1f6fb4", "grpo": "#d1495b", "ppo": "#e0a030"}
 GRAY = "#7a7a7a"

@@ -8,6 +8,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,9 +18,11 @@ from pathlib import Path
 import numpy as np
 import tyro
 import yaml
+from safetensors.numpy import load_file
 
 BENCHMARK = Path(__file__).resolve().parent
 ROOT = BENCHMARK.parent
+POLICY = BENCHMARK / "default" / "policy"
 SCRIPTS = ("rloo", "grpo", "ppo")
 DEFAULTS = dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
@@ -30,7 +33,8 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def read_run(folder: Path) -> dict:
-    """A run's flags, its `metrics`, each with the `seconds` of rollout and training until then, and its `rollouts`."""
+    """A run's flags, its `metrics`, each with the `seconds` of rollout and training until then, those of them that are
+    `evaluations`, and its `rollouts`."""
     if not (Path(folder) / "metrics.jsonl").exists():
         raise SystemExit(f"{folder} holds no metrics.jsonl; name the --output-dir of a run")
     rows = read_rows(Path(folder) / "metrics.jsonl")
@@ -38,7 +42,21 @@ def read_run(folder: Path) -> dict:
         row["seconds"] = float(seconds)
     rollouts = Path(folder) / "rollouts.jsonl"
     args = yaml.safe_load((Path(folder) / "args.yaml").read_text())
-    return dict(args=args, metrics=rows, rollouts=read_rows(rollouts) if rollouts.exists() else [])
+    evaluations = [row for row in rows if "eval/scores" in row]
+    return dict(
+        args=args, metrics=rows, evaluations=evaluations, rollouts=read_rows(rollouts) if rollouts.exists() else []
+    )
+
+
+def relative_distance(folder: Path, right: Path) -> float:
+    """How far the final weights of two runs are apart, by norm, in units of how far the second one's moved."""
+    files = (folder / "model", right / "model", POLICY)
+    weights, expected, start = (load_file(path / "model.safetensors") for path in files)
+
+    def apart(others):
+        return sum(np.square(expected[name] - others[name], dtype=np.float64).sum() for name in expected) ** 0.5
+
+    return float(apart(weights) / apart(start))
 
 
 def torchrun(processes: int, *program: str) -> list[str]:
@@ -61,14 +79,30 @@ def run(script: str, flags: str = "", folder: Path | None = None, launcher=(), *
         return read_run(folder) | dict(output=finished.stdout)
 
 
+def copy_script(folder: Path, script: str, patch: str | None = None) -> Path:
+    """A copy of a script, with a patch of benchmark/ or as it is, and beside it what its defaults need."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / f"{script}.py", folder)
+    if not (folder / "benchmark").exists():
+        (folder / "benchmark").symlink_to(BENCHMARK)
+    if patch is not None:
+        subprocess.run(["git", "apply", str(BENCHMARK / patch)], cwd=folder, check=True)
+    return folder / f"{script}.py"
+
+
+def import_script(script: str):
+    """Import a script (`rloo`, or a path)."""
+    path = Path(script if script.endswith(".py") else ROOT / f"{script}.py").resolve()
+    sys.path.insert(0, str(path.parent))
+    return importlib.import_module(path.stem)
+
+
 def run_forked(job: tuple[str, str]) -> dict:
     """`run(*job)` inside this process, which has imported the libraries already: a start costs nothing."""
     script, flags = job
     # OMP_NUM_THREADS comes too late for a program that imports torch before it calls `run_all`.
     importlib.import_module("torch").set_num_threads(1)
-    path = Path(script if script.endswith(".py") else ROOT / f"{script}.py")
-    sys.path.insert(0, str(path.parent))
-    module = importlib.import_module(path.stem)
+    module = import_script(script)
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
         os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
         try:

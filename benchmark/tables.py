@@ -14,18 +14,13 @@ tables again changes nothing.
 import json
 import math
 import re
-import statistics
 from pathlib import Path
+from statistics import fmean as mean
+from statistics import stdev
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmark/*.md"), *ROOT.glob("benchmark/*/*.md")]
 SCRIPTS = ("rloo", "grpo", "ppo")
-TABLES = {}  # name: the function that makes the table
-
-
-def table(function):
-    TABLES[function.__name__] = function
-    return function
 
 
 def load(path: str):
@@ -33,9 +28,12 @@ def load(path: str):
     return json.loads((ROOT / "benchmark" / path).read_text())
 
 
-def mean(values) -> float:
-    values = list(values)
-    return sum(values) / len(values)
+def grouped(rows: list[dict], name: str) -> dict[str, list[dict]]:
+    """The rows by their entry of this name."""
+    groups = {}
+    for row in rows:
+        groups.setdefault(row[name], []).append(row)
+    return groups
 
 
 def small(value: float, digits: int = 1) -> str:
@@ -49,28 +47,18 @@ def markdown(head: list, rows: list[list]) -> str:
 
 
 # ============================================ benchmark/README.md ===========================================
-@table
 def default_task() -> str:
     """The three scripts with default flags: means over the seeds, and their range."""
-    curves = load("default/curves.json")
-    columns = {script: [c for c in curves if c["script"] == script] for script in SCRIPTS}
-
-    def held_out(some):
-        after = [c["greedy_after"] for c in some]
-        before = mean(c["greedy_before"] for c in some)
-        return f"{before:.3f} -> {mean(after):.3f} ({min(after):.3f} to {max(after):.3f})"
-
-    def sampled(some):
-        return f"{mean(c['sampled_before'] for c in some):.3f} -> {mean(c['sampled_after'] for c in some):.3f}"
-
-    rows = {
-        "most likely answer, held-out prompts, before -> after": held_out,
-        "sampled answers, first iteration -> last ten": sampled,
-        "episodes": lambda some: f"{some[0]['episode'][-1]:,}",
-        "seconds on one core in rollouts and training": lambda some: f"{mean(c['eval_seconds'][-1] for c in some):.0f}",
-    }
-    cells = [[name, *(cell(some) for some in columns.values())] for name, cell in rows.items()]
-    return markdown(["right answers", *columns], cells)
+    columns = []
+    for some in grouped(load("default/curves.json"), "script").values():
+        after, before = [c["greedy_after"] for c in some], mean(c["greedy_before"] for c in some)
+        held_out = f"{before:.3f} -> {mean(after):.3f} ({min(after):.3f} to {max(after):.3f})"
+        sampled = [f"{mean(c[name] for c in some):.3f}" for name in ("sampled_before", "sampled_after")]
+        seconds = f"{mean(c['eval_seconds'][-1] for c in some):.0f}"
+        columns.append([held_out, " -> ".join(sampled), f"{some[0]['episode'][-1]:,}", seconds])
+    names = ["most likely answer, held-out prompts, before -> after", "sampled answers, first iteration -> last ten"]
+    names += ["episodes", "seconds on one core in rollouts and training"]
+    return markdown(["right answers", *SCRIPTS], list(zip(names, *columns)))
 
 
 def largest(peer: str) -> float:
@@ -80,21 +68,18 @@ def largest(peer: str) -> float:
     return max(row[name] for row in rows for name in names if name in row)
 
 
-def distances() -> list[list[float]]:
-    """How far two processes are from one, of DDP, FSDP2, ZeRO-2 and ZeRO-3: [kind][script]"""
-    kinds = [
-        [run for run in load("hardware/fsdp2_cpu.json")["runs"] if run["kind"] == kind] for kind in ("DDP", "FSDP2")
-    ]
-    kinds += [[run for run in load("hardware/sharded.json")["runs"] if run["stage"] == stage] for stage in (2, 3)]
-    return [[run["relative_distance"] for run in runs] for runs in kinds]
+def distances() -> dict[str, list[float]]:
+    """How far two processes are from one, for each script."""
+    found = {}
+    for run in load("hardware/fsdp2_cpu.json")["runs"] + load("hardware/sharded.json")["runs"]:
+        kind = run["kind"] if "kind" in run else f"ZeRO-{run['stage']}"
+        found.setdefault(kind, []).append(run["relative_distance"])
+    return found
 
 
-@table
 def hardware() -> str:
     """Two processes against one."""
-    rows = []
-    for kind, values in zip(("DDP", "FSDP2", "ZeRO-2", "ZeRO-3"), distances()):
-        rows.append([f"{kind}, 128 episodes", *map(small, values)])
+    rows = [[f"{kind}, 128 episodes", *map(small, values)] for kind, values in distances().items()]
     completions = load("hardware/completions.json")
     for what in ("1 and 2 processes", "micro-batches of 64 and 16"):
         found = [completions[f"{script}, {what}"] for script in SCRIPTS]
@@ -103,36 +88,25 @@ def hardware() -> str:
     return markdown(["", *SCRIPTS], rows)
 
 
-@table
 def kills() -> str:
     """Runs that were killed, against those that were not."""
-    rows = []
-    for processes, name in (("1", "one process"), ("2", "two"), ("1, 2 by turns", "one and two in turn")):
-        runs = [run for run in load("hardware/kill_and_resume.json")["runs"] if run["processes"] == processes]
+    rows, names = [], {"1": "one process", "2": "two", "1, 2 by turns": "one and two in turn"}
+    for processes, runs in grouped(load("hardware/kill_and_resume.json")["runs"], "processes").items():
         cells = ["bitwise equal" if run["bitwise"] else small(run["relative_distance"]) for run in runs]
-        rows.append([f"resumed on {name}", *cells])
+        rows.append([f"resumed on {names[processes]}", *cells])
     return markdown(["", *SCRIPTS], rows)
 
 
-def smollm2_right(script: str) -> list[float]:
-    return [row["after"]["right"] for row in load("smollm2/results.json") if row["script"] == script]
-
-
-@table
 def smollm2() -> str:
     """A real model, before and after."""
-    names = {"right": "right answers", "ended": "answers that end", "tokens": "tokens of an answer"}
-    rows = []
-    for name, text in names.items():
-        cells = []
-        for script in ("before", *SCRIPTS):
-            found = [row["after"][name] for row in load("smollm2/results.json") if row["script"] == script]
-            cells.append(", ".join(f"{value:.1f}" if name == "tokens" else f"{value:.2f}" for value in found))
-        rows.append([text, *cells])
+    runs, rows = grouped(load("smollm2/results.json"), "script"), []
+    for name, text in (("right", "right answers"), ("ended", "answers that end"), ("tokens", "tokens of an answer")):
+        digits = 1 if name == "tokens" else 2
+        found = [[f"{run['after'][name]:.{digits}f}" for run in some] for some in runs.values()]
+        rows.append([text, *map(", ".join, found)])
     return markdown(["", "before", *(f"{script}, two seeds" for script in SCRIPTS)], rows)
 
 
-@table
 def kl_term() -> str:
     """The score that was learned, and the true one, at two coefficients."""
     curves, rows = load("default/reward_model_curves.json"), []
@@ -147,22 +121,17 @@ def kl_term() -> str:
     return markdown(["`--kl-coef`", *columns], rows)
 
 
-@table
 def speed() -> str:
     """Tally beside TRL."""
-    entries, rows = load("throughput/throughput.json"), []
-    for case in dict.fromkeys(entry["case"] for entry in entries):
-        cells, some = [], [entry for entry in entries if entry["case"] == case]
-        for algorithm in ("rloo", "grpo"):
-            text = "not run"
-            for e in some:
-                if e["algorithm"] == algorithm:
-                    memory = f"{e['tally']['peak_gib']:.2g}, {e['trl']['peak_gib']:.2g}"
-                    text = f"{e['episodes_per_second_ratio']:.1f}x; {memory}"
-            cells.append(text)
+    rows = []
+    for case, some in grouped(load("throughput/throughput.json"), "case").items():
+        cells = {"rloo": "not run", "grpo": "not run"}
+        for e in some:
+            memory = f"{e['tally']['peak_gib']:.2g}, {e['trl']['peak_gib']:.2g}"
+            cells[e["algorithm"]] = f"{e['episodes_per_second_ratio']:.1f}x; {memory}"
         settings = some[0]["settings"]
         runs = f"{settings['pairs']}, {settings['steps'] - settings['dropped_steps']}"
-        rows.append([f"{case}: {some[0]['about']}; batch {settings['batch']}", runs, *cells])
+        rows.append([f"{case}: {some[0]['about']}; batch {settings['batch']}", runs, *cells.values()])
     head = ["case: model, prompt and completion tokens", "pairs of runs, measured steps in each"]
     return markdown([*head, "RLOO: speed; memory", "GRPO: speed; memory"], rows)
 
@@ -170,20 +139,18 @@ def speed() -> str:
 # ================================================= README.md ==========================================
 
 
-@table
 def evidence() -> str:
     """Every claim in one number."""
     before = mean(c["greedy_before"] for c in load("default/curves.json"))
-    after = [mean(c["greedy_after"] for c in load("default/curves.json") if c["script"] == s) for s in SCRIPTS]
-    right = [value for script in SCRIPTS for value in smollm2_right(script)]
-    [right_before] = smollm2_right("before")
+    after = [mean(c["greedy_after"] for c in some) for some in grouped(load("default/curves.json"), "script").values()]
+    right_before, *right = (row["after"]["right"] for row in load("smollm2/results.json"))
     replayed = max(row["distance"] for row in load("parity/replay.json"))
-    apart = max(value for kind in distances() for value in kind)
+    apart = max(value for values in distances().values() for value in values)
     killed = load("hardware/kill_and_resume.json")["kills"]
     trl, torchrl = (small(largest(peer), 0) for peer in ("trl", "torchrl"))
     entries, times = load("throughput/throughput.json"), []
-    for algorithm in ("rloo", "grpo"):
-        speeds = [entry["episodes_per_second_ratio"] for entry in entries if entry["algorithm"] == algorithm]
+    for algorithm, some in grouped(entries, "algorithm").items():
+        speeds = [entry["episodes_per_second_ratio"] for entry in some]
         times.append(f"{algorithm.upper()} {min(speeds):.1f} to {max(speeds):.1f} times")
     memory = [100 * entry["memory_ratio"] for entry in entries]
     rows = f"""
@@ -202,7 +169,7 @@ It is fast | beside TRL 1.16 on a CPU: {", ".join(times)} its episodes per secon
 def mean_and_band(values) -> tuple[float, float]:
     """The mean, and half the width of its 95 % interval, with Student's t. Five sets or ten seeds were measured."""
     values = list(values)
-    return mean(values), {5: 2.78, 10: 2.26}[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+    return mean(values), {5: 2.78, 10: 2.26}[len(values)] * stdev(values) / len(values) ** 0.5
 
 
 def with_interval(middle: float, band: float, digits: int = 3) -> str:
@@ -229,11 +196,10 @@ def ladder_relative_noise(rung: str, weights: str) -> tuple[float, float, float]
     return math.exp(middle - band), math.exp(middle), math.exp(middle + band)
 
 
-@table
 def ladder_learning() -> str:
     rows = []
-    for rung in dict.fromkeys(row["rung"] for row in ladder(measured="learning")):
-        curves = [row["held_out"] for row in ladder(measured="learning", rung=rung)]
+    for rung, runs in grouped(ladder(measured="learning"), "rung").items():
+        curves = [row["held_out"] for row in runs]
         columns = [[curve[len(curve) // 2] for curve in curves], [curve[-1] for curve in curves]]
         cells = [with_interval(*mean_and_band(column)) for column in columns]
         fresh = ladder(measured="gradient", rung=rung, prompts="fresh")  # at the start, and half-way
@@ -241,7 +207,6 @@ def ladder_learning() -> str:
     return markdown(["", "right, half-way", "right, end", "fresh noise, start", "fresh noise, half-way"], rows)
 
 
-@table
 def ladder_gradients() -> str:
     lines = {}
     for row in ladder(measured="gradient", prompts=1):
@@ -253,7 +218,6 @@ def ladder_gradients() -> str:
     return markdown(["", "noise, start", "noise, half-way", "cosine, start"], [[rung, *lines[rung]] for rung in lines])
 
 
-@table
 def ladder_baselines() -> str:
     """The variance with a constant baseline is a parabola in it. Its values at -1, 0 and 1 were measured."""
     columns = []
@@ -279,7 +243,6 @@ def number(value: float) -> str:
     return f"{value:.3f}" if abs(value) >= 0.001 else f"{value:.0e}"
 
 
-@table
 def failure(name: str) -> str:
     """A failure and its healthy run: the last evaluation, and means of the other metrics over the second half."""
     runs = [row for row in load("failures/failures.json") if row["failure"] == name]
@@ -310,13 +273,9 @@ ALSO = {  # what is shown beside the right answers
 }
 
 
-@table
 def variants() -> str:
     """Each patch beside the script as it is, at the end of training: means over five seeds, with 95 % intervals."""
-    groups = {}
-    for curve in load("variants/curves.json"):
-        groups.setdefault(curve["variant"], []).append(curve)
-    rows = []
+    groups, rows = grouped(load("variants/curves.json"), "variant"), []
     for patch in groups.keys() - {"original"}:
         some = groups[patch]
         flags = {word for curve in some for word in (curve["script"], *curve["flags"].split())}
@@ -325,7 +284,7 @@ def variants() -> str:
         right, also = [], []
         for runs in (some, original):
             ends = [run["eval/scores"][-1] for run in runs]
-            right.append(f"{mean(ends):.2f} ± {2.78 * statistics.stdev(ends) / len(ends) ** 0.5:.2f}")  # t of 5 seeds
+            right.append("{:.2f} ± {:.2f}".format(*mean_and_band(ends)))
             ends = [run[metric] for run in runs if metric in run]  # a curve, or the mean of the run
             ends = [end[-1] if isinstance(end, list) else end for end in ends]
             also.append(number(mean(ends)) if ends else "")
@@ -343,7 +302,6 @@ ENGINE = {  # of each case the columns, as run.json names them
 }
 
 
-@table
 def engine(case: str) -> str:
     """The runs of a case of benchmark/engine/run.py."""
 
@@ -365,7 +323,6 @@ def power(value: float) -> str:
     return small(value, 0) if value < 0.001 else f"{value:.2g}"
 
 
-@table
 def mini_batch() -> str:
     """The largest differences of loss and gradient in all cases that are the same in both programs."""
     groups = {}
@@ -395,29 +352,23 @@ def mini_batch() -> str:
     return markdown(head, rows)
 
 
-@table
 def differences() -> str:
     """The places where the programs mean different things."""
-    groups = {}
-    for row in load("parity/mini_batch.json"):
-        if "what" in row:
-            groups.setdefault(row["what"], []).append(row)
     rows = []
-    for what, some in groups.items():
+    different = [row for row in load("parity/mini_batch.json") if "what" in row]
+    for what, some in grouped(different, "what").items():
         found = max(row.get("gradient", row.get("value")) for row in some)
         left = max(row.get("undone_gradient", row.get("undone_value")) for row in some)
         rows.append([what, power(found), some[0]["undone_by"], power(left)])
     return markdown(["difference", "of the gradient", "removed by", "left"], rows)
 
 
-@table
 def replay() -> str:
     """TRL, trained on the completions of Tally's default run."""
     rows = [[row["algorithm"], row["updates"], f"{row['distance']:.1e}"] for row in load("parity/replay.json")]
     return markdown(["script", "updates", "distance"], rows)
 
 
-@table
 def learning() -> str:
     """Tally and TRL, ten seeds each, and Welch's test."""
     names = {"score": "last ten iterations", "area": "mean of all 256"}
@@ -431,6 +382,12 @@ def learning() -> str:
 
 
 # ============================================ writing ========================================================
+TABLES = [default_task, hardware, kills, smollm2, kl_term, speed, evidence]
+TABLES += [ladder_learning, ladder_gradients, ladder_baselines, failure, variants, engine]
+TABLES += [mini_batch, differences, replay, learning]
+TABLES = {function.__name__: function for function in TABLES}
+
+
 def write_tables(text: str) -> str:
     """The text of a page with all its tables written again."""
 

@@ -5,8 +5,8 @@
         --response-length 53 --judge judge.py:better
 
 Both models complete the same held-out prompts. They sample as the scripts do. With `--baseline column:NAME`, that
-column of the dataset takes the place of the second model. A seed draws half of the pairs, and these are shown in the
-other order. So a judge that only likes a position gives 50 %. The win rate in each order is printed, too.
+column of the dataset takes the place of the second model. Half of the pairs are shown in the other order. So a judge
+that only likes a position gives 50 %. The win rate in each order is printed, too.
 
 The judge is called once, by keywords. It gets `prompts`, `first` and `second`, which are the completions in the order
 shown, and a list for each other column. A completion is a text, or a list of messages if the prompt of the row is one.
@@ -16,8 +16,7 @@ For each pair the judge returns 0 if the first is better, 1 if the second is bet
         return [0.5 if len(a) == len(b) else int(len(b) < len(a)) for a, b in zip(first, second)]
 
 A tie counts half. The interval is Wilson's at 95 %, which keeps its width at 0 and 100 %. Ties make it wider than
-necessary, but never too narrow. Every pair is written to `--output`, so that a reader can see what was judged.
-The time is that of sampling. It uses a GPU if there is one. The first command takes a few seconds on one core.
+necessary, but never too narrow. Every pair is written to `--output`. It uses a GPU if there is one.
 """
 
 import json
@@ -31,7 +30,7 @@ import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import rloo  # noqa: E402
+import rloo
 
 
 @dataclass
@@ -55,16 +54,13 @@ def exact_match(first: list, second: list, answer: list, **_) -> list[float]:
 
 
 def load_prompts(args: Args, tokenizer) -> list:
-    return rloo.load_prompts(args.dataset, None, tokenizer, None)[: args.num_prompts]
+    return rloo.load_prompts(rloo.Args(), args.dataset, "none", tokenizer)[: args.num_prompts]
 
 
 def sample(args: Args, flag: str, path: str, index: int, k: int = 1) -> tuple[list[str], float, list[int]]:
-    """k completions of every prompt, the share that ended, and their lengths in tokens.
-
-    index: the models draw other random numbers
-    """
+    """k completions of every prompt, the share that ended, and their lengths in tokens. index: of the random numbers"""
     tokenizer = AutoTokenizer.from_pretrained(path)
-    language_model, _ = rloo.load_model(flag, path, AutoModelForCausalLM, torch.float32)
+    language_model = rloo.load_model(flag, path, AutoModelForCausalLM, torch.float32)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     eos_ids = rloo.find_eos_ids(language_model, tokenizer, None)
     model = rloo.CompletionModel(language_model.to(device), tokenizer, eos_ids, rloo.Args())
@@ -121,19 +117,18 @@ def interval(win_rate: float, count: int) -> tuple[float, float]:
 def main(args: Args) -> tuple[float, float, float]:
     """Sample, judge, print and write -> the win rate and its interval."""
     rloo.transformers.utils.logging.disable_progress_bar()
-    if args.judge == "none":
-        raise ValueError("--judge none: not FILE.py:FUNCTION, package.module:FUNCTION or exact_match")
     judge = exact_match if args.judge == "exact_match" else rloo.load_reward("--judge", args.judge)
-    rows = [prompt.row for prompt in load_prompts(args, tokenizer=None)]
+    rows = list(rloo.read_rows(args.dataset))[: args.num_prompts]
     column = args.baseline.removeprefix("column:") if args.baseline.startswith("column:") else None
     if column is not None and column not in rows[0]:
         raise ValueError(f"--baseline {args.baseline}: the columns of {args.dataset} are {', '.join(rows[0])}")
-    completions, ended, _ = sample(args, "--model", args.model, 0)
+    completions, share, _ = sample(args, "--model", args.model, 0)
+    ended = f"{100 * share:.0f} % of the model's completions ended"
     if column:
-        baselines, baseline_ended = [row[column] for row in rows], ""
+        baselines = [row[column] for row in rows]
     else:
         baselines, share, _ = sample(args, "--baseline", args.baseline, 1)
-        baseline_ended = f", of the baseline's {100 * share:.0f} %"
+        ended += f", of the baseline's {100 * share:.0f} %"
     pairs = judge_pairs(judge, rows, completions, baselines, args.seed)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text("".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs), encoding="utf-8")
@@ -145,8 +140,8 @@ def main(args: Args) -> tuple[float, float, float]:
     print(f"; {(wins == 1).sum()} won, {(wins == 0.5).sum()} tied, {(wins == 0).sum()} lost")
     for place in ("first", "second"):
         at_place = [pair["win"] for pair in pairs if pair["model_shown"] == place]
-        print(f"shown {place}: {100 * np.mean(at_place):.1f} % of {len(at_place)}" if at_place else "", end="; ")
-    print(f"{100 * ended:.0f} % of the model's completions ended{baseline_ended}; pairs in {args.output}")
+        print(f"shown {place}: {100 * np.mean(at_place):.1f} % of {len(at_place)}", end="; ")
+    print(f"{ended}; pairs in {args.output}")
     return float(wins.mean()), low, high
 
 

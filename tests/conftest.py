@@ -203,6 +203,10 @@ def seldom(prompts, completions, **_):
     makes their mean another number."""
     return [len(set(c)) if len(p) % 3 == 0 else 0.1 for p, c in zip(prompts, completions)]
 
+def ranks(completions, **_):
+    """The place of each completion in its group of three."""
+    return [sum(other < c for other in completions[i - i % 3 : i - i % 3 + 3]) for i, c in enumerate(completions)]
+
 def squares(prompts, **_):
     """No score is the mean of its group."""
     return [float(i * i) for i in range(len(prompts))]
@@ -410,8 +414,7 @@ def result_of(output_dir):
     rows = read_jsonl(output_dir / "metrics.jsonl")
     lines = [{name: x for name, x in row.items() if name not in TIMES} for row in rows]
     weights = {file.name: file.read_bytes() for file in (output_dir / "model").glob("*.safetensors")}
-    others = [(output_dir / name).read_text() for name in ("rollouts.jsonl", "samples.jsonl", "plan.yaml")]
-    return lines, weights, others
+    return lines, weights, (output_dir / "rollouts.jsonl").read_text()
 
 
 def contents(folder):
@@ -422,7 +425,7 @@ def contents(folder):
 PROBE = '''
 import atexit, json, os, pathlib
 
-import transformers
+from __main__ import transformers  # The script's: transformers replaces its own module while it loads a model.
 from accelerate.state import PartialState
 from rewards import letters
 
@@ -443,6 +446,9 @@ def probe(prompts, completions, **_):
     with open(folder / "calls.jsonl", "a") as file:
         file.write(json.dumps(call) + "\\n")
     return letters(prompts, completions)
+
+def names_of_rank(prompts, completions, **_):
+    return {"rank" + rank: letters(prompts, completions)}
 
 def fails_on_rank_1(prompts, completions, **_):
     if rank == "1":

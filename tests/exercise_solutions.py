@@ -22,16 +22,10 @@ def pick_tokens(log_p, uniforms):
 
 
 def completion_logprobs(model, prompts, prompt_mask, completions, lengths, temperature):
-    args = rloo.Args(temperature=temperature, response_length=completions.shape[1])
-    policy = rloo.CompletionModel(model, None, [0], args)
+    policy = rloo.CompletionModel(model, None, [0], rloo.Args(temperature=temperature))
     token_lists = [row[mask > 0].tolist() for row, mask in zip(prompts, prompt_mask)]
-    batch = SimpleNamespace(
-        prompts=[rloo.Prompt({}, "", token_ids) for token_ids in token_lists],
-        tokens=completions,
-        token_ids=[row[:length].tolist() for row, length in zip(completions, lengths)],
-        mask=torch.arange(completions.shape[1]) < lengths[:, None],
-    )
-    return rloo.completion_logprobs(args, policy, batch, torch.arange(len(prompts)))
+    mask = torch.arange(completions.shape[1]) < lengths[:, None]
+    return rloo.run_inside(policy, rloo.token_logprobs, prompts=token_lists, tokens=completions, mask=mask)
 
 
 leave_one_out_advantages = rloo.rloo_advantages

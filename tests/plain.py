@@ -7,11 +7,9 @@ from conftest import encode, plain_logprobs
 from transformers import AutoModelForCausalLM
 
 
-def completion_model(script, model, eos_ids, shares_prompts=True):
-    """A CompletionModel as a script makes it, around a language model.
-
-    A pass is `it(partial(script.pass_logprobs, ...))`."""
-    args = SimpleNamespace(k=2, gradient_checkpointing=not shares_prompts, dtype="float32")
+def completion_model(script, model, eos_ids, shares_prompts=True, temperature=1.0):
+    """A CompletionModel as a script makes it, around a language model. `script.run_inside` runs functions in it."""
+    args = SimpleNamespace(k=2, gradient_checkpointing=not shares_prompts, dtype="float32", temperature=temperature)
     made = script.CompletionModel(model, None, eos_ids, args)
     assert made.shares_prompts == shares_prompts
     return made

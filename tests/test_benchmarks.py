@@ -27,7 +27,6 @@ plot = import_file(HERE / "benchmark" / "plot.py")
 win_rate = import_file(HERE / "benchmark" / "win_rate.py")
 
 
-# ================================================ the win rate ==============================================
 JUDGES = """
 def first_shown(prompts, first, second, answer, **_):
     return [0] * len(prompts)
@@ -105,7 +104,6 @@ def test_the_interval_is_wilsons():
             assert abs(rate - p) == pytest.approx(1.959964 * math.sqrt(p * (1 - p) / count), rel=1e-6)
 
 
-# ================================================== the plot ================================================
 @one_text
 def test_plot_draws_seeds_as_one_curve(script, run, tmp_path):
     """Runs that differ only in the seed are one curve, their mean. The labels of other runs show their flags."""
@@ -118,7 +116,6 @@ def test_plot_draws_seeds_as_one_curve(script, run, tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
-# =================================================== TL;DR ==================================================
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_recipe_of_tldr_runs(name, run, tmp_path, monkeypatch):

@@ -10,12 +10,9 @@ from conftest import check_same_metrics, distance, flat, one_text, only, read_js
 from plain import plain_gradient, token_weights
 
 
-# =============================================== plain passes ===============================================
 @pytest.mark.parametrize("policy", ["llama", "gpt2", "many_eos", "pad_is_eos", "emits_pad"])
 def test_gradient_is_that_of_plain_passes(script, run, world, updates, policy):
-    """The gradient of a single update is that of plain passes, which have no padding, no cache and no dropout.
-
-    The EOS is trained, and nothing after it, whichever token is EOS or pad. The advantages are those of the rollout."""
+    """The gradient of a single update is that of plain passes, which have no padding, no cache and no dropout."""
     path = getattr(world, policy)
     flags = dict(total_episodes=24, batch_size=24, temperature=0.7, per_device_train_batch_size=7)
     rows = read_jsonl(run(script, model_path=path, **flags)[2] / "rollouts.jsonl")
@@ -25,8 +22,6 @@ def test_gradient_is_that_of_plain_passes(script, run, world, updates, policy):
     assert distance(expected, updates[0].gradients[: len(expected)]) < 1e-5
 
 
-# ============================================== micro-batches ===============================================
-# ========================================= passes that are not needed =======================================
 def make_every_episode_count(monkeypatch, script):
     """Advantages of 0 become 1e-30: nothing to a gradient in float32, but not 0."""
     name = f"{script.__name__}_advantages"
@@ -54,7 +49,7 @@ def test_episodes_without_gradient_take_no_pass(script, run, world, monkeypatch,
     over fewer episodes. No gradient is ever None."""
     flags = dict(batch_size=24, num_train_epochs=4, kl_coef=0.0, reward=world.reward("seldom"), stop_token_id=5)
     flags |= dict(num_ppo_epochs=num_ppo_epochs)
-    calls, runs = record_calls(monkeypatch, script, "pass_logprobs"), []
+    calls, runs = record_calls(monkeypatch, script, "token_logprobs"), []
     for _ in range(2):
         calls.clear(), updates.clear()
         _, metrics, output_dir = run(script, per_device_train_batch_size=size, **flags)
@@ -79,7 +74,7 @@ def test_episodes_without_gradient_take_no_pass(script, run, world, monkeypatch,
 @only("rloo", "grpo")
 def test_episodes_that_have_a_gradient_take_a_pass(script, run, world, monkeypatch):
     """With a KL in the loss or in the reward, episodes with equal scores have a gradient, too."""
-    calls = record_calls(monkeypatch, script, "pass_logprobs")
+    calls = record_calls(monkeypatch, script, "token_logprobs")
     flags = dict(batch_size=24, reward=world.reward("seldom"), ref_model_path=world.reference, kl_coef=0.1)
     metrics = run(script, **flags)[1]
     assert trained_episodes(calls) == metrics[-1]["episode"]
@@ -87,10 +82,8 @@ def test_episodes_that_have_a_gradient_take_a_pass(script, run, world, monkeypat
 
 @only("rloo", "grpo")
 def test_all_advantages_zero_is_a_step_of_zero_gradients(script, run, world, monkeypatch, updates):
-    """Each update takes one pass. Its gradients are 0 and not None, and its weights stay.
-
-    The step counts. Metrics of ratios are left out."""
-    calls = record_calls(monkeypatch, script, "pass_logprobs")
+    """Each update takes one pass. Its gradients are 0 and not None, and its weights stay."""
+    calls = record_calls(monkeypatch, script, "token_logprobs")
     _, metrics, output_dir = run(script, reward=world.reward("five"), kl_coef=0.0, num_train_epochs=2)
     assert len(updates) == len(metrics) == metrics[-1]["step"] and trained_episodes(calls) == len(updates)
     assert all(flat(update.gradients).abs().max() == 0 for update in updates)
@@ -101,7 +94,6 @@ def test_all_advantages_zero_is_a_step_of_zero_gradients(script, run, world, mon
         assert "val/sampling_logprob_difference" not in row
 
 
-# ============================================== what stops a run ============================================
 @pytest.mark.parametrize("fault", ["nan", "inf"])
 @one_text
 def test_a_score_that_is_not_finite_stops_the_run(script, run, world, updates, tmp_path, fault):
@@ -191,7 +183,6 @@ def same(a, b):
     return torch.allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
-# ================================================== the KL ===================================================
 @only("ppo")
 def test_k1_and_k3_estimate_the_kl_and_k2_does_not(script, case):
     """The means of k1 and k3 are the KL. The mean of k2 is not."""
@@ -287,7 +278,3 @@ def test_near_the_reference_only_k1_pulls_back(script, case):
 
     for estimator, power in (("k1", 1), ("k2", 2), ("k3", 2)):
         assert float(pull(estimator, 2e-4) / pull(estimator, 1e-4)) == pytest.approx(2**power, rel=0.01)
-
-
-# ================================================= two-sided clipping ========================================
-# ================================================= the page's commands =======================================

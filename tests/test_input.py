@@ -44,14 +44,13 @@ def refuses(run, tmp_path):
     return refuses
 
 
-# ================================================== flags ===================================================
 BAD_FLAGS = [  # a flag, which the message must name, and its bad value
     *[("batch_size", value) for value in (0, -12, 13)],
     *[("num_mini_batches", value) for value in (0, -1)],
     *[("num_ppo_epochs", 0), ("per_device_train_batch_size", 0), ("per_device_rollout_batch_size", 0)],
     *[("response_length", 0), ("response_length", -1), ("total_episodes", 0), ("max_prompt_length", 0)],
     *[("eval_every", 0), ("save_every", 0), ("lora_r", 0), ("plan", 0), ("num_train_epochs", 0.0)],
-    *[("warmup_steps", -1), ("stop_token_id", -1), ("num_sample_generations", -1), ("seed", -1), ("seed", 2**32)],
+    *[("warmup_steps", -1), ("stop_token_id", -1), ("num_sample_generations", -1), ("seed", -1)],
     *[("num_train_epochs", math.nan), ("temperature", 0.0), ("temperature", math.inf), ("eval_temperature", -1.0)],
     *[("learning_rate", -1e-3), ("learning_rate", math.nan), ("kl_coef", -0.1), ("cliprange", -0.1)],
     *[("missing_eos_penalty", -1.0), ("weight_decay", -1.0), ("max_grad_norm", 0.0), ("max_grad_norm", math.nan)],
@@ -103,7 +102,6 @@ def test_the_command_line_shows_them_with_status_2(script, capsys):
         assert stopped.value.code == 2 and words in capsys.readouterr().err, line
 
 
-# =================================================== data ===================================================
 USER = {"role": "user", "content": "1+1="}
 BAD_LINES = {  # the text of a dataset, and words that must be in the message
     "not-json": ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n', "data.jsonl:2: not JSON"),
@@ -133,13 +131,12 @@ def test_bad_data_is_refused_by_file_and_line(script, refuses, tmp_path):
 @only("rloo")
 def test_a_line_may_hold_what_other_programs_take_for_its_end(script, tmp_path):
     """Only a newline ends a line of a .jsonl file. The last line may end without one."""
-    text = '{"prompt": "a\u2028b\x85c", "answer": "2"}\n{"prompt": "d"}'
+    text = '{"prompt": "a", "answer": "2\u20283\x85"}\n{"prompt": "d"}'
     (tmp_path / "data.jsonl").write_text(text, encoding="utf-8")
     for end in ("", "\n"):
         (tmp_path / "data.jsonl").write_text(text + end, encoding="utf-8")
-        prompts = script.load_prompts(str(tmp_path / "data.jsonl"), None, None, None)
-        assert [prompt.text for prompt in prompts] == ["a\u2028b\x85c", "d"]
-        assert [prompt.row["answer"] for prompt in prompts] == ["2", None]
+        prompts = script.load_prompts(script.Args(), str(tmp_path / "data.jsonl"), "none", make_tokenizer())
+        assert [prompt.row["answer"] for prompt in prompts] == ["2\u20283\x85", None]
 
 
 @one_text
@@ -154,7 +151,7 @@ def test_long_prompts_are_dropped_and_counted_aloud(script, run, refuses, capsys
     assert f"{len(prompts) - len(kept)} of 7 prompts" in capsys.readouterr().out
     used = Counter(row["prompt"] for row in read_jsonl(output_dir / "rollouts.jsonl"))
     assert used == {p: 2 * args.k for p in kept} and metrics[-1]["epoch"] == 2
-    refuses(script, "no prompt has at most --max-prompt-length 1 tokens", max_prompt_length=1)
+    refuses(script, "no prompt is within --max-prompt-length", max_prompt_length=1)
 
 
 @one_text
@@ -168,7 +165,6 @@ def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, tmp_
     refuses(script, "--response-length", "65 tokens", response_length=room, eval_dataset=longer, error=ValueError)
 
 
-# ================================================== models ==================================================
 @pytest.fixture(scope="module")
 def misfit(tmp_path_factory):
     """The built-in policy, once with another width in its config, and once with more layers than it has weights for."""
@@ -195,7 +191,7 @@ def test_weights_that_do_not_fit_their_config_are_refused_by_name(script, refuse
         name = shape.removeprefix("model.")
         refuses(script, "--value-model-path", name, **fits | dict(value_model_path=misfit.wide), error=ValueError)
         fits["value_model_path"] = script.Args.model_path
-    refuses(script, "--reward-model-path", shape, **fits | dict(reward_model_path=misfit.wide), error=ValueError)
+    refuses(script, "--reward-model-path", "score.weight", **fits | dict(reward_model_path=misfit.wide))
 
 
 @one_text
@@ -226,19 +222,19 @@ def test_a_template_that_writes_nothing_is_named_by_its_row(script, refuses, tmp
 
 
 @one_text
-def test_rows_of_text_and_of_chats_keep_their_order(script):
+def test_rows_of_text_and_of_chats_keep_their_order(script, tmp_path):
     """A text gets the special tokens of its tokenizer. A rendered chat gets no more of them."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ messages[0]['content'] }}="
     tokenizer._tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", EOS)])
     prompts = ["1", "22", [USER | {"content": "3"}], [USER | {"content": "44"}], "5"]
-    found = script.tokenize_prompts([{"prompt": prompt} for prompt in prompts], tokenizer)
+    path = write_jsonl(tmp_path / "mixed.jsonl", [{"prompt": prompt} for prompt in prompts])
+    found = script.load_prompts(script.Args(), path, "none", tokenizer)
     assert [prompt.text for prompt in found] == ["1", "22", "3=", "44=", "5"]
     assert [prompt.token_ids[-1] == EOS for prompt in found] == [True, True, False, False, True]
     assert [prompt.row["prompt"] for prompt in found] == prompts
 
 
-# ================================================== folders =================================================
 @one_text
 def test_a_folder_that_holds_a_model_is_refused(script, run, tmp_path):
     """The run's own model would replace it. test_resume.py tests a folder that holds a run."""

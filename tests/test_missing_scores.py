@@ -73,7 +73,6 @@ def groups_of(rows, k=3):
     return groups
 
 
-# ================================================ advantages ================================================
 @only("rloo")
 def test_rloo_advantages_without_some_scores(script):
     """By hand: groups with three scores, two, one and none, and one with two equal scores."""
@@ -155,12 +154,9 @@ def test_whitening_counts_only_scored_episodes(script, run, unsure):
     assert [row["advantage"] for row in rows] == [0.0] * 24
 
 
-# ================================================== parts ===================================================
 @grouped
 def test_a_part_that_is_none_adds_nothing(script, run, unsure):
-    """The score is the sum of the parts that are there. An episode without any part has no score.
-
-    `reward/<name>` is the mean over the episodes that have the part."""
+    """The score is the sum of the parts that are there. An episode without any part has no score."""
     _, [line], output_dir = run(script, reward=unsure("parts"), batch_size=24, total_episodes=24, seed=3)
     rows = read_jsonl(output_dir / "rollouts.jsonl")
     plain = {}
@@ -190,34 +186,30 @@ def test_a_reward_model_gives_every_episode_a_score(script, run, world, unsure):
     for row, other in zip(read_jsonl(output_dir / "rollouts.jsonl"), alone, strict=True):
         is_same.append(row["score"] == other["score"])
         assert is_same[-1] == ("a" in row["completion"])
-    assert any(is_same) and not all(is_same) and "val/num_unscored" not in line
+    assert any(is_same) and not all(is_same) and line["val/num_unscored"] == 0
 
 
-# ============================================ no score in a batch ===========================================
 @grouped
 def test_a_run_without_any_score(script, run, world, unsure, capsys):
     """It ends, and the weights are as before. No mean of scores is logged, and no file has nan."""
     flags = dict(reward=unsure("never"), eval_dataset=world.dataset(5), kl_coef=0.0)
     flags |= dict(num_mini_batches=2, num_ppo_epochs=2)
     args, metrics, output_dir = run(script, **flags)
-    assert "; no sampled episode had a score in " in capsys.readouterr().out
+    assert " score " not in capsys.readouterr().out.splitlines()[-1]
     assert all(torch.equal(a, b) for a, b in zip(weights_of(world.llama), weights_of(output_dir / "model")))
     assert metrics[0] == {"iteration": 0, "step": 0, "episode": 0, "epoch": 0.0, "eval/num_unscored": 5}
     for line in metrics[1:]:
         assert line["val/num_unscored"] == 12 - 3 * (line is metrics[-1]) and line["grad_norm"] == 0
-        assert not {"objective/scores", "objective/rlhf_reward", "reward/", "val/ratio"} & line.keys()
+        assert not {"objective/scores", "reward/", "val/ratio"} & line.keys()
         assert all(math.isfinite(value) for value in line.values())
     assert metrics[-1]["eval/num_unscored"] == 5 and not {"eval/scores", "eval/best_of_k"} & metrics[-1].keys()
-    for name in ("rollouts.jsonl", "samples.jsonl"):  # null, which is valid JSON
-        assert {row["score"] for row in read_jsonl(output_dir / name)} == {None}
-        assert "NaN" not in (output_dir / name).read_text()
+    assert {row["score"] for row in read_jsonl(output_dir / "rollouts.jsonl")} == {None}
+    assert "NaN" not in (output_dir / "rollouts.jsonl").read_text()  # but null, which is valid JSON
 
 
 @pytest.mark.parametrize("k, temperature", [(1, 0.0), (2, 1.0)])
 def test_evaluation_without_some_scores(script, run, world, unsure, monkeypatch, k, temperature):
-    """eval/scores is the mean over the completions with a score, and eval/num_unscored counts the others.
-
-    eval/best_of_k is the mean over the prompts that have a score. PPO, too, may evaluate with such a reward."""
+    """eval/scores is the mean over the completions with a score, and eval/num_unscored counts the others."""
     flags = dict(eval_reward=unsure(), eval_dataset=world.dataset(20, seed=2), eval_k=k, eval_temperature=temperature)
     calls = record_calls(monkeypatch, script, "score_episodes")
     _, metrics, _ = run(script, **flags)
@@ -234,10 +226,9 @@ def test_evaluation_without_some_scores(script, run, world, unsure, monkeypatch,
     assert metrics[0]["eval/scores"] == pytest.approx(np.mean(scored), rel=1e-5)
     assert metrics[0]["eval/best_of_k"] == pytest.approx(np.mean(best), rel=1e-5)
     assert metrics[0]["eval/num_unscored"] == 20 * k - len(scored)
-    assert "objective/scores" in metrics[1] and "val/num_unscored" not in metrics[1]
+    assert "objective/scores" in metrics[1] and metrics[1]["val/num_unscored"] == 0
 
 
-# =================================================== files ==================================================
 @grouped
 @pytest.mark.slow
 def test_two_processes_without_some_scores(script, run, world, unsure, tmp_path):
@@ -246,14 +237,13 @@ def test_two_processes_without_some_scores(script, run, world, unsure, tmp_path)
     flags |= {"rloo": dict(whiten_advantages=True), "grpo": dict(scale_rewards="batch")}[script.__name__]
     flags |= dict(eval_dataset=world.dataset(3, seed=4), eval_reward=unsure(), kl_coef=0.1)
     _, metrics, output_dir = run(script, **flags)
-    assert any("val/num_unscored" in line for line in metrics)
+    assert any(line.get("val/num_unscored") for line in metrics)
     flags |= dict(output_dir=tmp_path / "out", per_device_train_batch_size=3)
     finished = launch(script, 2, tmp_path, base_flags(world) | flags)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     compare_runs(output_dir, tmp_path / "out")
 
 
-# ============================================ what stops the run ============================================
 @only("ppo")
 def test_ppo_refuses_an_episode_without_a_score(script, run, world, updates, tmp_path):
     """The error names the prompt, and says what to return. No update of that iteration is made."""

@@ -79,7 +79,7 @@ def advantages_are_whitened_returns(rows, **_):
 
 def weights_of_tokens(calls, rows):
     """p_old / q, [episodes, response]. The rollouts hold p_old, the trainer's. q is that of the bfloat16 sampler."""
-    [trainer, sampler, *_] = calls[0].args
+    sampler, trainer = calls[0].result["logprobs"], calls[1].result
     assert (trainer - sampler).abs().max() > 1e-3
     assert [sum(row["logprobs"]) for row in rows] == pytest.approx(trainer.sum(1).tolist(), abs=1e-4)
     return (trainer - sampler).exp()
@@ -122,13 +122,12 @@ def equal_groups_are_replaced(module, rows, metrics, **_):
 
 @promise("unbiased_kl", "grpo", num_ppo_epochs=2)
 def the_kl_has_its_gradient(module, **_):
-    """One token of four, and all four are enumerated, with their probability in the sampling policy. The mean of the
-    loss is KL(p_new, p_ref), and so is its gradient."""
+    """The mean of the loss over all four tokens, weighted by p_old, is KL(p_new, p_ref), and so is its gradient."""
     logits = torch.tensor([0.3, -1.0, 0.5, 2.0], dtype=torch.float64, requires_grad=True)
     old, ref = torch.tensor([[1.0, 0.2, -0.4, 0.1], [-0.3, 0.7, 1.5, 0.4]], dtype=torch.float64).log_softmax(1)
     logprobs = logits.log_softmax(0)
-    given = module.LossInputs(old[:, None], torch.zeros(4), old.exp(), torch.ones(4, 1).bool(), ref[:, None])
-    mean = module.grpo_loss(module.Args(kl_coef=1.0), logprobs[:, None], given).losses.sum()
+    inputs = module.LossInputs(old[:, None], torch.zeros(4), old.exp(), torch.ones(4, 1).bool(), ref[:, None])
+    mean = module.grpo_loss(module.Args(kl_coef=1.0), logprobs[:, None], inputs).losses.sum()
     difference = mean - (logprobs.exp() * (logprobs - ref)).sum()
     [gradient] = torch.autograd.grad(difference, logits)
     assert abs(difference) < 1e-9 and gradient.abs().max() < 1e-9
@@ -155,8 +154,7 @@ def test_a_variant_keeps_its_promise(patch, patched, run, world, updates, monkey
     module = patched(patch, script)
     monkeypatch.setattr(module, "LOGITS_AT_ONCE", 100)  # The head runs in pieces.
     world_flags = dict(reward=world.reward(flags.get("reward", "letters")), ref_model_path=world.reference)
-    names = [name for name in ("sampler_weights", "masked_importance") if hasattr(module, name)]
-    calls = conftest.record_calls(monkeypatch, module, names[0]) if names else []
+    calls = conftest.record_calls(monkeypatch, module, "run_passes")
     _, metrics, output_dir = run(module, **dict(total_episodes=24) | flags | world_flags)
     assert metrics[0]["val/sampling_logprob_difference"] < 1e-4
     rows = [row for row in read_jsonl(output_dir / "rollouts.jsonl") if row["iteration"] == 1]
@@ -205,6 +203,7 @@ def test_the_engine_makes_the_plain_run(script, forgotten, patched, run, monkeyp
     assert tokens[0] == tokens[1] and norms[0] == pytest.approx(norms[1], rel=1e-3)
     assert distance(*(conftest.weights_of(folder / "model") for _, folder in runs)) < 1e-5
     assert vllm.engines[0].is_shut_down
+    assert run(module, **flags, weight_cap=1e-6)[1][0]["grad_norm"] < 1e-4 * norms[0][0]  # All weights are cut.
 
 
 SYMPTOMS = {  # of the broken functions that run to the end
@@ -220,6 +219,7 @@ def test_a_broken_function_shows_its_symptom(command, tmp_path, monkeypatch):
     """The page's commands with one batch. The healthy script has no symptom. Where a run stops, the page shows why."""
     monkeypatch.chdir(HERE)
     breaks, script, flags = re.match(r"(.*) (\w+)\.py (.*)", command).groups()
+    monkeypatch.setitem(sys.modules, script, MODULES[script])  # `load` puts the broken script there.
     module = broken.load(script, breaks.split())
     if breaks in SYMPTOMS:
         assert SYMPTOMS[breaks](train(module, flags.split(), tmp_path / "broken"))

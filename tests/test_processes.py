@@ -37,7 +37,6 @@ def launched(script, processes, folder, flags, **environment):
     return folder / "out", finished
 
 
-# ============================================= the same run ==============================================
 @pytest.mark.parametrize("features", ["everything", pytest.param("plain", marks=pytest.mark.slow)])
 def test_memory_flags_give_the_same_run(script, run, world, features):
     """Micro-batches and rollouts of 1, 3 and all episodes give the same completions, metrics and weights."""
@@ -106,6 +105,17 @@ def test_more_processes_than_episodes(script, run, world, tmp_path):
     assert sum(call["count"] for call in calls) == metrics[-1]["episode"]
 
 
+@only("rloo")
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
+def test_a_reward_sees_whole_groups(script, run, world, tmp_path, processes):
+    """A reward that compares the completions of a prompt gives the same scores on any number of processes."""
+    flags = dict(reward=world.reward("ranks"), eval_dataset=world.dataset(4, seed=2), eval_k=3, eval_temperature=1.0)
+    output_dir = run(script, **flags)[2]
+    other, _ = launched(script, processes, tmp_path, base_flags(world) | flags)
+    compare_runs(output_dir, other)
+
+
 @only("ppo")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
@@ -153,7 +163,7 @@ def test_short_completions_take_as_many_passes(script, run, world, monkeypatch):
     def counted(self, function):
         before = len(passes)
         outputs = forward(self, function)
-        if function.func is script.pass_logprobs:
+        if function.func is script.token_logprobs:
             counts.append(len(passes) - before)
             longest.append(int(function.keywords["mask"].sum(1).max()))
         return outputs
@@ -182,19 +192,20 @@ def test_lora_on_two_processes(script, run, world, tmp_path):
     assert adapters[0].norm() > 0.1 and (adapters[0] - adapters[1]).norm() / adapters[0].norm() < 1e-3
 
 
-# =============================================== failures ================================================
 @only("rloo")
 @pytest.mark.slow
-def test_a_failing_process_ends_the_launch(script, world, tmp_path):
-    """A reward function raises on one of two processes. The launch ends with its traceback, and saves no model."""
-    flags = base_flags(world) | dict(reward=f"{tmp_path / 'probe.py'}:fails_on_rank_1", output_dir=tmp_path / "out")
+@pytest.mark.parametrize("fault", ["fails_on_rank_1", "names_of_rank"])
+def test_a_failing_process_ends_the_launch(script, world, tmp_path, fault):
+    """A reward raises on one of two processes, or its parts have other names there. The launch ends without a model."""
+    messages = dict(
+        fails_on_rank_1="ValueError: only here", names_of_rank="the parts of the score depend on the process"
+    )
+    flags = base_flags(world) | dict(reward=f"{tmp_path / 'probe.py'}:{fault}", output_dir=tmp_path / "out")
     finished = launch(script, 2, tmp_path, flags)
-    assert finished.returncode != 0
-    assert "ValueError: only here" in finished.stderr and f'{tmp_path / "probe.py"}", line' in finished.stderr
+    assert finished.returncode != 0 and messages[fault] in finished.stderr
     assert not (tmp_path / "out" / "model").exists()
 
 
-# ================================================ launchers ==============================================
 @only("rloo")
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs this launch is right")

@@ -68,36 +68,33 @@ def is_named(*names):
     return lambda path, *_: Path(path).name in names
 
 
+def is_metrics(accelerator, path, rows):
+    return path.name == "metrics.jsonl"
+
+
 def half_a_line(accelerator, path, rows):
     write_half(path, json.dumps(rows[0]))
 
 
 # The moments of a run, in their order. Each says which function is called then, and which of its calls ends the run.
-PHASES = {
-    "evaluation before the first update": lambda patch, script: kill_before(patch, script, "pick_tokens"),
-    "rollout": lambda patch, script: kill_before(patch, script, "draw_prompts", call=2),
-    "scores": lambda patch, script: kill_before(patch, script, "score_episodes", call=3),
+PHASES = {  # of each phase the arguments of `kill_before`
+    "evaluation before the first update": lambda script: (script, "pick_tokens"),
+    "rollout": lambda script: (script, "draw_prompts", 2),
+    "scores": lambda script: (script, "score_episodes", 3),
     # The second iteration has made one of its two updates.
-    "training": lambda patch, script: kill_before(patch, script.accelerate.Accelerator, "backward", call=4),
-    "half a line": lambda patch, script: kill_before(
-        patch, script, "append_jsonl", 2, lambda _, path, rows: path.name == "metrics.jsonl", half_a_line
-    ),
-    "rollouts without their samples": lambda patch, script: kill_before(
-        patch, script, "append_jsonl", 2, lambda _, path, rows: path.name == "samples.jsonl"
-    ),
-    "tensors without state": lambda patch, script: kill_before(patch, Path, "replace", 1, is_named("state.tmp")),
-    "half of the state": lambda patch, script: kill_before(
-        patch, Path, "write_text", 1, is_named("state.tmp"), write_half
-    ),
-    "removing the oldest": lambda patch, script: kill_before(patch, script.shutil, "rmtree", 1, first=remove_half),
-    "model": lambda patch, script: kill_before(patch, Path, "rename", 1, is_named("model.tmp")),
+    "training": lambda script: (script.accelerate.Accelerator, "backward", 4),
+    "half a line": lambda script: (script, "append_jsonl", 2, is_metrics, half_a_line),
+    "half of the state": lambda script: (Path, "write_text", 1, is_named("state.json"), write_half),
+    "a checkpoint without its name": lambda script: (Path, "rename", 1, is_named("unfinished")),
+    "removing the oldest": lambda script: (script.shutil, "rmtree", 1, Path.exists, remove_half),
+    "model": lambda script: (Path, "rename", 1, is_named("model.tmp")),
 }
 # Evaluation takes the most likely token. So the first call of `pick_tokens` belongs to the first rollout.
 
 
 def killed_in(phase, script, run, monkeypatch, **flags):
     with monkeypatch.context() as patch:
-        PHASES[phase](patch, script)
+        kill_before(patch, *PHASES[phase](script))
         with pytest.raises(Killed):
             run(script, **flags)
 
@@ -115,12 +112,11 @@ def stopped_after(script, run, monkeypatch, folder, iteration, **flags):
     return folder
 
 
-# ============================================ kills at any moment ========================================
 def test_a_run_killed_in_every_phase(script, run, world, monkeypatch, tmp_path, expected):
     """One command is killed in each phase, and started again each time. The results are those of an unbroken run."""
     flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
     for phase in PHASES:
-        calls_in_one_start = phase in ("rollout", "scores", "training", "half a line", "rollouts without their samples")
+        calls_in_one_start = phase in ("rollout", "scores", "training", "half a line")
         if calls_in_one_start and whole_checkpoints(tmp_path / "out")[-1:] == ["3"]:
             continue  # Only one iteration is left, and these phases need more.
         killed_in(phase, script, run, monkeypatch, **flags)
@@ -168,7 +164,6 @@ def test_a_killed_start_does_not_stand_in_the_way(script, run, world, monkeypatc
     assert result_of(tmp_path / "out") == expected
 
 
-# ================================================= files =================================================
 @only("rloo", "ppo")
 def test_only_the_runs_own_lines_are_cut(script, run, world, monkeypatch, tmp_path, expected):
     """Lines that were written after the checkpoint are cut off, also a half line. Other files in the folder, such as a
@@ -180,7 +175,7 @@ def test_only_the_runs_own_lines_are_cut(script, run, world, monkeypatch, tmp_pa
     flags = flags_of(script, world) | dict(dataset=str(dataset))
     stopped_after(script, run, monkeypatch, output_dir, 2, **flags)
     before, mine = contents(output_dir), {Path(path).name: Path(path).read_bytes() for path in (dataset, notes)}
-    for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
         with open(output_dir / name, "a") as file:
             file.write('{"iteration": 3, "step": 5}\n{"iteration": 4, "st')
     with monkeypatch.context() as patch:
@@ -196,23 +191,20 @@ def test_only_the_runs_own_lines_are_cut(script, run, world, monkeypatch, tmp_pa
 
 
 @one_text
-def test_the_newest_two_whole_checkpoints_are_kept(script, run, monkeypatch, tmp_path):
-    """Older checkpoints are removed. A checkpoint that a kill left unfinished is removed once another one is whole."""
+def test_the_newest_two_checkpoints_are_kept(script, run, monkeypatch, tmp_path):
+    """Older ones are removed. What a kill left unfinished is cleared, also half of one that an older script left."""
     flags = SAVING | dict(num_ppo_epochs=1)
     output_dir = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
     assert whole_checkpoints(output_dir) == ["1", "2"]
-    shutil.copytree(output_dir / "checkpoints/iteration_00000001", output_dir / "checkpoints/iteration_00000000")
-    shutil.copytree(output_dir / "checkpoints/iteration_00000002", output_dir / "checkpoints/iteration_00000003")
-    for name in ("iteration_00000000", "iteration_00000003"):
+    for name in ("unfinished", "iteration_00000003"):
+        shutil.copytree(output_dir / "checkpoints/iteration_00000001", output_dir / "checkpoints" / name)
         (output_dir / "checkpoints" / name / "state.json").unlink()
-    (output_dir / "checkpoints" / "mine").mkdir()
-    (output_dir / "checkpoints" / "iteration_00000003" / "model.safetensors").write_bytes(b"half")
     stopped_after(script, run, monkeypatch, output_dir, 1, resume=True, **flags)
-    assert sorted(path.name[-1] for path in (output_dir / "checkpoints").iterdir()) == ["2", "3", "e"]
+    assert sorted(path.name[-1] for path in (output_dir / "checkpoints").iterdir()) == ["2", "3"]
     state = json.loads((output_dir / "checkpoints" / "iteration_00000003" / "state.json").read_text())
     assert (state["iteration"], state["step"]) == (3, 6)
     sizes = {name: len(data) for name, data in contents(output_dir).items() if name in state["jsonl_sizes"]}
-    assert state["jsonl_sizes"] == sizes and len(sizes) == 3
+    assert state["jsonl_sizes"] == sizes and len(sizes) == 2
 
 
 @one_text
@@ -226,7 +218,6 @@ def test_a_finished_run_makes_no_step(script, run, capsys, updates):
     assert f"nothing to do: the run is finished, its model is in {output_dir / 'model'}" in capsys.readouterr().out
 
 
-# ========================================= which runs are continued ======================================
 @one_text
 def test_another_run_is_refused(script, run, world, monkeypatch, tmp_path, expected):
     """A folder that holds a run needs --resume. With it a flag that would make another run is refused by name, and so
@@ -266,7 +257,7 @@ def test_flags_that_do_not_make_another_run_may_change(script, run, world, monke
     changed = dict(per_device_train_batch_size=2, per_device_rollout_batch_size=3, gradient_checkpointing=True)
     changed |= dict(save_every=2, num_sample_generations=1, eval_every=None, eval_temperature=1.0)
     run(script, output_dir=str(stopped), resume=True, **flags_of(script, world) | changed)
-    lines, _, (rollouts, *_) = expected
+    lines, _, rollouts = expected
     mine = [json.loads(line) for line in rollouts.splitlines()]
     keys = ("iteration", "index", "token_ids", "score")
     assert [[r[key] for key in keys] for r in read_jsonl(stopped / "rollouts.jsonl")] == [
@@ -286,7 +277,6 @@ def test_a_resumed_lora_run_is_the_run_that_never_stopped(script, run, monkeypat
     assert result_of(stopped) == result_of(unbroken)
 
 
-# ===================================== checkpoints that cannot be trusted ================================
 class Malicious:
     """An object that creates a folder when it is unpickled."""
 

@@ -2,7 +2,6 @@
 
 import math
 import random
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,6 +23,7 @@ from conftest import (
 from plain import completion_model
 from transformers import AutoModelForCausalLM
 
+UNSCORED = "eval/num_unscored"
 PROMPTS = ["1", "23+45=", "0000-1111=22", "7="]
 
 
@@ -31,7 +31,7 @@ def sample(script, model, prompts, uniforms, temperature, eos_ids):
     """A script's `sample`, of these texts."""
     policy = completion_model(script, model, eos_ids)
     inputs = dict(prompts=[encode(prompt) for prompt in prompts], uniforms=uniforms, temperature=temperature)
-    result = policy(partial(script.sample, **inputs))
+    result = script.run_inside(policy, script.sample, **inputs)
     model.eval()  # no dropout in what it is compared with; a script's models have none at all
     return result
 
@@ -46,7 +46,6 @@ def left_padded(prompts):
     return input_ids, torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
 
 
-# ============================================= the distribution =============================================
 @one_text
 @of_architectures
 def test_greedy_sampling_equals_generate(script, architecture):
@@ -63,9 +62,7 @@ def test_greedy_sampling_equals_generate(script, architecture):
 
 
 def chi_square_excess(counts, probabilities):
-    """How far counts are from probabilities: chi-square, in standard deviations above its mean.
-
-    A right sampler stays below 4. Cells with an expected count below 5 are put together."""
+    """How far counts are from probabilities: chi-square, in standard deviations above its mean."""
     expected = np.asarray(probabilities) * sum(counts)
     counts, rare = np.asarray(counts, float), expected < 5
     if rare.any():
@@ -133,7 +130,6 @@ def test_entropies_are_exact_also_beside_tokens_of_probability_zero(script):
         assert entropy == pytest.approx(-sum(x * math.log(x) for x in p if x), rel=1e-5) and p.count(0.0) == 2
 
 
-# ================================================== groups ==================================================
 @one_text
 def test_a_prompt_runs_once_and_finished_rows_leave(script):
     """The prompt of a group goes through the model once. After that, only the episodes that have not ended do."""
@@ -166,16 +162,13 @@ def test_an_episode_does_not_depend_on_its_neighbours(script):
         torch.testing.assert_close(torch.cat([one[name] for one in alone]), rows, atol=1e-5, rtol=0)
 
 
-# ============================================ where an episode ends =========================================
 END_TOKENS = {"llama": {EOS}, "many_eos": {EOS, 5, 9, 14}, "emits_pad": {EOS, 7}, "pad_is_eos": {EOS}}
 
 
 @pytest.mark.parametrize("policy", END_TOKENS)
 @one_text
 def test_an_episode_ends_with_its_first_eos(script, run, world, policy):
-    """The first EOS is the last token, whichever EOS it is. Only the longest length ends an episode without one.
-
-    This holds also where pad is the EOS, and where the policy emits pad."""
+    """The first EOS is the last token, whichever EOS it is. Only the longest length ends an episode without one."""
     flags = dict(model_path=getattr(world, policy), total_episodes=48, batch_size=48)
     _, metrics, output_dir = run(script, **flags)
     rows, eos_ids = read_jsonl(output_dir / "rollouts.jsonl"), END_TOKENS[policy]
@@ -226,7 +219,6 @@ def test_junk_after_the_end_changes_no_run(script, run, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(weights_of(clean / "model"), weights_of(littered / "model")))
 
 
-# ============================================== random numbers ==============================================
 @one_text
 def test_random_numbers_are_functions_of_their_key(script):
     """Three seeds and three purposes give nine different streams. The same key always gives the same numbers."""
@@ -252,7 +244,6 @@ def test_every_iteration_draws_its_own_numbers(script, run, world, monkeypatch):
     assert len(calls) > 3 and len(set(numbers)) == len(numbers)
 
 
-# ================================================ evaluation ================================================
 @one_text
 def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
     """eval/scores is logged at the start, every eval_every iterations, and at the end.
@@ -263,7 +254,7 @@ def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
     last = metrics[-1]["iteration"]
     expected = [i for i in range(last + 1) if i % 2 == 0 or i == last]
     assert [row["iteration"] for row in metrics if "eval/scores" in row] == expected
-    assert set(metrics[0]) == {"iteration", "step", "episode", "epoch", "eval/scores", "eval/best_of_k"}
+    assert set(metrics[0]) == {"iteration", "step", "episode", "epoch", "eval/scores", "eval/best_of_k", UNSCORED}
     letters = script.load_reward("--reward", world.reward("letters"))
     for row, path in ((metrics[0], world.llama), (metrics[-1], output_dir / "model")):
         model, completions = AutoModelForCausalLM.from_pretrained(path).eval(), []
@@ -282,27 +273,3 @@ def test_evaluation_does_not_move_training(script, run, world):
     flags = dict(eval_dataset=world.dataset(5, seed=9), eval_every=1, eval_temperature=1.0)
     runs = [run(script, batch_size=6, **more)[2] / "rollouts.jsonl" for more in ({}, flags)]
     assert runs[0].read_text() == runs[1].read_text()
-
-
-@one_text
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_weights_laid_out_by_column_sample_the_same_and_are_put_back(script, architecture):
-    """On a CPU, `sampling_weights` changes only the layout of weights, also of a head that shares the embedding.
-
-    Afterwards each weight is in its old memory again, because buffers of DeepSpeed and DDP refer to that memory."""
-    model = completion_model(script, make_model(architecture, tie_word_embeddings=True), [EOS])
-    before = {name: (weight.data_ptr(), weight.stride(), weight.clone()) for name, weight in model.named_parameters()}
-    prompts, uniforms = [encode(prompt) for prompt in PROMPTS], random_uniforms(len(PROMPTS), 12)
-    sample_them = partial(script.sample, prompts=prompts, uniforms=uniforms, temperature=1.0)
-    expected = model(sample_them)
-    with script.sampling_weights(SimpleNamespace(is_fsdp2=False), model):
-        changed = {name for name, weight in model.named_parameters() if weight.stride() != before[name][1]}
-        assert len(changed) == (
-            15 if architecture == "llama" else 1
-        )  # llama: seven in each layer, and the head; GPT-2: the head
-        got = model(sample_them)
-    assert torch.equal(got["tokens"], expected["tokens"])
-    assert torch.allclose(got["logprobs"], expected["logprobs"], atol=1e-5)
-    for name, weight in model.named_parameters():
-        pointer, stride, values = before[name]
-        assert (weight.data_ptr(), weight.stride()) == (pointer, stride) and torch.equal(weight, values)

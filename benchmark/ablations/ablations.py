@@ -1,22 +1,14 @@
 """One page of small figures: what each knob does, on the default task, five seeds each.
 
     python benchmark/ablations/ablations.py                           # all, 40 minutes on two cores
-    python benchmark/ablations/ablations.py --only group clip         # some; results of the others stay
+    python benchmark/ablations/ablations.py group clip                # some; results of the others stay
     python benchmark/ablations/ablations.py --plot                    # only the page again
 
-    group            completions per prompt k = 2, 4, 8, 16 at equal episodes, RLOO
-    kl               the KL coefficient against the reward model of benchmark/default/, and the truth, RLOO
-    epochs           PPO epochs times mini-batches, PPO
-    loss             losses and scalings, on the policy of make_policy.py, whose answers have 4 or 13 tokens, GRPO
-    clip             the clip range where a rollout makes eight updates, RLOO
-    eos              a judge that likes long answers: with and without --missing-eos-penalty, GRPO
-    learning_rate    all three scripts over a hundredfold range of learning rates
-
+benchmark/ablations/README.md says what differs. The runs of `loss` start from the policy of make_policy.py.
 As many runs at once as there are cores, of one thread each. Writes ablations.json, a run a line with its scores at the
 end and its curve in sixteen points, and draws ablations.png.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -24,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import draw  # noqa: E402
-import make_policy  # noqa: E402
-from run import SCRIPTS, run_all, write_lines  # noqa: E402
+import draw
+import make_policy
+from run import SCRIPTS, run_all, write_lines
 
 RESULT = Path(__file__).with_suffix(".json")
 SEEDS = (1, 2, 3, 4, 5)
@@ -76,9 +68,7 @@ def to_result(study: str, label: str, job: tuple, result: dict) -> dict:
     kept |= {"scores": end("objective/scores"), "held_out": round(rows[-1]["eval/scores"], 4)}
     kept |= {"tokens": end("response_length_mean"), "entropy": end("policy/entropy_avg")}
     kept |= {"ended": round(end("val/num_eos_tokens") / result["args"]["batch_size"], 4)}
-    for name in (
-        ("long", "short") if result["rollouts"] else ()
-    ):  # prompts that the policy answers at length, and others
+    for name in ("long", "short") if result["rollouts"] else ():  # the prompts that are answered at length, the others
         some = [e for e in result["rollouts"] if make_policy.is_long(e["prompt"]) == (name == "long")]
         last = some[-len(some) // 8 :]
         kept[f"{name}_scores"] = round(float(np.mean([e["score"] for e in some])), 4)  # over the run
@@ -141,24 +131,18 @@ def plot(results: list[dict]):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=list(STUDIES), choices=list(STUDIES))
-    parser.add_argument("--plot", action="store_true")
-    args = parser.parse_args()
-    results = json.loads(RESULT.read_text()) if RESULT.exists() else []
-    for study in [] if args.plot else args.only:
-        jobs, labels, episodes = [], [], 8192 if study in ("kl", "eos", "loss") else 4096
+    words = sys.argv[1:]
+    results = json.loads(RESULT.read_text())
+    for study in [] if words == ["--plot"] else words or STUDIES:
+        jobs, episodes = {}, 8192 if study in ("kl", "eos", "loss") else 4096
         for script, label, flags in STUDIES[study]:
-            jobs += [(script, f"{SHORT} {episodes} {flags} --seed {seed}") for seed in SEEDS]
-            labels += [label] * len(SEEDS)
+            jobs |= {(script, f"{SHORT} {episodes} {flags} --seed {seed}"): label for seed in SEEDS}
         if study == "loss" and not make_policy.FOLDER.exists():
             make_policy.main()
-        by_job = dict(zip(jobs, labels))
-        new = run_all(jobs, lambda job, result, study=study, by_job=by_job: to_result(study, by_job[job], job, result))
+        new = run_all(list(jobs), lambda job, result: to_result(study, jobs[job], job, result))
         results = [r for r in results if r["study"] != study] + new
         write_lines(RESULT, sorted(results, key=lambda r: list(STUDIES).index(r["study"])))
-    if {r["study"] for r in results} == STUDIES.keys():
-        plot(results)
+    plot(results)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """A policy whose answers have very different lengths: `python benchmark/ablations/make_policy.py`, two minutes.
 
 The default policy is trained for a few more steps on its own sampled answers, right and wrong as they are. If a sum
-begins with an odd digit, 8 to 12 spaces stand behind its answer. `exact_match` strips them. The other answers are as
-before. So half of the prompts take four times as many tokens, and there is the same thing to learn. Writes policy/
-beside this file.
+begins with an odd digit, 8 to 12 spaces stand behind its answer. `exact_match` strips them. So half of the prompts take
+four times as many tokens, and there is the same thing to learn. Writes policy/ beside this file.
 """
 
 import sys
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
-import rloo  # noqa: E402
+import rloo
 
 DEFAULT = ROOT / "benchmark" / "default"
 FOLDER = Path(__file__).resolve().parent / "policy"
@@ -28,9 +27,9 @@ def is_long(prompt: str) -> bool:
 def main():
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(DEFAULT / "policy")
-    policy, _ = rloo.load_model("--model-path", str(DEFAULT / "policy"), AutoModelForCausalLM, torch.float32)
+    policy = rloo.load_model("--model-path", str(DEFAULT / "policy"), AutoModelForCausalLM, torch.float32)
     model = rloo.CompletionModel(policy, tokenizer, [tokenizer.eos_token_id], rloo.Args())
-    prompts = rloo.load_prompts(str(DEFAULT / "train.jsonl"), None, tokenizer, None) * 4
+    prompts = rloo.load_prompts(rloo.Args(), str(DEFAULT / "train.jsonl"), "none", tokenizer) * 4
     rng = rloo.keyed_rng(1, 0)
     uniforms = torch.from_numpy(rng.random((len(prompts), 4)))
     batch = rloo.sample(model, [prompt.token_ids for prompt in prompts], uniforms, 1.0)

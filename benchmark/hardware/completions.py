@@ -5,18 +5,19 @@
 
 Runs each script's defaults twice, and compares the episodes of the whole run token for token. Now and then a uniform
 number falls so near to a boundary that rounding decides, and a completion differs. What is trained on it then differs,
-too. The runs of SmolLM2-135M-Instruct (made by `benchmark/smollm2/prepare.py`, vocabulary 49,152) have learning rate 0.
-So none of their completions depends on the ones before. Writes completions.json, case by case.
+too. The runs of SmolLM2 (made by `benchmark/smollm2/prepare.py`) have learning rate 0, so none of their completions
+depends on the ones before. Writes completions.json, case by case.
 """
 
-import argparse
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import tyro
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import SCRIPTS, run, torchrun  # noqa: E402
+from run import SCRIPTS, run, torchrun
 
 RESULT = Path(__file__).with_suffix(".json")
 SMOLLM2 = (
@@ -50,17 +51,13 @@ def compare(script: str, flags: str, runs: tuple) -> dict:
     return counts | dict(completions_that_differ=len(iterations), first_iteration=min(iterations, default=None))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="")
-    only = parser.parse_args().only
+def main(only: str = ""):
     for name, case in CASES.items():
         if only in name:
             result = compare(*case)
             print(f"{name}: {result}", flush=True)
-            summary = (json.loads(RESULT.read_text()) if RESULT.exists() else {}) | {name: result}
-            RESULT.write_text(json.dumps(summary, indent=1) + "\n")
+            RESULT.write_text(json.dumps(json.loads(RESULT.read_text()) | {name: result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

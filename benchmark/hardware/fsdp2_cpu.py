@@ -16,17 +16,16 @@ measures are those of benchmark/hardware/sharded.py. Writes fsdp2_cpu.json. The 
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 import tyro
 from accelerate import PartialState
 from accelerate.utils import DistributedType
-from sharded import FLAGS, POLICY, compare, count_gathers, load_script
+from sharded import FLAGS, count_gathers, measure
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import SCRIPTS, run, torchrun  # noqa: E402
+from run import POLICY, import_script, run, torchrun
 
 SETTINGS = dict(
     ACCELERATE_USE_CPU="true",
@@ -44,7 +43,7 @@ def main():
     PartialState(cpu=True)
     # accelerate turns FSDP on where it believes in several GPUs
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    module = load_script(sys.argv[1])
+    module = import_script(sys.argv[1])
     gathers = count_gathers(module, (_fsdp_param_group, "foreach_all_gather"))
     module.main(tyro.cli(module.Args, args=sys.argv[2:]))
     if int(os.environ["RANK"]) == 0:
@@ -52,25 +51,17 @@ def main():
 
 
 def compare_with_one_process():
-    work, results = Path(tempfile.mkdtemp(prefix="fsdp2_")), []
     layers = json.loads((POLICY / "config.json").read_text())["num_hidden_layers"]
-    for script in SCRIPTS:
-        run(script, FLAGS, work / script, ACCELERATE_USE_CPU="true")
-        for kind, program in (("DDP", []), ("FSDP2", [__file__])):
-            folder = work / f"{script}_{kind}"
-            output = run(script, FLAGS, folder, torchrun(2, *program), ACCELERATE_USE_CPU="true")["output"]
-            results.append(dict(script=script, kind=kind, **compare(folder, work / script)))
-            if kind == "FSDP2":
-                results[-1] |= json.loads(output.splitlines()[-1])
-            print(json.dumps(results[-1]), flush=True)
-    Path(__file__).with_suffix(".json").write_text(json.dumps(dict(flags=FLAGS, runs=results), indent=1) + "\n")
-    fine = [
-        row["relative_distance"] < 1e-3
-        and not row["metrics_that_differ"]
-        and row.get("while_sampling", 0) <= layers * row.get("samplings", 0)
-        for row in results
-    ]
-    raise SystemExit(0 if all(fine) else 1)
+
+    def train(script, folder, single, kind):
+        launcher = torchrun(2, *([__file__] if kind == "FSDP2" else []))
+        output = run(script, FLAGS, folder, launcher, ACCELERATE_USE_CPU="true")["output"]
+        return json.loads(output.splitlines()[-1]) if kind == "FSDP2" else {}
+
+    def is_fine(row):
+        return row.get("while_sampling", 0) <= layers * row.get("samplings", 0)
+
+    measure(__file__, "kind", ("DDP", "FSDP2"), train, is_fine)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,14 @@ Each of the three is killed nine times. A kill is SIGKILL of all its processes, 
     model        the trained model is written beside, but not yet renamed
     anywhere     a drawn number of seconds after the start
 
-The learning rate is 1e-4. At 3e-4 this PPO run is chaotic: roundings grow by two to three times in each iteration, and
-even unbroken runs on 1 and on 2 processes end 0.2 apart. The file says how far unbroken runs on 1 and 2 are apart.
-
-Then the weights must be those of the unbroken run. They are bitwise the same where the number of processes never
-changed. Otherwise they are compared by norm, |w1 - w2| / |w1 - w_start| < 1e-3. Every iteration must stand once in each
-file, and one more start must do nothing. The exit status is 1 if one of these fails. Processes are forked from this
-one, which has imported the libraries. So a start takes half a second, and the whole takes some minutes.
+The weights must be those of the unbroken run: bitwise the same where the number of processes never changed, else by
+norm, |w1 - w2| / |w1 - w_start| < 1e-3. Every iteration must stand once in each file, and one more start must do
+nothing. The exit status is 1 if one of these fails. The learning rate is 1e-4. At 3e-4 this PPO run is chaotic:
+roundings grow by two to three times in each iteration, and even unbroken runs on 1 and on 2 processes end 0.2 apart.
+Processes are forked from this one, which has imported the libraries. So a start takes half a second.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -35,39 +34,26 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 
 import accelerate
 import torch
 import tyro
-from sharded import load_script, relative_distance
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import ROOT, SCRIPTS, read_rows  # noqa: E402
+from run import SCRIPTS, import_script, read_rows, relative_distance
 
 PHASES = ("rollout", "training", "written", "removing", "metrics", "loading", "anywhere", "anywhere")  # then `model`
 FLAGS = """--total-episodes 188 --batch-size 16 --num-mini-batches 2 --num-ppo-epochs 1 --per-device-train-batch-size 3
     --learning-rate 1e-4 --save-every 1 --save-rollouts --num-sample-generations 4 --resume""".split()
+RESULT = Path(__file__).with_suffix(".json")
 PROCESSES = {"1": [1] * 9, "2": [2] * 9, "1, 2 by turns": [1, 2] * 5}
-
-
-@dataclass
-class Args:
-    scripts: tuple[str, ...] = SCRIPTS
-    """the scripts to run"""
-    seed: int = 1
-    """of the drawn moments"""
-    runs: tuple[str, ...] = tuple(PROCESSES)
-    """the numbers of processes to run on; each of the three has nine kills, of every phase"""
-    results: Path = Path(__file__).with_suffix(".json")
-    """where the table goes"""
 
 
 def kill_at(module, phase: str, call: int):
     """Let call number `call` of the function that stands for a phase end this process."""
-    calls = 0
+    calls = itertools.count(1)
 
     def write_half(_, path, rows):
         with open(path, "a", encoding="utf-8") as file:
@@ -80,8 +66,8 @@ def kill_at(module, phase: str, call: int):
     owner, name, applies, first = {  # of which calls, and what is done before the end
         "rollout": (module, "pick_tokens", lambda *_: True, None),
         "training": (accelerate.Accelerator, "backward", lambda *_: True, None),
-        "written": (Path, "replace", lambda path, _: path.name == "state.tmp", None),
-        "removing": (module.shutil, "rmtree", lambda path: path.parent.name == "checkpoints", remove_half),
+        "written": (Path, "rename", lambda path, _: path.name == "unfinished", None),
+        "removing": (module.shutil, "rmtree", lambda path: path.exists(), remove_half),
         "metrics": (module, "append_jsonl", lambda _, path, __: path.name == "metrics.jsonl", write_half),
         "loading": (module, "draw_prompts", lambda *_: True, None),
         "model": (Path, "rename", lambda path, _: path.name == "model.tmp", None),
@@ -89,9 +75,7 @@ def kill_at(module, phase: str, call: int):
     original = getattr(owner, name)
 
     def struck(*args, **inputs):
-        nonlocal calls
-        calls += applies(*args)
-        if applies(*args) and calls == call:
+        if applies(*args) and next(calls) == call:
             if first:
                 first(*args)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -159,22 +143,24 @@ def kill_run(script: str, folder: Path, processes: list[int], draw: random.Rando
     return hits
 
 
-def rows_of(folder: Path) -> list:
+def rows_of(folder: Path) -> dict:
     """Which rows stand in each file of a run."""
-    files = sorted(folder.glob("*.jsonl"))
-    return [(file.name, [(row["iteration"], row.get("index")) for row in read_rows(file)]) for file in files]
+    files = {file.name: read_rows(file) for file in folder.glob("*.jsonl")}
+    return {name: [(row["iteration"], row.get("index")) for row in rows] for name, rows in files.items()}
 
 
-def main(args: Args):
-    started, draw, results = time.time(), random.Random(args.seed), []
+def main(
+    scripts: tuple[str, ...] = SCRIPTS, seed: int = 1, runs: tuple[str, ...] = tuple(PROCESSES), results: Path = RESULT
+):
+    started, draw, rows = time.time(), random.Random(seed), []
     work = Path(tempfile.mkdtemp(prefix="kill_and_resume_"))
-    for script in args.scripts:
-        load_script(ROOT / f"{script}.py")  # once for all the processes that are forked
+    for script in scripts:
+        import_script(script)  # once for all the processes that are forked
         unbroken = {processes: work / f"{script}_unbroken_{processes}" for processes in (1, 2)}
         for processes, folder in unbroken.items():
             start(script, folder, processes)
         apart, hit = relative_distance(unbroken[2], unbroken[1]), Counter()
-        for name in args.runs:
+        for name in runs:
             folder = work / f"{script}_killed_{name[:4].strip(', ').replace(', ', '_')}"
             hits, right = kill_run(script, folder, PROCESSES[name], draw), unbroken[PROCESSES[name][0]]
             one, two = ((path / "model" / "model.safetensors").read_bytes() for path in (folder, right))
@@ -183,16 +169,16 @@ def main(args: Args):
             row |= dict(relative_distance=relative_distance(folder, right))
             row |= dict(each_row_once=rows_of(folder) == rows_of(right))
             may_differ = "," in name and row["relative_distance"] < 1e-3
-            results.append(row | dict(fine=row["each_row_once"] and (row["bitwise"] or may_differ)))
-            print(json.dumps(results[-1]), flush=True)
+            rows.append(row | dict(fine=row["each_row_once"] and (row["bitwise"] or may_differ)))
+            print(json.dumps(rows[-1]), flush=True)
             hit += hits
         missed = [phase for phase in (*PHASES, "model") if not hit[phase]]
-        if hit.total() < 25 * len(args.runs) // 3 or missed:  # A drawn call may never come.
+        if hit.total() < 25 * len(runs) // 3 or missed:  # A drawn call may never come.
             raise SystemExit(f"{script}: {hit.total()} kills, phases missed: {missed}; draw again with another --seed")
-    summary = dict(seed=args.seed, kills=sum(row["kills"] for row in results), seconds=round(time.time() - started))
-    args.results.write_text(json.dumps(summary | dict(flags=" ".join(FLAGS), runs=results), indent=1) + "\n")
-    raise SystemExit(0 if all(row["fine"] for row in results) else 1)
+    summary = dict(seed=seed, kills=sum(row["kills"] for row in rows), seconds=round(time.time() - started))
+    results.write_text(json.dumps(summary | dict(flags=" ".join(FLAGS), runs=rows), indent=1) + "\n")
+    raise SystemExit(0 if all(row["fine"] for row in rows) else 1)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    tyro.cli(main, description=__doc__)

@@ -14,10 +14,9 @@ The first run compiles a helper for a minute. Every run makes 4 micro-batches in
 process: every metric (1e-4 relative or 5e-6 absolute), the final weights (by norm, relative to how far they moved,
 1e-3), and the steps that DeepSpeed's engine really took, with their learning rates. No weight may be gathered while
 completions are sampled. Then the run is resumed from half of it, which must give the same weights bit by bit.
-The exit status is 1 if something differs. The table goes to sharded.json, too.
+Writes sharded.json. The exit status is 1 if something differs.
 """
 
-import importlib
 import json
 import os
 import shutil
@@ -28,22 +27,14 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from safetensors.numpy import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import BENCHMARK, SCRIPTS, read_rows, run, torchrun  # noqa: E402
+from run import SCRIPTS, import_script, read_rows, relative_distance, run, torchrun
 
-POLICY = BENCHMARK / "default" / "policy"
 FLAGS = (
     "--total-episodes 128 --batch-size 32 --num-mini-batches 1 --per-device-train-batch-size 4 "
     "--learning-rate 3e-4 --num-sample-generations 0 --max-grad-norm 1 --save-every 2"
 )
-
-
-def load_script(path: str):
-    """Import a script."""
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    return importlib.import_module(Path(path).stem)
 
 
 def count_gathers(module, *owners_and_names) -> Counter:
@@ -77,7 +68,7 @@ def worker(script: str, flags: list[str]):
     from deepspeed.runtime.zero import partition_parameters as partition
 
     PartialState(cpu=True)
-    module, rates, take_step = load_script(script), [], DeepSpeedEngine._take_model_step
+    module, rates, take_step = import_script(script), [], DeepSpeedEngine._take_model_step
 
     def noted_step(engine, *args):
         rates.append(engine.get_lr()[0])
@@ -112,18 +103,6 @@ def resumes_bitwise(script: str, folder: Path, stage: int) -> bool:
     return one == two
 
 
-def distance(weights: dict, others: dict) -> float:
-    """Norm of the difference of two state dicts."""
-    return float(np.sqrt(sum(np.square(weights[name] - others[name], dtype=np.float64).sum() for name in others)))
-
-
-def relative_distance(folder: Path, single: Path) -> float:
-    """How far the weights of two runs are apart, in units of how far the second one's moved."""
-    start = load_file(POLICY / "model.safetensors")
-    weights, right = (load_file(path / "model" / "model.safetensors") for path in (folder, single))
-    return distance(weights, right) / distance(right, start)
-
-
 def compare(folder: Path, single: Path) -> dict:
     """What differs between a run on two processes and the one on a single process."""
     rows, expected = (read_rows(path / "metrics.jsonl") for path in (folder, single))
@@ -147,27 +126,34 @@ def engine_of(folder: Path, single: Path) -> dict:
     return dict(steps=len(engine["rates"]), steps_and_rates_as_planned=bool(as_planned)) | engine["gathers"]
 
 
-def main():
-    work, results = Path(tempfile.mkdtemp(prefix="sharded_")), []
+def measure(program: str, name: str, kinds: tuple, train, is_fine):
+    """Train each script on one process and in each of `kinds`, and write the table beside the program. Ends it.
+
+    train(script, folder, single, kind) returns what else is kept of a run; name: the kind's column in the table
+    """
+    work, rows = Path(tempfile.mkdtemp(prefix="sharded_")), []
     for script in SCRIPTS:
-        run(script, FLAGS, work / script, ACCELERATE_USE_CPU="true")
-        for stage in (2, 3):
-            folder = work / f"{script}_zero{stage}"
-            run_sharded(script, folder, stage)
-            results.append(dict(script=script, stage=stage, **compare(folder, work / script)))
-            results[-1] |= engine_of(folder, work / script)
-            results[-1] |= dict(resumed_bitwise=resumes_bitwise(script, folder, stage))
-            print(json.dumps(results[-1]), flush=True)
-    Path(__file__).with_suffix(".json").write_text(json.dumps(dict(flags=FLAGS, runs=results), indent=1) + "\n")
-    fine = [
-        row["relative_distance"] < 1e-3
-        and row["steps_and_rates_as_planned"]
-        and row["resumed_bitwise"]
-        and not row["metrics_that_differ"]
-        and not row["while_sampling"]
-        for row in results
-    ]
-    raise SystemExit(0 if all(fine) else 1)
+        single = work / script
+        run(script, FLAGS, single, ACCELERATE_USE_CPU="true")
+        for kind in kinds:
+            folder = work / f"{script}_{kind}"
+            more = train(script, folder, single, kind)
+            rows.append({"script": script, name: kind} | compare(folder, single) | more)
+            print(json.dumps(rows[-1]), flush=True)
+    Path(program).with_suffix(".json").write_text(json.dumps(dict(flags=FLAGS, runs=rows), indent=1) + "\n")
+    near = [row["relative_distance"] < 1e-3 and not row["metrics_that_differ"] for row in rows]
+    raise SystemExit(0 if all(near) and all(map(is_fine, rows)) else 1)
+
+
+def main():
+    def train(script, folder, single, stage):
+        run_sharded(script, folder, stage)
+        return engine_of(folder, single) | dict(resumed_bitwise=resumes_bitwise(script, folder, stage))
+
+    def is_fine(row):
+        return row["steps_and_rates_as_planned"] and row["resumed_bitwise"] and not row["while_sampling"]
+
+    measure(__file__, "stage", (2, 3), train, is_fine)
 
 
 if __name__ == "__main__":

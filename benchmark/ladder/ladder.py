@@ -3,26 +3,21 @@
     python benchmark/ladder/ladder.py          # measures everything, and draws the figure
     python benchmark/ladder/ladder.py --draw   # only draws
 
-The scripts run as they are. REINFORCE is rloo.py with reinforce.patch, in a temporary folder. Only the estimator
-differs: COMMON turns the KL off, and sets one update for each batch and the same constant learning rate.
+Only the estimator differs: COMMON turns the KL off, and sets one update for each batch and the same constant learning
+rate. REINFORCE is rloo.py with reinforce.patch, in a temporary folder.
 
-Learning: each seed trains on 4,096 episodes.
-
-Gradients: a run with learning rate 0 never changes its weights, so each step is one more estimate of the same gradient.
-The dataset of such a run is one batch, which each iteration samples anew. A set is 16 prompts, with four completions of
+A run with learning rate 0 never changes its weights, so each step is one more estimate of the same gradient. The
+dataset of such a run is one batch, which each iteration samples anew. A set is 16 prompts, with four completions of
 each. ppo.py samples a prompt once, so its dataset has each prompt four times. "fresh" has other prompts in each
 iteration, as a training run has. This is measured at the start, and with the weights of a half-finished PPO run.
 
 Writes ladder.json, a row for each run, and ladder.png. Then benchmark/tables.py writes the tables of docs/ladder.md.
 """
 
-import argparse
 import importlib
 import json
 import multiprocessing
 import os
-import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -30,12 +25,11 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import draw  # noqa: E402
-import tables  # noqa: E402
-from run import BENCHMARK, ROOT, read_rows, run, run_all, run_forked, write_lines  # noqa: E402
+import draw
+import tables
+from run import BENCHMARK, SCRIPTS, copy_script, import_script, read_rows, run, run_all, run_forked, write_lines
 
-HERE = Path(__file__).resolve().parent
-RESULT = HERE / "ladder.json"
+RESULT = Path(__file__).with_suffix(".json")
 BATCH = 64  # episodes, the default of all scripts
 GROUP = 4  # completions of a prompt, the default of rloo.py and grpo.py
 EPISODES = 4096
@@ -82,16 +76,6 @@ GRADIENTS = RUNGS | {
 }
 
 
-def patched_scripts(folder: Path) -> dict[str, str]:
-    """The path of each script. `reinforce` is a patched copy in this folder, with what its defaults need beside it."""
-    shutil.copy(ROOT / "rloo.py", folder)
-    subprocess.run(["git", "apply", str(HERE / "reinforce.patch")], cwd=folder, check=True)
-    (folder / "rloo.py").rename(folder / "reinforce.py")
-    (folder / "benchmark").symlink_to(BENCHMARK)
-    paths = {name: str(ROOT / f"{name}.py") for name in ("rloo", "grpo", "ppo")}
-    return paths | {"reinforce": str(folder / "reinforce.py")}
-
-
 # ================================================== learning =================================================
 def learning_rows(paths: dict) -> list[dict]:
     """Train each rung with each seed -> a row for each run, with its evaluations on held-out prompts."""
@@ -103,9 +87,8 @@ def learning_rows(paths: dict) -> list[dict]:
             jobs[paths[script], f"{run_flags} {evaluation} {flags}"] = dict(measured="learning", rung=rung, seed=seed)
 
     def to_row(job, result):
-        evaluations = [row for row in result["metrics"] if "eval/scores" in row]
-        held_out = [round(row["eval/scores"], 4) for row in evaluations]
-        return jobs[job] | dict(episode=[row["episode"] for row in evaluations], held_out=held_out)
+        held_out = [round(row["eval/scores"], 4) for row in result["evaluations"]]
+        return jobs[job] | dict(episode=[row["episode"] for row in result["evaluations"]], held_out=held_out)
 
     return run_all(list(jobs), to_row)
 
@@ -169,8 +152,7 @@ def record_gradients(job: tuple) -> dict:
             return super().step(closure)
 
     torch.optim.AdamW = Recorder
-    sys.path.insert(0, str(Path(path).parent))
-    script = importlib.import_module(Path(path).stem)  # `run_forked` gets the same module
+    script = import_script(path)  # `run_forked` gets the same module
     for edit in edits:
         edit(script)
     result = run_forked((path, flags))
@@ -193,18 +175,16 @@ def compare(jobs: dict[str, tuple]) -> list[dict]:
         # Products of two gradients from the same repetition are left out: they may come from the same completions.
         cosine = moments(gradients @ rloo.T)[0] / np.sqrt(squared_mean * rloo_squared)
         score = np.mean([row["objective/scores"] for row in results[rung]["metrics"] if "objective/scores" in row])
-        row = dict(rung=rung, variance=variance, squared_mean=squared_mean, noise_band=noise_band(products))
-        rows.append(
-            {name: x if name == "rung" else float(x) for name, x in (row | dict(cosine=cosine, score=score)).items()}
-        )
+        numbers = dict(variance=variance, squared_mean=squared_mean, noise_band=noise_band(products))
+        numbers |= dict(cosine=cosine, score=score)
+        rows.append(dict(rung=rung) | {name: float(x) for name, x in numbers.items()})
     return rows
 
 
 def moments(products: np.ndarray) -> tuple[float, float]:
     """Of gradients whose inner products are [n, n]: the squared length of their true mean, and their variance.
 
-    Both are unbiased. The variance is the sum over all weights. The products of two different gradients have the
-    squared length of the true mean as their mean.
+    Both are unbiased: the product of two different gradients has the squared length of the true mean as its mean.
     """
     n = len(products)
     squared_mean = (products.sum() - np.trace(products)) / n / (n - 1)
@@ -261,14 +241,13 @@ def plot(rows: list[dict]):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draw", action="store_true", help="measure nothing")
-    args = parser.parse_args()
-    if not args.draw:
+    if "--draw" not in sys.argv:
         with tempfile.TemporaryDirectory() as folder:
-            paths = patched_scripts(Path(folder))
+            folder = Path(folder)
+            reinforce = copy_script(folder, "rloo", "ladder/reinforce.patch").rename(folder / "reinforce.py")
+            paths = {name: name for name in SCRIPTS} | {"reinforce": str(reinforce)}
             rows = learning_rows(paths)  # goes to the root, and imports what the scripts need
-            rows += gradient_rows(paths, Path(folder))
+            rows += gradient_rows(paths, folder)
         write_lines(RESULT, rows)
     plot(json.loads(RESULT.read_text()))
 

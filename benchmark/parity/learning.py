@@ -1,23 +1,19 @@
 """Do Tally's RLOO and GRPO learn as TRL's do? The default policy, prompts and reward, 16,384 episodes, ten seeds each.
 
     OMP_NUM_THREADS=1 python benchmark/parity/learning.py             # an hour on one core; what is done is kept
-    OMP_NUM_THREADS=1 python benchmark/parity/learning.py --seeds 2
 
-It runs in the environment of trl_trainer.py, which lists every setting and TRL's default for it. k = 4 and batch 64
-make 256 rollouts with one update each. The reward function of both programs is exact_match of rloo.py. Each program
-draws its prompts anew in every epoch and samples with its own random numbers. So only the distributions of the curves
-can be compared. In replay.py both train on the same completions.
+It runs in the environment of trl_trainer.py. k = 4 and batch 64 make 256 rollouts with one update each. The reward of
+both programs is exact_match of rloo.py. Each program draws its prompts and samples with its own random numbers. So only
+the distributions of the curves can be compared. In replay.py both train on the same completions.
 
 Writes learning.png, and learning.json with a line for each run and each test. `right` counts the right ones of an
 iteration's 64 completions. The score is the mean of the last ten iterations, the area the mean of all 256. p is that
 of Welch's test, two-sided. `difference` is Tally less TRL, with its 95 % interval.
 """
 
-import argparse
 import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +24,8 @@ from scipy.stats import ttest_ind
 
 from rloo import exact_match
 
-HERE = Path(__file__).resolve().parent
+RESULT = Path(__file__).with_suffix(".json")
+SEEDS = range(1, 11)
 BATCH, ITERATIONS = 64, 256
 
 
@@ -50,21 +47,18 @@ def train_trl(algorithm: str, seed: int) -> list[float]:
 TRAIN = {"tally": train_tally, "trl": train_trl}
 
 
-def measure(path: Path, seeds: int) -> list[dict]:
-    """The runs that `path` lacks, each written to it as it ends -> all of them."""
-    rows = [row for row in json.loads(path.read_text()) if "seed" in row] if path.exists() else []
+def measure() -> list[dict]:
+    """The runs that learning.json lacks, each written to it as it ends -> all of them."""
+    rows = [row for row in json.loads(RESULT.read_text()) if "seed" in row] if RESULT.exists() else []
     done = {(row["program"], row["algorithm"], row["seed"]) for row in rows}
-    jobs = [(p, a, seed) for seed in range(1, seeds + 1) for a in ("rloo", "grpo") for p in TRAIN]
+    jobs = [(program, algorithm, seed) for seed in SEEDS for algorithm in ("rloo", "grpo") for program in TRAIN]
     for program, algorithm, seed in (job for job in jobs if job not in done):
-        began = time.time()
         scores = TRAIN[program](algorithm, seed)
-        if len(scores) != ITERATIONS:
-            raise SystemExit(f"{program} {algorithm} {seed}: {len(scores)} iterations")
         row = dict(program=program, algorithm=algorithm, seed=seed, score=float(np.mean(scores[-10:])))
         row |= dict(area=float(np.mean(scores)), right=[round(score * BATCH) for score in scores])
         rows.append(row)
-        write_lines(path, rows)
-        print(f"{program} {algorithm} {seed}: {row['score']:.3f}, {time.time() - began:.0f} s", file=sys.stderr)
+        write_lines(RESULT, rows)
+        print(f"{program} {algorithm} {seed}: {row['score']:.3f}", file=sys.stderr)
     return rows
 
 
@@ -79,7 +73,7 @@ def compare(rows: list[dict], algorithm: str, name: str) -> dict:
     return row | dict(difference=difference, t=float(test.statistic), p=float(test.pvalue))
 
 
-def draw(path: Path, rows: list[dict]):
+def draw(rows: list[dict]):
     figure, axes = panels(1, 2, width=4.2, height=3.2, sharey=True)
     for axis, algorithm in zip(axes[0], ("rloo", "grpo")):
         for program, color, label in (("trl", GRAY, "TRL 1.16"), ("tally", COLORS[algorithm], "Tally")):
@@ -92,22 +86,14 @@ def draw(path: Path, rows: list[dict]):
         in_thousands(axis)
     axes[0, 0].set_ylabel("sampled score, mean of ten iterations")
     axes[0, 0].set_ylim(0, 1)
-    save(figure, path)
+    save(figure, RESULT.with_suffix(".png"))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=10)
-    args = parser.parse_args()
-    path = HERE / "learning.json"
-    rows = measure(path, args.seeds)
+    rows = measure()
     tests = [compare(rows, algorithm, name) for algorithm in ("rloo", "grpo") for name in ("score", "area")]
-    write_lines(path, rows + tests)
-    draw(HERE / "learning.png", rows)
-    for row in tests:
-        (tally, _), (trl, _), (difference, low, high) = row["tally"], row["trl"], row["difference"]
-        line = f"{row['algorithm']} {row['test']:5}: Tally {tally:.4f}, TRL {trl:.4f}, difference {difference:+.4f} "
-        print(line + f"({low:+.4f} to {high:+.4f}), p = {row['p']:.2f}")
+    write_lines(RESULT, rows + tests)
+    draw(rows)
 
 
 if __name__ == "__main__":

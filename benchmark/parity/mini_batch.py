@@ -2,36 +2,30 @@
 
     OMP_NUM_THREADS=1 python benchmark/parity/mini_batch.py           # nine minutes on one core
 
-It runs in the environment of trl_trainer.py. A tiny random model samples 24 completions of 1 to 10 tokens for prompts
-of 1 to 9. Then `main` of the script trains on them, once or twice. TRL's trainer runs on the same episodes, with the
-same reward function. Only its `_generate_single_turn` is replaced: it returns Tally's completions. torchrl's functions
-get Tally's log-probabilities, values and scores. TRL and torchrl make each update at the weights at which Tally made
-it. Otherwise rounding would grow to whole steps, because Adam divides a gradient by its size.
+It runs in the environment of trl_trainer.py. A tiny random model samples 24 completions, and `main` of the script
+trains on them, once or twice. TRL's trainer runs on the same episodes, with the same reward function. Only its
+`_generate_single_turn` is replaced: it returns Tally's completions. torchrl's functions get Tally's log-probabilities,
+values and scores. TRL and torchrl make each update at the weights at which Tally made it. Otherwise rounding would grow
+to whole steps, because Adam divides a gradient by its size.
 
 Two things are compared: the loss, and the gradient of all parameters before it is clipped. The measure is the norm of
 the difference by the norm of ours, |ours - theirs| / |ours|. For a loss nearer to 0 than 0.01 it is |ours - theirs|.
-A run makes one update, in which the ratio is 1, or two updates on the same rollout, and the second one is clipped.
 `cut` is the share of ratios where the clip changes the loss (cispo: the ratio). In some cases flags of one name mean
-different things, or no setting makes both the same. Then the row shows the difference as it is, with its name (`what`).
-It is measured again after the change in `undone_by`. TRL's default KL is compared with grpo.py after
-`unbiased_kl.patch` of benchmark/variants (`patch`).
+different things. Then the row shows the difference as it is, with its name (`what`), and again after the change in
+`undone_by`. TRL's default KL is compared with grpo.py after a `patch` of benchmark/variants.
 
 Writes mini_batch.json, a line for each case. The exit status is 1 if an unexplained difference above 1e-5 is left.
 """
 
 import contextlib
 import functools
-import importlib
 import io
 import itertools
 import json
 import math
 import random
-import shutil
-import subprocess
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -40,28 +34,20 @@ import torch
 import transformers
 import trl_trainer  # first: it makes the modules below importable
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from run import read_run, write_lines
+from accelerate.state import AcceleratorState, GradientState
+from run import copy_script, import_script, read_run, write_lines
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.modules import ProbabilisticActor
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value.functional import generalized_advantage_estimate
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    TrainerCallback,
-)
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.trainer import grpo_trainer, rloo_trainer
 
 import grpo
 import ppo
 import rloo
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
 SCRIPTS = dict(rloo=rloo, grpo=grpo, ppo=ppo)
 TRL_FILES = dict(rloo=rloo_trainer, grpo=grpo_trainer)
 TOLERANCE = 1e-5
@@ -100,15 +86,12 @@ def two_parts(**columns) -> dict[str, list]:
 
 
 TRL_REWARDS = {"two_parts": [none_of_seven, none_of_long]}
-
-
 LLAMA = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
 GPT2 = dict(n_embd=32, n_layer=2, n_head=2, n_positions=64)
 
 
 def save_model(folder: Path, seed: int, auto_class=AutoModelForCausalLM, family="Llama", **shape) -> str:
-    """A random model with the embedded policy's tokenizer, sharp enough that a wrong position or mask shows; three
-    tokens end an episode."""
+    """A random model, sharp enough that a wrong position or mask shows; three tokens end an episode."""
     tokenizer = AutoTokenizer.from_pretrained(trl_trainer.POLICY)
     special = dict(bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     torch.manual_seed(seed)
@@ -126,7 +109,7 @@ def make_world(folder: Path) -> SimpleNamespace:
     rng = random.Random(0)
     prompts = ["".join(rng.choices("0123456789+-=", k=length)) for length in (1, 3, 9, 4, 3, 7)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
-    classifier = dict(auto_class=AutoModelForSequenceClassification, num_labels=1)
+    classifier = dict(auto_class=transformers.AutoModelForSequenceClassification, num_labels=1)
     return SimpleNamespace(
         folder=folder,
         dataset=str(folder / "prompts.jsonl"),
@@ -162,17 +145,13 @@ def quiet_and_fresh():
     """accelerate keeps its state in singletons: begin without that of the run before, and print nothing."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    PartialState._reset_state()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
 
 
-def run_tally(world, algorithm: str, **flags) -> SimpleNamespace:
+def run_tally(world, script, **flags) -> SimpleNamespace:
     """`main` of a script, one iteration -> args, rollout, and of each update gradient, weights, loss and metrics."""
-    script, metrics = SCRIPTS[algorithm], []
-    mean_metrics = script.mean_metrics
+    metrics, mean_metrics = [], script.mean_metrics
     flags = dict(model_path=world.policy, dataset=world.dataset, ref_model_path=world.reference, reward="score") | flags
     flags |= dict(batch_size=EPISODES, total_episodes=EPISODES, response_length=RESPONSE_LENGTH, save_rollouts=True)
     flags |= dict(learning_rate=2e-3, lr_scheduler_type="constant", reward=f"{__name__}:{flags['reward']}")
@@ -188,7 +167,7 @@ def run_tally(world, algorithm: str, **flags) -> SimpleNamespace:
         rollout = read_run(args.output_dir)["rollouts"]
     for update, row in zip(updates, metrics, strict=True):
         update.metrics, update.loss = row, float(row["loss/policy_avg"])
-    return SimpleNamespace(args=args, rollout=rollout, updates=updates)
+    return SimpleNamespace(script=script, args=args, rollout=rollout, updates=updates)
 
 
 class TallyWeights(TrainerCallback):
@@ -218,25 +197,27 @@ def settings_like(args) -> dict:
 
 
 def run_trl(world, algorithm: str, tally, micro_batches: int = 1, reward=None, positions=False, **changes) -> list:
-    """TRL's updates on Tally's rollout, each at Tally's weights -> of each gradient and loss.
-    micro_batches: of an update; reward: if another; positions: give the model position ids made from the mask, which
-    TRL does not; changes: of `settings_like`"""
+    """TRL's updates on Tally's rollout, each at Tally's weights -> of each gradient and loss. micro_batches: of an
+    update; positions: give the model position ids made from the mask; changes: of `settings_like`"""
     args, rollout = tally.args, tally.rollout
-    completion_ids, passes = [row["token_ids"] for row in rollout], args.num_mini_batches * micro_batches
+    passes = args.num_mini_batches * micro_batches
     size = dict(batch=EPISODES // passes, gradient_accumulation_steps=micro_batches, steps_per_generation=passes)
     size |= dict(max_steps=len(tally.updates), shuffle_dataset=False)
-    order = torch.cat(SCRIPTS[algorithm].draw_mini_batches(args, 1, 0, EPISODES))
-    in_order = patch.object(TRL_FILES[algorithm], "shuffle_sequence_dict", lambda columns: permuted(columns, order))
+    order = torch.cat(tally.script.draw_mini_batches(args, 1, 0, EPISODES))
+
+    def permuted(columns):  # what TRL's rollout is made of, in Tally's order of the episodes
+        return {name: x[order] if isinstance(x, torch.Tensor) and x.dim() else x for name, x in columns.items()}
+
+    def positions_of(inputs):
+        return (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+
+    in_order = patch.object(TRL_FILES[algorithm], "shuffle_sequence_dict", permuted)
     data = dict(rows=[{"prompt": row["prompt"]} for row in rollout[:: args.k]], model=args.model_path)
     name = args.reward.split(":")[1]
     data["reward"] = reward or TRL_REWARDS.get(name) or globals()[name]
-    data["callbacks"] = [TallyWeights(tally.updates)]
-    with (
-        tempfile.TemporaryDirectory(dir=world.folder) as folder,
-        quiet_and_fresh(),
-        kept_updates() as updates,
-        in_order,
-    ):
+    data |= dict(callbacks=[TallyWeights(tally.updates)], given=[[row["token_ids"] for row in rollout]])
+    output = tempfile.TemporaryDirectory(dir=world.folder)
+    with output as folder, quiet_and_fresh(), kept_updates() as updates, in_order:
         trainer = trl_trainer.make_trainer(algorithm, folder=folder, **data, **size, **settings_like(args) | changes)
         if args.kl_coef:
             reference = AutoModelForCausalLM.from_pretrained(args.ref_model_path)
@@ -245,21 +226,11 @@ def run_trl(world, algorithm: str, tally, micro_batches: int = 1, reward=None, p
             forward = trainer.model.forward
             trainer.model.forward = lambda **inputs: forward(position_ids=positions_of(inputs), **inputs)
         losses, training_step = [], trainer.training_step
-        trainer._generate_single_turn = lambda *_: completion_ids if algorithm == "rloo" else (completion_ids, None)
         trainer.training_step = lambda *inputs: losses.append(training_step(*inputs)) or losses[-1]
         trainer.train()
     for i, update in enumerate(updates):
         update.loss = float(sum(losses[i * micro_batches : (i + 1) * micro_batches]))
     return updates
-
-
-def positions_of(inputs: dict) -> torch.Tensor:
-    return (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-
-
-def permuted(columns: dict, order: torch.Tensor) -> dict:
-    """What TRL's rollout is made of, in another order of the episodes."""
-    return {n: x[order] if isinstance(x, torch.Tensor) and x.dim() else x for n, x in columns.items()}
 
 
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -274,78 +245,56 @@ def difference(ours, theirs, factor: float = 1.0) -> dict[str, float]:
 
 
 # ============================================== RLOO and GRPO ================================================
+LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
+
+
+def grpo_case(loss_type: str, level: str, **flags) -> dict:
+    """Flags of grpo.py. cispo: --cliprange 1 takes Tally's lower bound away, which TRL has not."""
+    low, high = (0.2, 0.28) if level == "token" else (0.05, 0.07)
+    case = dict(algorithm="grpo", **flags, loss_type=loss_type, importance_sampling_level=level)
+    return case | dict(cliprange=1.0 if loss_type == "cispo" else low, cliprange_high=high)
+
+
 def same_cases() -> list[dict]:
     """Flags of Tally's whose settings in TRL mean the same; `micro_batches`: of an update, TRL's and Tally's."""
     rloo_kl = [dict(algorithm="rloo", kl_coef=kl_coef) for kl_coef in (0.0, 0.05)]
-    cases, loss_types = rloo_kl + [rloo_kl[1] | dict(temperature=0.7)], ("grpo", "dapo", "dr_grpo", "cispo")
-    for loss_type, scale, level in itertools.product(loss_types, ("group", "batch", "none"), ("token", "sequence")):
-        # cispo: --cliprange 1 takes Tally's lower bound away, which TRL has not
-        low, high = (0.2, 0.28) if level == "token" else (0.05, 0.07)
-        case = dict(algorithm="grpo", loss_type=loss_type, scale_rewards=scale, importance_sampling_level=level)
-        case |= dict(cliprange=1.0 if loss_type == "cispo" else low, cliprange_high=high)
-        cases += [case | dict(kl_coef=kl_coef) for kl_coef in (0.0, 0.05)]
-    cases += [case | dict(reward=reward) for case in cases_without_scores(cases) for reward in WITHOUT_SCORES]
+    cases, without_scores = rloo_kl + [rloo_kl[1] | dict(temperature=0.7)], list(rloo_kl)
+    for loss_type, scale, level in itertools.product(LOSS_TYPES, ("group", "batch", "none"), ("token", "sequence")):
+        for kl_coef in (0.0, 0.05):
+            cases.append(grpo_case(loss_type, level, scale_rewards=scale) | dict(kl_coef=kl_coef))
+            # Rewards that return None: every advantage, every loss, and with KL.
+            if level == "token" and (kl_coef or (loss_type, scale) == ("grpo", "group")):
+                without_scores.append(cases[-1])
+    cases += [case | dict(reward=reward) for case in without_scores for reward in ("none_of_seven", "two_parts")]
     cases = [case | dict(num_ppo_epochs=2) for case in cases]
-    grpo_kl = [dict(algorithm="grpo", loss_type=loss_type, kl_coef=0.05) for loss_type in loss_types]
-    in_pieces = [case | dict(micro_batches=4) for case in (rloo_kl[1], *grpo_kl)]
-    return cases + rloo_kl + grpo_kl + in_pieces + unbiased_kl_cases()
+    grpo_kl = [dict(algorithm="grpo", loss_type=loss_type, kl_coef=0.05) for loss_type in LOSS_TYPES]
+    cases += rloo_kl + grpo_kl + [case | dict(micro_batches=4) for case in (rloo_kl[1], *grpo_kl)]
+    for loss_type, level in itertools.product(LOSS_TYPES, ("token", "sequence")):
+        cases.append(grpo_case(loss_type, level, patch="unbiased_kl") | dict(kl_coef=0.5, num_ppo_epochs=2))
+    return cases
 
 
-def unbiased_kl_cases() -> list[dict]:
-    """grpo.py with unbiased_kl.patch. TRL's default KL is the same."""
-    cases = []
-    for loss_type, level in itertools.product(("grpo", "dapo", "dr_grpo", "cispo"), ("token", "sequence")):
-        low, high = (0.2, 0.28) if level == "token" else (0.05, 0.07)
-        case = dict(algorithm="grpo", patch="unbiased_kl", loss_type=loss_type, importance_sampling_level=level)
-        cases.append(case | dict(cliprange=1.0 if loss_type == "cispo" else low, cliprange_high=high))
-    return [case | dict(kl_coef=0.5, num_ppo_epochs=2) for case in cases]
-
-
-@contextlib.contextmanager
-def patched(world, algorithm: str, name: str | None):
-    """Inside, a script is a copy of itself with a patch of benchmark/variants. None: the script as it is."""
-    if name is None:
-        yield
-        return
-    folder = world.folder / name
-    if not folder.exists():
-        folder.mkdir()
-        shutil.copy(ROOT / f"{algorithm}.py", folder)
-        subprocess.run(["git", "apply", ROOT / f"benchmark/variants/{name}.patch"], cwd=folder, check=True)
-        (folder / f"{algorithm}.py").rename(folder / f"{algorithm}_with_{name}.py")
-        sys.path.append(str(folder))
-    module = importlib.import_module(f"{algorithm}_with_{name}")
-    with patch.dict(SCRIPTS, {algorithm: module}):
-        yield
-
-
-WITHOUT_SCORES = ("none_of_seven", "two_parts")
-
-
-def cases_without_scores(cases: list[dict]) -> list[dict]:
-    """The cases that are run again with rewards that return None: every advantage, every loss, and with KL."""
-    chosen = [case for case in cases if case["algorithm"] == "rloo" and "temperature" not in case]
-    for case in cases:
-        if case["algorithm"] == "grpo" and case["importance_sampling_level"] == "token":
-            is_default = (case["loss_type"], case["scale_rewards"]) == ("grpo", "group")
-            chosen += [case] if case["kl_coef"] or is_default else []
-    return chosen
+@functools.cache
+def patched(folder: Path, algorithm: str, name: str):
+    """A copy of a script with a patch of benchmark/variants."""
+    path = copy_script(folder / name, algorithm, f"variants/{name}.patch")
+    return import_script(str(path.rename(folder / name / f"{algorithm}_with_{name}.py")))
 
 
 def compare_same(world, case: dict) -> list[dict]:
     """Both programs with the same settings -> a row for each update."""
     flags = {"per_device_train_batch_size": EPISODES // case.get("micro_batches", 1)} | case
     algorithm, micro_batches = flags.pop("algorithm"), flags.pop("micro_batches", 1)
-    name = flags.pop("patch", None)
-    changes = {"use_bias_correction_kl": True} if name == "unbiased_kl" else {}
-    with patched(world, algorithm, name):
-        tally = run_tally(world, algorithm, **flags)
-        theirs = run_trl(world, algorithm, tally, micro_batches, **changes)
+    script, changes = SCRIPTS[algorithm], {}
+    if name := flags.pop("patch", None):
+        script, changes = patched(world.folder, algorithm, name), {"use_bias_correction_kl": True}
+    tally = run_tally(world, script, **flags)
+    theirs = run_trl(world, algorithm, tally, micro_batches, **changes)
     rows = []
     for number, (update, their_update) in enumerate(zip(tally.updates, theirs, strict=True), start=1):
         row = dict(peer="trl") | case | dict(update=number, updates=len(theirs))
-        cut = float(update.metrics.get("policy/clipfrac_avg", 0.0))
-        rows.append(row | dict(cut=cut) | difference(update, their_update))
+        row["cut"] = float(update.metrics.get("policy/clipfrac_avg", 0.0))
+        rows.append(row | difference(update, their_update))
     return rows
 
 
@@ -357,7 +306,7 @@ def masked_factor(tally, _) -> float:
 
 def mini_batch_factor(tally, number: int) -> float:
     """The mean number of a mini-batch's tokens, for one of this mini-batch."""
-    mini_batch = SCRIPTS["grpo"].draw_mini_batches(tally.args, 1, 0, EPISODES)[number].tolist()
+    mini_batch = tally.script.draw_mini_batches(tally.args, 1, 0, EPISODES)[number].tolist()
     lengths = [len(row["token_ids"]) for row in tally.rollout]
     return sum(lengths) / tally.args.num_mini_batches / sum(lengths[i] for i in mini_batch)
 
@@ -379,84 +328,78 @@ def whitening_factor(tally, _) -> float:
 # Tally, other settings for TRL, or a factor for TRL's loss and gradient
 GRPO_TWICE = dict(algorithm="grpo", num_ppo_epochs=2)
 CISPO_TWICE = GRPO_TWICE | dict(loss_type="cispo", cliprange_high=0.28)
+TWO_MINI_BATCHES = dict(algorithm="grpo", num_mini_batches=2, cliprange=1.0, cliprange_high=0.28)
+MASKED = GRPO_TWICE | dict(mask_truncated_completions=True)
+WHITENED = dict(algorithm="rloo", whiten_advantages=True, num_ppo_epochs=2, kl_coef=0.0)
 DIFFERENCES = [
     dict(
         what="GRPO with KL: TRL multiplies the KL by the ratio (its default), Tally adds it without",
-        flags=GRPO_TWICE | dict(kl_coef=0.05),
+        flags=[GRPO_TWICE | dict(kl_coef=0.05)],
         theirs=dict(use_bias_correction_kl=True),
         undone_by="`use_bias_correction_kl=False`",
     ),
     dict(
         what="cispo: `epsilon_high` is the upper bound of the ratio, `--cliprange-high` its distance from 1",
-        flags=CISPO_TWICE | dict(cliprange=1.0),
+        flags=[CISPO_TWICE | dict(cliprange=1.0)],
         theirs=dict(epsilon_high=0.28),
         undone_by="`epsilon_high` = 1 + `--cliprange-high`",
     ),
     dict(
         what="cispo: TRL has no lower bound of the ratio, Tally has 1 - `--cliprange`",
-        flags=CISPO_TWICE | dict(cliprange=0.2),
+        flags=[CISPO_TWICE | dict(cliprange=0.2)],
         undo=dict(flags=dict(cliprange=1.0)),
         undone_by="`--cliprange 1`",
     ),
-    *(
-        dict(
-            what="dapo and cispo, two mini-batches: TRL divides each by their mean number of tokens, Tally by its own",
-            flags=dict(algorithm="grpo", loss_type=loss_type, num_mini_batches=2, cliprange=1.0, cliprange_high=0.28),
-            undo=dict(factor=mini_batch_factor),
-            undone_by="times mean tokens / its tokens",
-        )
-        for loss_type in ("dapo", "cispo")
+    dict(
+        what="dapo and cispo, two mini-batches: TRL divides each by their mean number of tokens, Tally by its own",
+        flags=[TWO_MINI_BATCHES | dict(loss_type=loss_type) for loss_type in ("dapo", "cispo")],
+        undo=dict(factor=mini_batch_factor),
+        undone_by="times mean tokens / its tokens",
     ),
-    *(
-        dict(
-            what="grpo, dr_grpo, truncated completions masked: TRL divides by all episodes, Tally by those included",
-            flags=GRPO_TWICE | dict(loss_type=loss_type, mask_truncated_completions=True),
-            undo=dict(factor=masked_factor),
-            undone_by="times episodes / included",
-        )
-        for loss_type in ("grpo", "dr_grpo")
+    dict(
+        what="grpo, dr_grpo, truncated completions masked: TRL divides by all episodes, Tally by those included",
+        flags=[MASKED | dict(loss_type=loss_type) for loss_type in ("grpo", "dr_grpo")],
+        undo=dict(factor=masked_factor),
+        undone_by="times episodes / included",
     ),
-    *(
-        dict(
-            what="RLOO, whitened: TRL divides by the deviation of a sample, plus 1e-4, Tally by the population's",
-            flags=dict(algorithm="rloo", whiten_advantages=True, num_ppo_epochs=2, kl_coef=0.0, reward=reward),
-            undo=dict(factor=whitening_factor),
-            undone_by="times the quotient of the two",
-        )
-        for reward in ("score", "none_of_seven")
+    dict(
+        what="RLOO, whitened: TRL divides by the deviation of a sample, plus 1e-4, Tally by the population's",
+        flags=[WHITENED | dict(reward=reward) for reward in ("score", "none_of_seven")],
+        undo=dict(factor=whitening_factor),
+        undone_by="times the quotient of the two",
     ),
     dict(
         what="GRPO, a group of equal scores whose mean is rounded: TRL divides the rest by 1e-4, in Tally it is 0",
-        flags=dict(algorithm="grpo", reward="equal_at_87", num_generations=3),
+        flags=[dict(algorithm="grpo", reward="equal_at_87", num_generations=3)],
         undo=dict(theirs=dict(reward=equal_at_zero)),
         undone_by="scores of 0 for 0.87",
     ),
     dict(
         what="absolute positions (GPT-2): TRL counts the padding of shorter prompts, Tally does not",
-        flags=dict(algorithm="rloo", model="gpt2", kl_coef=0.0),
+        flags=[dict(algorithm="rloo", model="gpt2", kl_coef=0.0)],
         undo=dict(theirs=dict(positions=True)),
         undone_by="position ids from the mask",
     ),
 ]
 
 
-def compare_different(world, what: str, flags: dict, undone_by: str, theirs={}, undo={}) -> list[dict]:
-    """Both programs, as they are and with the difference undone -> a row for each update."""
-    flags, rows = dict(flags), []
-    algorithm, model = flags.pop("algorithm"), getattr(world, flags.pop("model", "policy"))
-    tally = undone = run_tally(world, algorithm, model_path=model, **flags)
-    if "flags" in undo:
-        undone = run_tally(world, algorithm, model_path=model, **flags | undo["flags"])
-    as_is, corrected = (
-        run_trl(world, algorithm, tally, **theirs),
-        run_trl(world, algorithm, undone, **undo.get("theirs", {})),
-    )
-    factor = undo.get("factor", lambda *_: 1.0)
-    for i, updates in enumerate(zip(tally.updates, as_is, undone.updates, corrected, strict=True)):
-        row = dict(peer="trl", algorithm=algorithm, what=what) | flags | dict(update=i + 1, updates=len(as_is))
-        left = difference(*updates[2:], factor(tally, i))
-        row |= difference(*updates[:2]) | dict(undone_by=undone_by)
-        rows.append(row | {f"undone_{name}": x for name, x in left.items()})
+def compare_different(world, what: str, flags: list[dict], undone_by: str, theirs={}, undo={}) -> list[dict]:
+    """Both programs, as they are and with the difference undone, with each of the flags -> a row for each update."""
+    rows = []
+    for case in flags:
+        case = dict(case)
+        algorithm, model = case.pop("algorithm"), getattr(world, case.pop("model", "policy"))
+        tally = undone = run_tally(world, SCRIPTS[algorithm], model_path=model, **case)
+        if "flags" in undo:
+            undone = run_tally(world, SCRIPTS[algorithm], model_path=model, **case | undo["flags"])
+        as_is = run_trl(world, algorithm, tally, **theirs)
+        corrected = run_trl(world, algorithm, undone, **undo.get("theirs", {}))
+        factor = undo.get("factor", lambda *_: 1.0)
+        for i, updates in enumerate(zip(tally.updates, as_is, undone.updates, corrected, strict=True)):
+            row = dict(peer="trl", algorithm=algorithm, what=what) | case | dict(update=i + 1, updates=len(as_is))
+            left = difference(*updates[2:], factor(tally, i))
+            row |= difference(*updates[:2]) | dict(undone_by=undone_by)
+            rows.append(row | {f"undone_{name}": x for name, x in left.items()})
     return rows
 
 
@@ -485,13 +428,13 @@ def tokens_of(rollout: list[dict], name: str) -> torch.Tensor:
     return torch.cat([torch.tensor(row[name]) for row in rollout])
 
 
-def torchrl_advantages(rollout: list[dict], args) -> tuple[torch.Tensor, torch.Tensor]:
-    """torchrl's GAE of Tally's log-probabilities, values and scores -> advantages and returns, [tokens]."""
+def torchrl_columns(rollout: list[dict], args) -> TensorDict:
+    """The rollout as torchrl's losses read it, a row for each token, with torchrl's GAE of Tally's log-probabilities,
+    values and scores. `shifted_valid`: all tokens count"""
 
     def column(name):  # [episodes, time, 1]
-        return torch.nn.utils.rnn.pad_sequence([torch.tensor(row[name]) for row in rollout], batch_first=True)[
-            ..., None
-        ]
+        rows = [torch.tensor(row[name]) for row in rollout]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)[..., None]
 
     values, lengths = column("values"), torch.tensor([len(row["token_ids"]) for row in rollout])
     rewards, done = -args.kl_coef * (column("logprobs") - column("ref_logprobs")), torch.zeros_like(values).bool()
@@ -499,19 +442,13 @@ def torchrl_advantages(rollout: list[dict], args) -> tuple[torch.Tensor, torch.T
     rewards[last] += torch.tensor([row["score"] for row in rollout])
     done[last] = True
     next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
-    both = generalized_advantage_estimate(args.gamma, args.lam, values, next_values, rewards, done)
+    advantages, returns = generalized_advantage_estimate(args.gamma, args.lam, values, next_values, rewards, done)
     mask = torch.arange(values.shape[1]) < lengths[:, None]
-    return tuple(x[mask].squeeze(-1) for x in both)
-
-
-def torchrl_columns(rollout: list[dict], args) -> TensorDict:
-    """The rollout as torchrl's losses read it, a row for each token; `shifted_valid`: all of them count."""
-    advantages, returns = torchrl_advantages(rollout, args)
-    columns = dict(index=torch.arange(len(advantages)), action=tokens_of(rollout, "token_ids"))
-    columns |= dict(action_log_prob=tokens_of(rollout, "logprobs"), advantage=advantages[:, None])
-    columns |= dict(value_target=returns[:, None], state_value=tokens_of(rollout, "values")[:, None])
-    columns["shifted_valid"] = torch.ones(len(advantages), dtype=torch.bool)
-    return TensorDict(columns, batch_size=[len(advantages)])
+    columns = dict(advantage=advantages[mask], value_target=returns[mask], state_value=values[mask])
+    columns |= dict(action=tokens_of(rollout, "token_ids"), action_log_prob=tokens_of(rollout, "logprobs"))
+    count = int(lengths.sum())
+    columns |= dict(index=torch.arange(count), shifted_valid=torch.ones(count, dtype=torch.bool))
+    return TensorDict(columns, batch_size=[count])
 
 
 def torchrl_objective(tally, weights: list, **settings) -> ClipPPOLoss:
@@ -533,63 +470,51 @@ def torchrl_objective(tally, weights: list, **settings) -> ClipPPOLoss:
     return ClipPPOLoss(actor, values, **chosen | settings)
 
 
-def torchrl_update(objective: ClipPPOLoss, columns: TensorDict) -> SimpleNamespace:
-    """Losses and gradient."""
+def ppo_difference(tally, update, columns: TensorDict, **settings) -> dict[str, float]:
+    """Of losses and gradient of an update, by ppo.py and by torchrl at the same weights; and what torchrl clipped."""
+    objective = torchrl_objective(tally, update.weights, **settings)
     losses = objective(columns)
     (losses["loss_objective"] + losses["loss_critic"]).backward()
     losses = losses.detach()
     gradient = flat(parameter.grad for parameter in objective.parameters())
-    cut = dict(cut=float(losses["clip_fraction"]), value_cut=float(losses["value_clip_fraction"]))
-    return SimpleNamespace(
-        loss=float(losses["loss_objective"]), value=float(losses["loss_critic"]), gradient=gradient, **cut
-    )
-
-
-def ppo_difference(args, ours, theirs) -> dict[str, float]:
-    value = args.vf_coef * float(ours.metrics["loss/value_avg"])
-    return difference(ours, theirs) | dict(value_loss=abs(value - theirs.value) / value)
+    theirs = SimpleNamespace(loss=float(losses["loss_objective"]), gradient=gradient)
+    value = tally.args.vf_coef * float(update.metrics["loss/value_avg"])
+    found = dict(cut=float(losses["clip_fraction"]), value_cut=float(losses["value_clip_fraction"]))
+    return found | difference(update, theirs) | dict(value_loss=abs(value - float(losses["loss_critic"])) / value)
 
 
 def compare_ppo(world) -> list[dict]:
     """GAE, whitening, and both updates of a run, by ppo.py and by torchrl."""
     flags = dict(kl_coef=0.05, num_ppo_epochs=2, gamma=0.98, cliprange_value=0.5, vf_coef=0.5)
-    tally = run_tally(world, "ppo", value_model_path=world.value, **flags)
+    tally = run_tally(world, ppo, value_model_path=world.value, **flags)
     columns, case = torchrl_columns(tally.rollout, tally.args), dict(peer="torchrl", algorithm="ppo")
     returns, ours = tokens_of(tally.rollout, "returns"), tokens_of(tally.rollout, "advantage")
     gae = returns - tokens_of(tally.rollout, "values")
-    objective = torchrl_objective(tally, tally.updates[0].weights)
-    theirs = objective._maybe_normalize_advantage(columns["advantage"], columns, update_norm=False)[:, 0]
-    sampled = objective._maybe_normalize_advantage(
-        columns["advantage"], columns.exclude("shifted_valid"), update_norm=False
-    )
+    whiten = torchrl_objective(tally, tally.updates[0].weights)._maybe_normalize_advantage
+    theirs = whiten(columns["advantage"], columns, update_norm=False)
+    sampled = whiten(columns["advantage"], columns.exclude("shifted_valid"), update_norm=False)
     rows = [case | dict(of="advantages (GAE)", value=distance(gae, columns["advantage"][:, 0]))]
     rows.append(case | dict(of="returns", value=distance(returns, columns["value_target"][:, 0])))
-    rows.append(case | dict(of="whitened advantages", value=distance(ours, theirs)))
+    rows.append(case | dict(of="whitened advantages", value=distance(ours, theirs[:, 0])))
     n = len(ours)
     named = dict(what="PPO, whitening: torchrl takes the deviation of a sample, Tally that of the population")
     named |= dict(value=distance(ours, sampled[:, 0]), undone_by="times ((n - 1) / n) ** -0.5")
     rows.append(case | named | dict(undone_value=distance(ours, sampled[:, 0] * (n / (n - 1)) ** 0.5)))
     for number, update in enumerate(tally.updates, start=1):
-        theirs = torchrl_update(torchrl_objective(tally, update.weights), columns)
-        row = case | flags | dict(update=number, updates=2, cut=theirs.cut, value_cut=theirs.value_cut)
-        rows.append(row | ppo_difference(tally.args, update, theirs))
-    as_is = torchrl_update(torchrl_objective(tally, update.weights, critic_coeff=tally.args.vf_coef), columns)
-    named = dict(
-        what="PPO, value loss: Tally halves the square, torchrl does not", undone_by="`critic_coeff` = `vf_coef` / 2"
-    )
-    named |= dict(update=2, updates=2) | ppo_difference(tally.args, update, as_is)
-    undone = {f"undone_{name}": x for name, x in ppo_difference(tally.args, update, theirs).items()}
-    return rows + [case | named | undone]
+        rows.append(case | flags | dict(update=number, updates=2) | ppo_difference(tally, update, columns))
+    named = dict(what="PPO, value loss: Tally halves the square, torchrl does not", update=2, updates=2)
+    as_is = ppo_difference(tally, update, columns, critic_coeff=tally.args.vf_coef)
+    for name in ("loss", "gradient", "value_loss"):
+        named |= {name: as_is[name], f"undone_{name}": rows[-1][name]}
+    return rows + [case | named | dict(undone_by="`critic_coeff` = `vf_coef` / 2")]
 
 
 # ================================================== result ===================================================
-MEASURES = ("loss", "gradient", "value_loss", "value")
-
-
-def check(row: dict) -> bool:
+def is_explained(row: dict) -> bool:
     """Whether the two agree, of themselves or with the named difference undone."""
     prefix = "undone_" if "undone_by" in row else ""
-    return all(row[prefix + name] < TOLERANCE for name in MEASURES if prefix + name in row)
+    found = [row.get(prefix + name, 0.0) for name in ("loss", "gradient", "value_loss", "value")]
+    return max(found) < TOLERANCE
 
 
 def main():
@@ -597,18 +522,15 @@ def main():
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         world = make_world(Path(folder))
-        jobs = [functools.partial(compare_same, case=case) for case in same_cases()] + [compare_ppo]
-        jobs += [functools.partial(compare_different, **case) for case in DIFFERENCES]
-        for job in jobs:
-            for row in job(world):
-                print("" if check(row) else "NOT EXPLAINED: ", json.dumps(row), flush=True)
-                rows.append(row)
-    write_lines(HERE / "mini_batch.json", rows)
-    unexplained = sum(not check(row) for row in rows)
-    same = [max(row[name] for name in MEASURES if name in row) for row in rows if "what" not in row]
-    print(f"{len(same)} of the same settings, the furthest {max(same):.1e} apart")
-    print(f"{len(rows) - len(same)} of named differences; {unexplained} not explained to {TOLERANCE}")
-    sys.exit(unexplained > 0)
+        for case in same_cases():
+            rows += compare_same(world, case)
+        rows += compare_ppo(world)
+        for case in DIFFERENCES:
+            rows += compare_different(world, **case)
+    write_lines(Path(__file__).with_suffix(".json"), rows)
+    unexplained = [row for row in rows if not is_explained(row)]
+    print(f"{len(rows)} comparisons; not explained to {TOLERANCE}: {unexplained}")
+    sys.exit(bool(unexplained))
 
 
 if __name__ == "__main__":

@@ -2,14 +2,12 @@
 
     OMP_NUM_THREADS=1 python benchmark/parity/rewards.py              # two minutes on one core
 
-It runs in the environment of trl_trainer.py. A tiny random model has a chat template, and a vocabulary made for these
-functions. It samples 256 completions of up to 12 tokens for chat prompts. rloo.py and grpo.py run by their command
-line, for instance with `--reward trl.rewards:think_format_reward`. Some functions are made by a call. They are named
-as `--reward benchmark/parity/trl_rewards.py:repetition`. Then TRL's trainer runs on the same completions with the same
-functions. Only its `_generate_single_turn` is replaced. Two things are compared: what TRL's `_calculate_rewards` gives
-every completion with Tally's score, and the mean that TRL logs with Tally's `objective/scores`. One prompt in eight has
-a solution that math_verify cannot read, and accuracy rewards return None for it. Then the completion has no score: both
-must leave it out of the mean.
+It runs in the environment of trl_trainer.py. A tiny random model, with a vocabulary made for these functions, samples
+256 completions. rloo.py and grpo.py run by their command line, for instance with `--reward
+trl.rewards:think_format_reward`. Then TRL's trainer runs on the same completions with the same functions. Only its
+`_generate_single_turn` is replaced. Two things are compared: what TRL's `_calculate_rewards` gives every completion
+with Tally's score, and the mean that TRL logs with Tally's `objective/scores`. One prompt in eight has a solution that
+math_verify cannot read, and accuracy rewards return None for it. Then both must leave the completion out of the mean.
 
 Writes rewards.json, a line for each script and function. The exit status is 1 if a number differs.
 """
@@ -35,10 +33,8 @@ from trl import rewards as trl_own
 HERE = Path(__file__).resolve().parent
 VOCAB = ["<pad>", "<eos>", "<think>", "</think>", "\\boxed{2}", "\\boxed{3}", "1", "2", "+", "=", " ", "?", "!"]
 TEMPLATE = "{% for m in messages %}?{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"
-OWN, MADE = (
-    ("think_format_reward", "accuracy_reward", "reasoning_accuracy_reward"),
-    ("repetition", "overlong", "cosine"),
-)
+OWN = ("think_format_reward", "accuracy_reward", "reasoning_accuracy_reward")
+MADE = ("repetition", "overlong", "cosine")  # by a call, in trl_rewards.py
 EPISODES, K, RESPONSE_LENGTH = 256, 4, 12
 
 
@@ -58,26 +54,12 @@ def save_model(folder: Path):
 
 def make_rows() -> list[dict]:
     """16 sums as chat prompts; of every eighth the solution cannot be read."""
-    sums = ["+".join(terms) for n in (2, 3) for terms in itertools.product("12", repeat=n)] + [
-        "1+1=",
-        "1+2=",
-        "2+1=",
-        "=",
-    ]
-    rows = [
-        {"prompt": [{"role": "user", "content": text}], "solution": f"${2 + i % 2}$"} for i, text in enumerate(sums)
-    ]
-    for row in rows[::8]:
-        row["solution"] = "nothing"
+    sums = ["+".join(terms) for n in (2, 3) for terms in itertools.product("12", repeat=n)]
+    rows = []
+    for i, text in enumerate([*sums, "1+1=", "1+2=", "2+1=", "="]):
+        solution = "nothing" if i % 8 == 0 else f"${2 + i % 2}$"
+        rows.append({"prompt": [{"role": "user", "content": text}], "solution": solution})
     return rows
-
-
-def run_tally(script: str, spec: str, folder: Path) -> tuple[list[dict], float]:
-    """The script's rollout, and the mean score that it logs."""
-    flags = f"--model-path {folder / 'model'} --dataset {folder / 'prompts.jsonl'} --reward {spec} --save-rollouts "
-    flags += f"--total-episodes {EPISODES} --batch-size {EPISODES} --response-length {RESPONSE_LENGTH}"
-    result = run(script, flags)
-    return result["rollouts"], result["metrics"][-1]["objective/scores"]
 
 
 def run_trl(algorithm: str, reward, rollout: list[dict], rows: list[dict], folder: Path) -> tuple[torch.Tensor, float]:
@@ -86,20 +68,23 @@ def run_trl(algorithm: str, reward, rollout: list[dict], rows: list[dict], folde
     tokenizer = AutoTokenizer.from_pretrained(model)
     rendered = dict(tokenize=False, add_generation_prompt=True)
     row_of = {tokenizer.apply_chat_template(row["prompt"], **rendered): row for row in rows}
-    drawn, completion_ids = [row_of[row["prompt"]] for row in rollout[::K]], [row["token_ids"] for row in rollout]
+    data = dict(rows=[row_of[row["prompt"]] for row in rollout[::K]], given=[[row["token_ids"] for row in rollout]])
     size = dict(batch=EPISODES, max_steps=1, max_completion_length=RESPONSE_LENGTH, shuffle_dataset=False)
     with tempfile.TemporaryDirectory(dir=folder) as output:
-        trainer = trl_trainer.make_trainer(algorithm, drawn, reward, output, model, **size)
+        trainer = trl_trainer.make_trainer(algorithm, reward=reward, folder=output, model=model, **data, **size)
         calculate = trainer._calculate_rewards
         with patch.object(trainer, "_calculate_rewards", lambda *inputs: kept.append(calculate(*inputs)) or kept[-1]):
-            trainer._generate_single_turn = lambda *_: completion_ids if algorithm == "rloo" else (completion_ids, None)
             trainer.train()
     return kept[0][:, 0], next(row["reward"] for row in trainer.state.log_history if "reward" in row)
 
 
 def compare(script: str, name: str, rows: list[dict], folder: Path) -> dict:
+    """The rewards of a rollout of Tally's, by both programs."""
     spec = f"trl.rewards:{name}" if name in OWN else f"{HERE / 'trl_rewards.py'}:{name}"
-    rollout, mean = run_tally(script, spec, folder)
+    flags = f"--model-path {folder / 'model'} --dataset {folder / 'prompts.jsonl'} --reward {spec} --save-rollouts "
+    flags += f"--total-episodes {EPISODES} --batch-size {EPISODES} --response-length {RESPONSE_LENGTH}"
+    result = run(script, flags)
+    rollout, mean = result["rollouts"], result["metrics"][-1]["objective/scores"]
     theirs, logged = run_trl(script, getattr(trl_own if name in OWN else trl_rewards, name), rollout, rows, folder)
     ours = torch.tensor([math.nan if row["score"] is None else row["score"] for row in rollout])
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())  # nan: both have no score
@@ -117,12 +102,10 @@ def main():
         save_model(folder / "model")
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         for script, name in itertools.product(("rloo", "grpo"), OWN + MADE):
-            row = compare(script, name, rows, folder)
-            print(json.dumps(row), flush=True)
-            results.append(row)
+            results.append(compare(script, name, rows, folder))
     write_lines(HERE / "rewards.json", results)
     wrong = [row for row in results if row["differ"] or row["mean_difference"] > 1e-6]
-    print(f"{len(results) - len(wrong)} of {len(results)}: the same numbers")
+    print(f"numbers that differ: {wrong}")
     sys.exit(len(wrong) > 0)
 
 

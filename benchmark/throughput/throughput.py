@@ -7,18 +7,16 @@
     python benchmark/throughput/throughput.py --case a --against ../before   # another checkout instead of TRL
     python benchmark/throughput/throughput.py --plot                         # the chart of the results that are there
 
-For every case and algorithm, the two run in turn, A B A B, each in a process of its own. Both have the same model
-folder, prompts in the same order, group size, batch, length limit, KL coefficient with a reference model, learning
-rate, precision and threads. The micro-batch is the same, too. It is the whole batch, except in cases d and i. The first
-two steps of every run are dropped. The numbers are medians over the other steps of all pairs. The seconds of a step
-last until the next step begins, so the start of the program does not count. They have four parts:
+For every case and algorithm, the two run in turn, A B A B, each in a process of its own, with equal settings and equal
+micro-batches. The first two steps of every run are dropped. The numbers are medians over the other steps of all pairs.
+The seconds of a step last until the next step begins, so the start of the program does not count. They have four parts:
 
     generation     sampling
     logprobs       log-probabilities without gradient: the reference's, and the old policy's in TRL's RLOO
     train          forward, backward, clipping and the optimizer
     rest           tokenizing, decoding, scores and metrics
 
-CPU seconds stand beside them: those of all threads of the process. Other work on the machine changes them less. Memory
+CPU seconds are those of all threads of the process. Memory
 is the peak of the process's resident memory, with models and libraries (Linux). On a GPU it is the most that PyTorch's
 tensors had at once. Every process gets the variables of `KEEP_FREED_MEMORY`. With them glibc keeps the memory of freed
 tensors. Otherwise it gives large ones back at once, and the kernel clears their pages again for the next tensor.
@@ -26,12 +24,13 @@ tensors. Otherwise it gives large ones back at once, and the kernel clears their
 The program checks that both trained on the same number of episodes, that their prompts had the same lengths at every
 step, and that they sampled the same number of tokens. The tolerance for tokens is 10 %, or 3 standard errors where
 lengths are sampled. If a check fails, the exit status is 1. `trl_worker.py` has TRL's configuration, with the reasons.
-TRL needs an environment of its own. Without `--trl-python` one is made in benchmark/.trl_environment:
+TRL needs an environment of its own, with the versions of requirements.txt:
 
-    python -m venv trl && trl/bin/pip install trl==1.16.0 torch==2.13.0 transformers==5.23.0 accelerate==1.15.0
+    python -m venv benchmark/.trl_environment
+    benchmark/.trl_environment/bin/pip install trl==1.16.0 torch==2.13.0 transformers==5.23.0 accelerate==1.15.0
 
-TRL's current release has no PPO, so `ppo` needs `--against`. The results against TRL are merged into throughput.json,
-case by case. The chart beside it is drawn from that file, and benchmark/tables.py writes the tables of the pages.
+TRL has no PPO, so `ppo` needs `--against`. The results against TRL are merged into throughput.json, case by case, and
+the chart beside it is drawn from that file.
 """
 
 import datetime
@@ -43,28 +42,27 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
+import torch
 import tyro
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import draw  # noqa: E402
+import draw
+from run import BENCHMARK, read_rows
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 RESULT = Path(__file__).with_suffix(".json")
-BENCHMARK = RESULT.parent.parent
-TRL_ENVIRONMENT = BENCHMARK / ".trl_environment"
-TRL_VERSION = "1.16.0"
 DROPPED_STEPS = 2
 TOKEN_TOLERANCE = 0.10
 PARTS = ("generation", "logprobs", "train", "rest")
 KEEP_FREED_MEMORY = dict(MALLOC_TRIM_THRESHOLD_=str(2**31 - 1), MALLOC_MMAP_MAX_="0")
 
-BOTH = ("rloo", "grpo")  # what TRL has, too
-ALL = (*BOTH, "ppo")
 DEFAULTS = dict(reward="share_of_letters", k=4, batch=16, forced=False, kl_coef=0.05)
 DEFAULTS |= dict(dtype="float32", learning_rate=1e-6)
 FORCED = DEFAULTS | dict(forced=True)  # Every completion has all its tokens, because no EOS ends it.
@@ -91,78 +89,31 @@ CASES["i"] |= dict(reward="place_in_group", batch=64, micro_batch=8, completion_
 BILLION = dict(num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192)
 
 # what the prompts of SmolLM2's cases are made of, in a drawn order and cut to length
-SENTENCES = """My sister and I have shared a small apartment in the city for almost three years now.
-Last month she told me that her boyfriend would be staying with us until he finds a new job.
-I said that a week or two would be fine, but he has been here for more than a month.
-He does not pay any rent, he eats our food, and he leaves his clothes all over the living room.
-When I asked her about it, she said that I was being selfish and that family should help each other.
-I work long shifts at a hospital and I really need a quiet place where I can sleep during the day.
-He plays loud video games in the afternoon and invites his friends without asking anybody.
-Yesterday I came home after a night shift and found four strangers sitting in my kitchen.
-I got angry, we had a big fight, and she has not talked to me since then.
-Our parents think that I should just move out and let the two of them keep the apartment.
-The problem is that my name is on the lease and I paid the whole deposit myself.
-I have saved some money, but not enough to pay for a second deposit at the moment.
-A friend from work offered me a room that will be free at the end of the summer.
-I love my sister and I do not want to lose her over something like this.
-At the same time I feel that nobody in my family takes me seriously when I complain.
-I tried to write down some rules for the apartment, but he laughed and threw the paper away.
-My boss has already noticed that I am tired and that I make more mistakes than before.
-Two years ago there was a similar situation with another boyfriend, and it ended very badly.
-She promised me back then that she would always ask me before somebody moves in.
-The landlord does not know about him yet, and I am afraid that we could lose the apartment.
-I thought about calling the landlord myself, but that feels like going behind her back.
-She says he has had three interviews this week and that one of them went really well.
-I have heard that before, and nothing has changed so far.
-On the weekend I am supposed to drive to the coast with both of them for a birthday.
-I do not know whether I should go or stay at home and pack my things.
-My best friend says that I should set a clear date and tell them what happens after it.
-I am bad at conflicts and I usually give in before the talk has really started.
-Part of me also feels guilty, because she helped me a lot when I was sick last winter.""".splitlines()
-# the model ends most such answers by itself, which it does not when asked for a summary
+SENTENCES = RESULT.with_name("sentences.txt").read_text().splitlines()
 # the model ends most such answers by itself, which it does not when asked for a summary
 TITLE = "Give this post a title of at most five words."
+Case = Literal["a", "b", "c", "c-bf16", "d", "e", "f", "g", "h", "i"]
 
 
 @dataclass
 class Args:
-    case: tuple[str, ...] = tuple(name for name in CASES if name != "i")
-    """the cases to run: a b c c-bf16 d e f g h i"""
-    algorithms: tuple[Literal["rloo", "grpo", "ppo"], ...] = BOTH
-    """run these algorithms"""
-    against: Path | None = None
-    """the folder of another checkout, which takes the place of TRL; the results are only printed"""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """where both run"""
-    pairs: int = 2
-    """runs of each program, in turn"""
-    steps: int = 5
-    """iterations of a run, the two that are dropped included: an optimizer step each, in PPO two"""
-    threads: int = os.cpu_count() or 1
-    """threads of each program"""
-    trl_python: str | None = None
-    """the Python of an environment with TRL (default: one is made in benchmark/.trl_environment)"""
-    seed: int = 1
-    """of the prompts and, counted up from pair to pair, of the samples"""
-    results: Path = RESULT
-    """where the results are merged into; the chart is beside it"""
-    plot: bool = False
-    """run nothing: draw the chart of the results that are there"""
+    case: tuple[Case, ...] = ("a", "b", "c", "c-bf16", "d", "e", "f", "g", "h")  # what to run
+    algorithms: tuple[Literal["rloo", "grpo", "ppo"], ...] = ("rloo", "grpo")  # which to run
+    against: Path | None = None  # another checkout, which takes the place of TRL; the results are only printed
+    device: Literal["cpu", "cuda"] = "cpu"  # where both run
+    pairs: int = 2  # runs of each program, in turn
+    steps: int = 5  # iterations of a run, with the two that are dropped: an optimizer step each, in PPO two
+    threads: int = os.cpu_count() or 1  # of each program
+    trl_python: Path = BENCHMARK / ".trl_environment" / "bin" / "python"  # of an environment with TRL
+    seed: int = 1  # of the prompts and, counted up from pair to pair, of the samples
+    plot: bool = False  # run nothing: draw the chart of the results that are there
 
 
 # ---- models and prompts
 
 
 def random_llama(folder: Path, vocabulary: int, hidden: int, layers: int, dtype: str = "float32", **more) -> str:
-    """Write a Llama with random weights and a tokenizer of `vocabulary` words, `w2` and so on -> its path.
-
-    dtype: of the weights in the file; more: other sizes of LlamaConfig
-    """
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-    from transformers.utils import logging
-
+    """Write a Llama with random weights and a tokenizer of `vocabulary` words, `w2` and so on -> its path."""
     logging.disable_progress_bar()
     words = {word: i for i, word in enumerate(["<pad>", "<eos>", *(f"w{i}" for i in range(2, vocabulary))])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
@@ -175,11 +126,6 @@ def random_llama(folder: Path, vocabulary: int, hidden: int, layers: int, dtype:
     config = LlamaConfig(**(sizes | more), **ids, tie_word_embeddings=True, max_position_embeddings=1024)
     LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
     return str(folder)
-
-
-def random_words(draw: random.Random, vocabulary: int, count: int) -> dict:
-    """A row with a prompt of `count` words of `random_llama`'s."""
-    return {"prompt": " ".join(f"w{draw.randrange(2, vocabulary)}" for _ in range(count))}
 
 
 def post(draw: random.Random, tokenizer, tokens: int, chat: bool) -> dict:
@@ -203,18 +149,15 @@ def model_and_rows(name: str, count: int, folder: Path, seed: int) -> tuple[str,
     """The model folder of a case and its first `count` rows."""
     draw = random.Random(seed)
     if name == "a":
-        rows = [json.loads(line) for line in open(BENCHMARK / "default" / "train.jsonl", encoding="utf-8")]
+        rows = read_rows(BENCHMARK / "default" / "train.jsonl")
         return str(BENCHMARK / "default" / "policy"), (rows * (count // len(rows) + 1))[:count]
     if name in "bghi":
         vocabulary, tokens = {"b": (256, 12), "i": (128_256, 64)}.get(name, (151_936, 32))
-        rows = [random_words(draw, vocabulary, tokens) for _ in range(count)]
+        prompts = [[f"w{draw.randrange(2, vocabulary)}" for _ in range(tokens)] for _ in range(count)]
+        rows = [{"prompt": " ".join(words)} for words in prompts]
         sizes = {"b": dict(hidden=128, layers=4), "i": dict(hidden=2048, layers=16, dtype="bfloat16") | BILLION}
         return random_llama(folder / "llama", vocabulary, **sizes.get(name, dict(hidden=256, layers=4))), rows
     model = BENCHMARK / "smollm2" / "model"
-    if not model.exists():
-        raise SystemExit(f"throughput.py: case {name} needs {model}; run python benchmark/smollm2/prepare.py")
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(model)
     lengths = {"d": range(300, 401), "f": [120]}.get(name, [30])
     return str(model), [post(draw, tokenizer, draw.choice(lengths), chat=name in "df") for _ in range(count)]
@@ -223,31 +166,16 @@ def model_and_rows(name: str, count: int, folder: Path, seed: int) -> tuple[str,
 # ---- runs
 
 
-def trl_python(given: str | None) -> str:
-    """The Python that runs TRL, after making its environment where there is none."""
-    if given is not None:
-        return given
-    python = TRL_ENVIRONMENT / "bin" / "python"
-    if not python.exists():
-        same = [f"{name}=={version(name).split('+')[0]}" for name in ("torch", "transformers", "accelerate")]
-        print(f"installing TRL into {TRL_ENVIRONMENT}", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", TRL_ENVIRONMENT], check=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", f"trl=={TRL_VERSION}", *same], check=True)
-    return str(python)
-
-
 def run(worker: Path, job: dict, folder: Path, python: str = sys.executable) -> dict:
     """Run a worker script on a job in a process of its own -> what it measured."""
-    job_file, result_file, log_file = (folder / name for name in ("job.json", "result.json", "log.txt"))
+    job_file, result_file = folder / "job.json", folder / "result.json"
     folder.mkdir(parents=True)
     job_file.write_text(json.dumps(job | dict(output_dir=str(folder / "run"))))
     environment = os.environ | KEEP_FREED_MEMORY
     environment |= dict(OMP_NUM_THREADS=str(job["threads"]), TOKENIZERS_PARALLELISM="false")
-    with open(log_file, "w") as log:
+    with open(folder / "log.txt", "w") as log:
         command = [python, worker, job_file, result_file]
-        finished = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-    if finished.returncode:
-        raise SystemExit(f"{worker} ended with status {finished.returncode}; see {log_file}")
+        subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
     return json.loads(result_file.read_text())
 
 
@@ -255,17 +183,14 @@ def check(where: str, job: dict, ours: list[dict], theirs: list[dict]):
     """Stop where the two did not do the same work."""
     for pair in zip(ours, theirs, strict=True):
         counts = [result["episodes"] for result in pair]
-        if counts != [job["steps"] * job["batch"]] * 2:
-            raise SystemExit(f"throughput.py: {where}: {counts} episodes were trained on")
         lengths = [[(x["prompt_tokens"], x["longest_prompt"]) for x in result["steps"]] for result in pair]
-        if lengths[0] != lengths[1]:
-            raise SystemExit(f"throughput.py: {where}: prompt tokens (sum, longest) by step differ: {lengths}")
+        if counts != [job["steps"] * job["batch"]] * 2 or lengths[0] != lengths[1]:
+            raise SystemExit(f"{where}: {counts} episodes; prompt tokens (sum, longest) of each step: {lengths}")
     tokens = [[step["tokens"] for result in runs for step in result["steps"]] for runs in (ours, theirs)]
     means = [statistics.mean(counts) for counts in tokens]
     error = sum(statistics.variance(counts) / len(counts) for counts in tokens) ** 0.5  # 0 for forced lengths
     if abs(means[0] - means[1]) > max(TOKEN_TOLERANCE * means[1], 3 * error):
-        sampled = f"{means[0]:.1f} and {means[1]:.1f} tokens a step were sampled (standard error {error:.1f})"
-        raise SystemExit(f"throughput.py: {where}: {sampled}: over 10 % apart")
+        raise SystemExit(f"{where}: {means} tokens a step were sampled (standard error {error:.1f})")
 
 
 def summary(runs: list[dict], batch: int) -> dict:
@@ -305,12 +230,10 @@ def measure(name: str, algorithm: str, args: Args, folder: Path) -> dict:
     for pair in range(args.pairs):
         job["seed"] = args.seed + pair
         ours.append(run(RESULT.parent / "tally_worker.py", job, folder / f"tally_{pair}"))
+        worker, python = RESULT.parent / "trl_worker.py", args.trl_python
         if args.against:
-            worker = args.against.resolve() / "benchmark" / "throughput" / "tally_worker.py"
-            theirs.append(run(worker, job, folder / f"against_{pair}"))
-        else:
-            worker, python = RESULT.parent / "trl_worker.py", trl_python(args.trl_python)
-            theirs.append(run(worker, job, folder / f"trl_{pair}", python))
+            worker, python = args.against.resolve() / "benchmark" / "throughput" / "tally_worker.py", sys.executable
+        theirs.append(run(worker, job, folder / f"other_{pair}", python))
     check(f"case {name}, {algorithm}", job, ours, theirs)
     tally, other = summary(ours, job["batch"]), summary(theirs, job["batch"])
     rates = ("episodes_per_second", "tokens_per_second")
@@ -338,31 +261,26 @@ def measure(name: str, algorithm: str, args: Args, folder: Path) -> dict:
 # ---- results
 
 
-def merge(entries: list[dict], path: Path) -> list[dict]:
-    """Put new entries in the place of the old ones of the same device, threads, case and algorithm, in order."""
-    old = json.loads(path.read_text()) if path.exists() else []
-    kept = {(e.get("device"), e["threads"], e["case"], e["algorithm"]): e for e in old + entries}
-    order = [(case, algorithm) for case in CASES for algorithm in ALL]
-    place = lambda e: (str(e.get("device")), e["threads"], order.index((e["case"], e["algorithm"])))  # noqa: E731
+def merge(entry: dict):
+    """Put an entry in the place of the old one of the same device, threads, case and algorithm, in order."""
+    kept = {(e["device"], e["threads"], e["case"], e["algorithm"]): e for e in json.loads(RESULT.read_text()) + [entry]}
+    order = [(case, algorithm) for case in CASES for algorithm in ("rloo", "grpo")]
+    place = lambda e: (e["device"], e["threads"], order.index((e["case"], e["algorithm"])))  # noqa: E731
     merged = sorted(kept.values(), key=place)
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(merged, indent=1) + "\n")
-    return merged
+    RESULT.write_text(json.dumps(merged, indent=1) + "\n")
 
 
 def show(entry: dict, other: str):
-    """An entry in three lines."""
-    tally, theirs = entry["tally"], entry["trl"]
     speed, cpu = entry["episodes_per_second_ratio"], entry["cpu_seconds_ratio"]
     print(f"case {entry['case']}, {entry['algorithm']}: {speed:.2f} times as fast as {other}; {cpu:.2f} in CPU seconds")
-    for program, side in (("Tally", tally), (other, theirs)):
-        runs = ", ".join(f"{seconds:.3g}" for seconds in side["seconds_by_run"])
-        cpu_seconds, memory = f"{side['cpu_seconds_per_step']:.3g} CPU s", f"{side['peak_gib']:.2f} GiB"
-        print(f"    {program}: {side['seconds_per_step']:.3g} s a step ({runs}), {cpu_seconds}, {memory}", flush=True)
+    for program, side in (("Tally", entry["tally"]), (other, entry["trl"])):
+        seconds = f"{side['seconds_per_step']:.3g} s and {side['cpu_seconds_per_step']:.3g} CPU s a step"
+        print(f"    {program}: {seconds}, {side['peak_gib']:.2f} GiB", flush=True)
 
 
-def plot(entries: list[dict], path: Path):
+def plot():
     """For each case the time of TRL and Tally, cut into parts, in units of TRL's."""
+    entries = json.loads(RESULT.read_text())
     figure, [[axis]] = draw.panels(1, 1, width=9, height=1 + 0.5 * len(entries))
     axis.grid(visible=False)
     names = dict(generation="generation", logprobs="log-probabilities", train="training", rest="rest")
@@ -383,16 +301,10 @@ def plot(entries: list[dict], path: Path):
     axis.invert_yaxis()
     axis.set(xlim=(0, 1.6), xlabel="seconds per step, TRL's = 1")
     axis.legend(frameon=False, loc="lower right")
-    draw.save(figure, path)
+    draw.save(figure, RESULT.with_suffix(".png"))
 
 
 def main(args: Args):
-    if unknown := set(args.case) - set(CASES):
-        raise SystemExit(f"throughput.py: --case {' '.join(sorted(unknown))}: there are {' '.join(CASES)}")
-    if args.steps <= DROPPED_STEPS:
-        raise SystemExit(f"throughput.py: --steps must be above {DROPPED_STEPS}, the steps that are dropped")
-    if "ppo" in args.algorithms and not args.against:
-        raise SystemExit("throughput.py: --algorithms ppo needs --against, because TRL has no PPO")
     if not args.plot:
         work = Path(tempfile.mkdtemp(prefix="throughput_"))
         print(f"logs are in {work}", flush=True)
@@ -401,9 +313,9 @@ def main(args: Args):
                 entry = measure(name, algorithm, args, work / f"{name}_{algorithm}")
                 show(entry, str(args.against or "TRL"))
                 if not args.against:
-                    merge([entry], args.results)
+                    merge(entry)
     if not args.against:
-        plot(merge([], args.results), args.results.with_suffix(".png"))
+        plot()
 
 
 if __name__ == "__main__":

@@ -2,16 +2,11 @@
 
     python benchmark/throughput/trl_worker.py JOB.json RESULT.json
 
-`settings` is TRL's whole configuration. These settings differ from TRL's defaults:
+The settings are those of benchmark/parity/trl_trainer.py, with its reasons. Besides:
 
-    bf16                          its default is True, also on a CPU; here as the case says. Both programs have float32
-                                  weights, and bfloat16 is autocast in both
-    gradient_checkpointing        its default is True, Tally's is False: off in both
-    disable_dropout               on, as always in Tally
-    steps_per_generation, ..      one rollout and one optimizer step for each batch, in micro-batches as Tally's
+    bf16                          as the case says: both programs have float32 weights, and bfloat16 is autocast in both
+    gradient_accumulation_steps   the same micro-batches as Tally's
     shuffle_dataset               off: both programs take the prompts in the file's order
-    beta, temperature, ..         the same in both; the reference model is loaded wherever beta is above 0
-    loss_type, scale_rewards      GRPO's as in grpo.py's defaults
     use_transformers_continuous_batching, cache_implementation
                                   left at their defaults, which are the fastest on a CPU: a static cache was no faster,
                                   and continuous batching was some 60 times slower (case b)
@@ -23,79 +18,41 @@ prompt's tokens, and masks them. And its backward pass computes the logits again
 frozen reference keeps float32 weights under autocast, as the policy does. Tally loads its reference in bfloat16.
 """
 
-import itertools
 import json
-import os
 import sys
-import time
-from importlib.metadata import version
 from pathlib import Path
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # the model is a folder; the model card's template is not needed
+import rewards
+import torch
+from tally_worker import moment, now, result_of
+from transformers import TrainerCallback
 
-import rewards  # noqa: E402
-import torch  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from transformers import PrinterCallback, TrainerCallback  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
-
-
-def on_gpu(job: dict) -> bool:
-    """True if the job's `device` is a GPU."""
-    return job.get("device", "cpu") == "cuda"
-
-
-def now(job: dict) -> float:
-    """The time at which the device is done with all that it was given. See tally_worker.py."""
-    if on_gpu(job):
-        torch.cuda.synchronize()
-    return time.perf_counter()
+sys.path.append(str(Path(__file__).resolve().parent.parent / "parity"))
+import trl_trainer
 
 
 def settings(job: dict) -> dict:
-    """The arguments of RLOOConfig or GRPOConfig."""
-    chosen = dict(
-        output_dir=job["output_dir"],
+    """What differs from the settings in benchmark/parity/trl_trainer.py."""
+    micro_batches = job["batch"] // job["micro_batch"]
+    return dict(
         seed=job["seed"],
-        use_cpu=not on_gpu(job),
+        use_cpu=job["device"] == "cpu",
         bf16=job["dtype"] == "bfloat16",
-        model_init_kwargs={"dtype": "float32"},
-        gradient_checkpointing=False,
-        disable_dropout=True,
-        # one rollout and one optimizer step for each batch
-        per_device_train_batch_size=job["micro_batch"],
-        gradient_accumulation_steps=job["batch"] // job["micro_batch"],
-        steps_per_generation=job["batch"] // job["micro_batch"],
-        num_iterations=1,
+        batch=job["micro_batch"],
+        gradient_accumulation_steps=micro_batches,
+        steps_per_generation=micro_batches,
         max_steps=job["steps"],
         shuffle_dataset=False,
-        # sampling
         num_generations=job["k"],
         max_completion_length=job["completion_tokens"],
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
         generation_kwargs={"eos_token_id": [-1]} if job["forced"] else None,
-        # algorithm and optimizer
         beta=job["kl_coef"],
         learning_rate=job["learning_rate"],
-        lr_scheduler_type="linear",
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        # nothing is written or shown; metrics are made at every step, as Tally makes them
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
     )
-    if job["algorithm"] == "grpo":
-        chosen |= dict(loss_type="grpo", scale_rewards="group")
-    return chosen
 
 
 def clocked(trainer_class, job: dict):
-    """The trainer with clocks around its parts; each step's seconds and counts are in its list `steps`."""
+    """The trainer's class with clocks around its parts; each step's seconds and counts are in the list `steps`."""
 
     class Clocked(trainer_class):
         def __init__(self, *args, **kwargs):
@@ -121,7 +78,6 @@ def clocked(trainer_class, job: dict):
                 prompt_tokens=sum(len(ids) for ids in prompt_ids),
                 longest_prompt=max(len(ids) for ids in prompt_ids),
                 tokens=sum(len(ids) for ids in completion_ids),
-                longest_completion=max(len(ids) for ids in completion_ids),
                 ended=sum(ids[-1] in self.eos_token_ids for ids in completion_ids),
             )
             return result
@@ -138,14 +94,13 @@ def clocked(trainer_class, job: dict):
 
 
 class StepEnds(TrainerCallback):
-    """The moment that training began, and those at which each optimizer step was done: wall and CPU seconds."""
+    """The moment that training began, and those at which each optimizer step was done."""
 
     def __init__(self, job: dict):
-        self.job = job
-        self.moments = []
+        self.job, self.moments = job, []
 
     def on_train_begin(self, *args, **kwargs):
-        self.moments.append((now(self.job), time.process_time()))
+        self.moments.append(moment(self.job))
 
     on_step_end = on_train_begin
 
@@ -161,30 +116,17 @@ def main(job: dict) -> dict:
         episodes += len(completions)
         return reward(completions=completions, **columns)
 
-    config, trainer_class = {"rloo": (RLOOConfig, RLOOTrainer), "grpo": (GRPOConfig, GRPOTrainer)}[job["algorithm"]]
-    ends, settled = StepEnds(job), config(**settings(job))
-    data = dict(reward_funcs=score, train_dataset=Dataset.from_list(rows))
-    trainer = clocked(trainer_class, job)(model=job["model"], args=settled, callbacks=[ends], **data)
-    trainer.remove_callback(PrinterCallback)
+    ends = StepEnds(job)
+    data = dict(rows=rows, reward=score, folder=job["output_dir"], model=job["model"], callbacks=[ends])
+    data |= dict(subclass=lambda trainer_class: clocked(trainer_class, job))
+    trainer = trl_trainer.make_trainer(job["algorithm"], **data, **settings(job))
     if job["forced"]:
         trainer.eos_token_ids = [-1]  # an EOS that is sampled all the same does not cut the completion
     trainer.train()
 
-    for step, (begin, end) in zip(trainer.steps, itertools.pairwise(ends.moments), strict=True):
-        step["seconds"], step["cpu"] = end[0] - begin[0], end[1] - begin[1]
-        step["train"] = end[0] - step.pop("train_began")  # forward, backward, clipping and the optimizer
-        step["rest"] = step["seconds"] - step["generation"] - step["logprobs"] - step["train"]
-    if on_gpu(job):
-        peak = torch.cuda.max_memory_allocated()
-    else:  # see tally_worker.py
-        line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM:"))
-        peak = int(line.split()[1]) * 2**10
-    return dict(
-        steps=trainer.steps,
-        episodes=episodes,
-        peak_gib=peak / 2**30,
-        versions={name: version(name) for name in ("trl", "torch", "transformers", "accelerate")},
-    )
+    for step, (end, _) in zip(trainer.steps, ends.moments[1:], strict=True):
+        step["train"] = end - step.pop("train_began")  # forward, backward, clipping and the optimizer
+    return result_of(job, trainer.steps, ends.moments, episodes, ("trl", "torch", "transformers", "accelerate"))
 
 
 if __name__ == "__main__":

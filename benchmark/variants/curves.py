@@ -4,15 +4,12 @@
     python benchmark/variants/curves.py dynamic_sampling              # only this variant, the others are kept
     python benchmark/variants/curves.py --plot                        # only the figure again, of what is there
 
-A variant is a patch. It is applied to a copy of the script. Writes curves.json, a run a line, and curves.png.
-
-The figure shows held-out right answers, at temperature 0 but for the KL. Dynamic sampling has a second curve, over the
-episodes that it generated. The runs of the KL are trained on the reward model alone, which is wrong at some places.
+Writes curves.json, a run a line, and curves.png. The figure shows held-out right answers, at temperature 0 but for the
+KL. Dynamic sampling has a second curve, over the episodes that it generated. The runs of the KL are trained on the
+reward model alone, which is wrong at some places.
 """
 
 import json
-import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -21,10 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import draw  # noqa: E402
-from run import BENCHMARK, ROOT, run_all, write_lines  # noqa: E402
+import draw
+from run import copy_script, run_all, write_lines
 
-HERE = Path(__file__).resolve().parent
 RESULT = Path(__file__).with_suffix(".json")
 SEEDS = range(1, 6)
 EVERY = 8  # iterations from one evaluation to the next
@@ -61,29 +57,9 @@ def all_flags(variant: Variant, where: str, seed: int) -> str:
     return " ".join(f"--seed {seed} --eval-every {EVERY} {variant.flags} {own}".split())
 
 
-def copy_script(folder: Path, variant: Variant, where: str) -> str:
-    """The script in a folder of its own, patched or as it is, and what its defaults need."""
-    folder = folder / where
-    folder.mkdir(exist_ok=True)
-    shutil.copy(ROOT / f"{variant.script}.py", folder)
-    if not (folder / "benchmark").exists():
-        (folder / "benchmark").symlink_to(BENCHMARK)
-    if where != "original":
-        subprocess.run(["git", "apply", str(HERE / f"{where}.patch")], cwd=folder, check=True)
-    return str(folder / f"{variant.script}.py")
-
-
-def since_the_last(evaluations: list[dict], rows: list[dict], name: str) -> list[float]:
-    """The mean of a metric over the iterations between two evaluations; at the first one, that of iteration 1."""
-    values = [row[name] for row in rows[1:]]
-    spans = [slice(max(0, row["iteration"] - EVERY), max(1, row["iteration"])) for row in evaluations]
-    return [round(float(np.mean(values[span])), 4) for span in spans]
-
-
 def to_curve(job: tuple, result: dict) -> dict:
     """What is kept of a run: its evaluations, and the means of some metrics between them."""
-    rows, script = result["metrics"], Path(job[0])
-    evaluations = [row for row in rows if "eval/scores" in row]
+    rows, evaluations, script = result["metrics"], result["evaluations"], Path(job[0])
     curve = {
         "variant": script.parent.name,
         "script": script.stem,
@@ -94,7 +70,10 @@ def to_curve(job: tuple, result: dict) -> dict:
     }
     for name in ("response_length_mean", "policy/entropy_avg", "objective/kl", "objective/scores"):
         if name in rows[-1]:
-            curve[name] = since_the_last(evaluations, rows, name)
+            values = [row[name] for row in rows[1:]]
+            # the iterations between two evaluations; at the first one, iteration 1
+            spans = [slice(max(0, row["iteration"] - EVERY), max(1, row["iteration"])) for row in evaluations]
+            curve[name] = [round(float(np.mean(values[span])), 4) for span in spans]
     if "generated_episodes" in rows[-1]:
         curve["generated_episodes"] = [row.get("generated_episodes", 0) for row in evaluations]
     for name in ("val/sampler_weight_std", "val/importance_std", "val/masked_fraction"):
@@ -109,7 +88,8 @@ def measure(names: list[str]) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         for variant in VARIANTS:
             for where in ("original", variant.patch) if variant.patch in names else ():
-                script = copy_script(Path(folder), variant, where)
+                patch = None if where == "original" else f"variants/{where}.patch"
+                script = str(copy_script(Path(folder) / where, variant.script, patch))
                 jobs |= dict.fromkeys((script, all_flags(variant, where, seed)) for seed in SEEDS)
         return run_all(list(jobs), to_curve)
 
@@ -136,7 +116,7 @@ def draw_panel(axis, curves: list[dict], variant: Variant, metric: str):
 
 def main():
     words = sys.argv[1:]
-    curves = json.loads(RESULT.read_text()) if RESULT.exists() else []
+    curves = json.loads(RESULT.read_text())
     if words != ["--plot"]:
         curves += measure(words or [variant.patch for variant in VARIANTS])
         curves = list({identity(curve): curve for curve in curves}.values())  # of each run the newest
