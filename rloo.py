@@ -14,8 +14,8 @@ policy that sampled the completion. p_new is the policy that is being trained. p
 reference model. c is --cliprange.
 
 By default a batch gets one update, which is one optimizer step. Then p_new is p_old, and every
-ratio is 1. The loss is 0, because the advantages of a group add up to 0. Its gradient is not 0. It
-is the gradient of REINFORCE: the mean over episodes of -A_i * sum_t grad log p_new(y_it).
+ratio is 1. The loss is 0, because the advantages of a group add up to 0. Its gradient is that of
+REINFORCE, because p_old is a constant: the mean over episodes of -A_i sum_t grad log p_new(y_it).
 
 The words: an iteration samples one batch of episodes and trains on it. A mini-batch holds the
 episodes of one optimizer step, on all processes together. A micro-batch holds the episodes of one
@@ -36,12 +36,10 @@ Then comes the machinery, sections 6 to 11. You can skip it on a first reading.
     a length penalty               main, stage 4b          subtract it from `scores`
     the baseline                   `rloo_advantages`       return other advantages
     the loss                       `rloo_loss`             return other losses
-    an entropy bonus               `token_logprobs`        return entropies too, and train all
-    a second loss                  main, stage 4d          add it to `loss`
-    what outlives an iteration     `state` in main         put a number there; it is saved, too
+    an entropy bonus               `token_logprobs`        return entropies; train on `mini_batch`
+    a second loss                  main, stage 4d          add it to `loss`, divided in the same way
+    what outlives an iteration     `state` in main         state.setdefault(..); it is saved, too
     an inference engine            `generate`              see there
-    every count of a run           `batch_arithmetic`
-    every random number            `keyed_rng`             change the key that it is made from
     dropout, which is off          `load_model`
     which tokens end a completion  `find_eos_ids`          --stop-token-id adds one
 
@@ -172,7 +170,7 @@ def batch_arithmetic(args: Args, num_prompts: int, world_size: int) -> SimpleNam
     mini_batches = (plan.iterations - 1) * args.num_mini_batches + last_mini_batches
     plan.steps = args.num_ppo_epochs * mini_batches
     plan.epochs = plan.prompts / num_prompts
-    # At most so many passes. Episodes whose gradient is 0 take none, see stage 4d.
+    # At most so many passes: rloo.py and grpo.py skip episodes whose gradient is 0.
     process_share = math.ceil(plan.mini_batch_size / world_size)
     plan.gradient_accumulation_steps = math.ceil(process_share / args.per_device_train_batch_size)
     return plan
@@ -217,7 +215,7 @@ class LossOutputs(NamedTuple):
     """What the loss returns. `losses` is minimized. The rest is only logged."""
 
     losses: torch.Tensor  # [episodes]
-    logratio: torch.Tensor  # log of the ratios, [episodes] or [episodes, response]
+    logratio: torch.Tensor  # log of the ratios, [episodes] or [episodes, ratios of an episode]
     is_clipped: torch.Tensor  # shape of logratio, True where the clipped term is the larger one
 
 
@@ -232,7 +230,7 @@ def rloo_advantages(rewards, k: int):
     others = (~no_score).sum(1, keepdim=True) - 1  # [groups, 1]
     baselines = (groups.nan_to_num().sum(1, keepdim=True) - groups) / others  # [groups, k]
     # Rounding may move a mean of equal numbers off their value. Their advantages must be 0. So must
-    # that of a number without others, which is equal to itself.
+    # that of the only scored episode of a group, which has no others. `equal_groups` has both.
     all_equal = equal_groups(groups)  # [groups, 1]
     return (groups - baselines).masked_fill(all_equal | no_score, 0.0).flatten()
 
@@ -249,7 +247,7 @@ def equal_groups(groups) -> torch.Tensor:
 def rloo_loss(args: Args, logprobs, inputs: LossInputs) -> LossOutputs:
     """The clipped loss of each episode. logprobs: [episodes, response], with gradient."""
     old_logprobs = inputs.old_logprobs
-    if old_logprobs is None:  # Sampling rounds differently. So this makes the ratio exactly 1.
+    if old_logprobs is None:  # p_old is p_new, as a constant: the ratio is exactly 1.
         old_logprobs = logprobs.detach()
     # A completion is one action. Its log-probability is the sum over its tokens.
     logratio = (logprobs - old_logprobs).sum(1)  # [episodes]
@@ -265,7 +263,7 @@ def clipped_policy_loss(logratio, advantages, low: float, high: float):
     advantage, below 1 - low for a negative one. There the gradient is 0. Shapes: as logratio.
     """
     # Above e^88 a ratio is inf. Where it is clipped, the backward pass would make nan of 0 * inf.
-    # A negative advantage is not clipped there. Its loss may be inf, which stops the run.
+    # That is with positive advantages. With a negative one an infinite loss stops the run.
     ratio = torch.where(advantages < 0, logratio, logratio.clamp(max=80)).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
@@ -281,8 +279,7 @@ def main(args: Args):
         plan = batch_arithmetic(args, len(prompts), world_size=args.plan)
         print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
         return
-    eval_reward = args.eval_reward or args.reward
-    eval_prompts = load_prompts(args, args.eval_dataset, eval_reward, tokenizer)
+    eval_prompts = load_prompts(args, args.eval_dataset, args.eval_reward or args.reward, tokenizer)
 
     accelerator = start_accelerator(args)
     output_dir = open_output_dir(args, accelerator)
@@ -302,7 +299,7 @@ def main(args: Args):
     policy, optimizer = accelerator.prepare(policy, optimizer)
     state = load_state(args, accelerator, output_dir, len(prompts))
     step = state["step"]
-    scheduler.last_epoch = step  # A resumed run continues the schedule at its step.
+    scheduler.last_epoch = step  # A resumed run goes on there. The optimizer has its rate.
     progress = start_logging(args, accelerator, output_dir, plan, state)
     if eval_prompts and state["iteration"] == 0:
         metrics = {"iteration": 0, "step": 0, "episode": 0, "epoch": 0.0}
@@ -337,7 +334,7 @@ def main(args: Args):
             kl = (batch.logprobs - ref_logprobs).sum(1)  # [episodes], in nats
             rewards = scores - args.kl_coef * kl
         advantages = rloo_advantages(rewards, args.k)  # [episodes]
-        if args.whiten_advantages:  # The mean of leave-one-out is 0. Subtract that of others, too.
+        if args.whiten_advantages:  # Their mean is 0. With another baseline, subtract it, too.
             num_scored = (~scores.isnan()).sum().clamp(min=1)
             advantages = advantages * torch.rsqrt(advantages.square().sum() / num_scored + 1e-8)
         # With one update per batch, the policy has not changed since it sampled: p_old is p_new.
@@ -366,12 +363,11 @@ def main(args: Args):
                         accelerator.backward(loss * accelerator.num_processes)
                     passes.append((micro_batch, (logprobs, outputs)))
                 grad_norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-                # Now what all processes computed:
-                new_logprobs, outputs = gather_rows(accelerator, passes, to_train)
+                new_logprobs, outputs = gather_rows(accelerator, passes, to_train)  # all processes
                 update = ratio_metrics(outputs.logratio, outputs.is_clipped)
                 update["loss/policy_avg"] = outputs.losses.sum() / len(mini_batch)
                 update["grad_norm"] = grad_norm
-                if not updates:  # no step yet: trainer and sampler agree up to rounding
+                if not updates:  # no step yet: trainer and sampler must agree up to rounding
                     update |= compare_with_sampler(args, new_logprobs, batch.logprobs[to_train])
                 if not math.isfinite(grad_norm):
                     where = f"iteration {iteration}, step {step + 1}"
@@ -389,8 +385,10 @@ def main(args: Args):
         metrics = {"iteration": iteration, "step": step, "episode": episode, "epoch": epoch}
         now = time.perf_counter()
         metrics |= {"lr": learning_rate, "eps": num_episodes / (now - rollout_start)}
-        metrics["time/rollout_s"] = train_start - rollout_start
-        metrics["time/train_s"] = now - train_start
+        metrics |= {
+            "time/rollout_s": train_start - rollout_start,
+            "time/train_s": now - train_start,
+        }
         metrics |= rollout_metrics(batch, scores, parts) | mean_metrics(updates)
         if reference is not None:
             metrics["objective/kl"] = (batch.logprobs - ref_logprobs).sum(1).mean().item()
@@ -413,11 +411,13 @@ def main(args: Args):
 
 
 # ======================================== 5  the model =======================================
+# run_inside(model, f, ..) calls f(model, ..), run_pass makes one pass of some episodes in this way,
+# and run_passes makes all passes of a batch, shared by the processes, without gradient.
 def generate(args: Args, accelerator, policy, drawn, uniforms, temperature: float) -> Batch:
     """Sample k completions of every prompt. Each process samples a share, and then gets them all.
 
     An inference engine takes the place of `sample` here. First give it the new weights. It returns
-    the same tensors. If it knows no entropies, they are 0.
+    the same tensors, and may draw by itself. If it knows no entropies, they are 0.
     drawn: [groups]; uniforms: [groups, k, response], a random number in [0, 1) for each token
     """
     k = uniforms.shape[1]
@@ -458,7 +458,7 @@ def sample(model, prompts, uniforms, temperature: float) -> dict:
     temperature: 0 takes the most likely token.
     Returns tokens, lengths, ended, logprobs and entropies, as in Batch.
     """
-    model.eval()  # In train mode, gradient checkpointing would switch off the KV cache.
+    model.eval()  # In train mode, checkpointing would switch off the cache. Dropout is always off.
     tokens = torch.zeros(uniforms.shape, dtype=torch.long, device=uniforms.device)
     lengths = torch.zeros_like(tokens[:, 0])
     ended = torch.zeros_like(lengths, dtype=torch.bool)
