@@ -1,16 +1,12 @@
 """A simulated GPU in pure Python: PyTorch's PrivateUse1 backend, named `sim`. Its tensors lie in host memory.
 
-The CPU computes every operation. As on a GPU, operations on tensors of two devices are refused, and the host waits for
-the device when it needs a number from it, or when it copies memory that is not pinned.
+The CPU computes every operation. As on a GPU, operations on tensors of two devices are refused.
 
-    python simulated_device.py SCRIPT.py [flags]    runs a script on it; the last line of the output is `waits` as JSON
+    python simulated_device.py SCRIPT.py [flags]    runs a script on it
 """
 
-import json
 import runpy
 import sys
-import threading
-import traceback
 
 import torch
 from accelerate.state import PartialState
@@ -19,13 +15,10 @@ from torch.utils import backend_registration
 aten = torch.ops.aten
 CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
-waits = []  # the kind of each wait, and the (function, line) of the script that waits, the innermost first
 
 INDEXING = ["index", "index_put", "_index_put_impl"]
 # Beside device tensors, most operations take a CPU tensor without axes as a number. These do not.
 NEEDS_ONE_DEVICE = "cat stack gather scatter index_add index_select mm bmm addmm embedding searchsorted isin".split()
-# The host needs a number, or the length of the result.
-NEEDS_WAIT = "_local_scalar_dense nonzero masked_select equal _unique2 unique_consecutive bincount".split()
 IN_BFLOAT16 = "matmul bmm linear mm addmm scaled_dot_product_attention".split()  # under autocast
 
 
@@ -68,9 +61,6 @@ def run_on_cpu(op, *args, **kwargs):
     """The kernel of every operation: check the devices, let the CPU compute, make device tensors of the results."""
     name = op._schema.name.removeprefix("aten::")
     check_devices(name, args, kwargs)
-    unknown_length = name == "repeat_interleave" and len(args) == 1 and kwargs.get("output_size") is None
-    if name in NEEDS_WAIT or unknown_length:
-        record_wait("item" if name == "_local_scalar_dense" else name)
     originals = {}  # device tensors and their CPU tensors, by the id of the CPU tensor
 
     def lower(x):
@@ -115,9 +105,7 @@ def check_devices(name, args, kwargs):
 
 
 def copy_from(source, target, non_blocking=False):
-    """A copy within the device does not wait. A copy from or to the host does: the host's memory is not pinned."""
-    if source.device != target.device and source.numel() > 0:
-        record_wait("copy to host" if is_on_device(source) else "copy to device")
+    """A copy within the device, or from or to the host."""
     lowered_source, lowered_target = [to_cpu_tensor(x) if is_on_device(x) else x for x in (source, target)]
     with torch._C._AutoDispatchBelowAutograd():
         lowered_target.copy_(lowered_source)
@@ -136,13 +124,6 @@ def in_bfloat16(op, *args, **kwargs):
     with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
         args = for_each(lambda x: x.bfloat16() if is_on_device(x) and x.is_floating_point() else x, args)
         return op(*args, **kwargs)
-
-
-def record_wait(kind):
-    """The backward pass has threads of its own. The main thread stands at the line of the script that started it."""
-    frame = sys._current_frames()[threading.main_thread().ident]
-    stack = [(frame.f_code, line) for frame, line in traceback.walk_stack(frame)]
-    waits.append((kind, [(code.co_name, line) for code, line in stack if code.co_filename == sys.argv[0]]))
 
 
 def install():
@@ -173,4 +154,3 @@ if __name__ == "__main__":
     registrations = install()
     sys.argv.pop(0)
     runpy.run_path(sys.argv[0], run_name="__main__")
-    print(json.dumps(waits))

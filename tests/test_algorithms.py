@@ -24,7 +24,6 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 
-# ============================================ logged of a rollout ===========================================
 def test_metrics_of_the_rollout_are_those_of_its_episodes(script, run, world):
     """KL, entropy and scores in metrics.jsonl are means over the episodes of rollouts.jsonl, without padding."""
     args, metrics, output_dir = run(script, ref_model_path=world.reference, kl_coef=0.1, num_train_epochs=2)
@@ -58,7 +57,6 @@ def test_no_kl_loads_no_reference(script, run, world, monkeypatch):
         assert (read_jsonl(output_dir / "rollouts.jsonl")[0]["ref_logprobs"] is not None) == bool(expected)
 
 
-# ============================================ logged of an update ===========================================
 def test_metrics_of_updates_are_those_of_the_textbook(script, run, world, monkeypatch):
     """Ratio, its variance, approximate KL, clip fraction and loss are computed here, by plain passes.
 
@@ -123,7 +121,6 @@ def test_the_clip_cuts_where_it_helps(script):
     assert script.clipped_policy_loss(logratio, -torch.ones(2), 0.2, 0.2)[0].tolist() == [math.inf] * 2
 
 
-# =================================================== RLOO ===================================================
 @only("rloo")
 def test_rloo_advantages_by_hand(script):
     """Rewards 1, 2, 5, 8 and 2, 3, 6, 9; 3 right answers of 8; random rewards by a brute-force loop."""
@@ -143,7 +140,6 @@ def test_rloo_advantages_by_hand(script):
     assert script.rloo_advantages(torch.tensor([0.1] * 7), 7).tolist() == [0.0] * 7  # whatever a mean rounds to
 
 
-# =================================================== GRPO ===================================================
 @only("grpo")
 def test_grpo_advantages_by_hand(script):
     """3 right of 8 give +1.2074 and -0.7244, unscaled +0.6250 and -0.3750; equal scores give 0, not NaN."""
@@ -257,7 +253,6 @@ def test_grpo_logs_groups_without_a_signal(script, run, world):
     assert any(0 < share < 1 for share in shares)
 
 
-# ==================================================== PPO ===================================================
 @only("ppo")
 def test_gae_equals_a_loop_over_each_episode(script):
     """Advantages by the definition: a double sum over the tokens of an episode. The value after the last token is 0."""

@@ -143,16 +143,6 @@ def test_kill_and_resume(script, tmp_path):
 
 
 @one_text
-def test_a_run_without_checkpoints_starts_again(script, run, world, monkeypatch, tmp_path, expected):
-    """Without a checkpoint --resume removes the lines that are there, and the run begins again."""
-    flags = flags_of(script, world) | dict(save_every=None)
-    output_dir = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
-    assert len(read_jsonl(output_dir / "metrics.jsonl")) == 3
-    run(script, output_dir=str(output_dir), resume=True, **flags)
-    assert result_of(output_dir) == expected and not (output_dir / "checkpoints").exists()
-
-
-@one_text
 def test_a_killed_start_does_not_stand_in_the_way(script, run, world, monkeypatch, tmp_path, expected):
     """The run was killed while it wrote args.yaml. The same command starts it again."""
     flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
