@@ -133,7 +133,7 @@ class Args:
     """x, |x|, x^2 / 2 or exp(-x) - 1 + x, where x is logprob - ref_logprob of a token"""
     adaptive_kl: bool = False  # change kl_coef to bring the KL near --kl-target (1909.08593, 2.2)
     kl_target: float = 6.0  # KL of an episode, in nats, at which --adaptive-kl aims
-    kl_horizon: int = 10000  # after so many episodes, kl_coef has changed by 20 % at most
+    kl_horizon: int = 10000  # in so many episodes kl_coef grows by 22 % at most
     gamma: float = 1.0  # discount of rewards, per token
     lam: float = 0.95
     """lambda of generalized advantage estimation (GAE, arXiv 1506.02438, eq. 16): 1 uses all later
@@ -146,8 +146,8 @@ class Args:
     ratio_threshold: float | None = None  # drop an update whose mean ratio is above this
     whiten_advantages: bool = True  # shift and scale the batch's advantages to mean 0, variance 1
     whiten_rewards: bool = False
-    """divide rewards by their standard deviation; their mean stays, because a shift of each token's
-    reward would favour long or short completions"""
+    """scale the rewards of tokens to variance 1 around their mean, which stays: a shift of each
+    token's reward would favour long or short completions"""
     score_scaling: bool = False  # divide scores by the standard deviation of all scores so far
     score_norm: bool = False  # subtract the mean of all scores so far
     score_clip: float | None = None  # clip scores to -this .. this, as the last step
@@ -385,7 +385,7 @@ def main(args: Args):
         all_episodes = torch.arange(num_episodes, device=accelerator.device)
         rewards[all_episodes, batch.lengths - 1] += scores  # at the last token of each completion
         if args.whiten_rewards:
-            rewards = rewards * torch.rsqrt(rewards[batch.mask].var(correction=0) + 1e-8)
+            rewards[batch.mask] = whiten(rewards[batch.mask]) + rewards[batch.mask].mean()
         advantages = gae(rewards, values, args.gamma, args.lam)  # [episodes, response]
         returns = advantages + values
         if args.whiten_advantages:

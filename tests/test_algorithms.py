@@ -418,16 +418,17 @@ def test_equal_scores_have_no_deviation_to_divide_by(script, run, world):
 
 @only("ppo")
 def test_ppo_whitens_rewards_without_moving_their_mean(script, run, world):
-    """--whiten-rewards divides every token's reward by the population deviation over all valid tokens."""
+    """--whiten-rewards divides each token's distance from their mean by their population deviation."""
     flags = dict(gamma=1.0, lam=1.0, whiten_advantages=False, kl_coef=0.2, ref_model_path=world.reference)
     plain, whitened = (
         read_jsonl(run(script, **flags, total_episodes=12, whiten_rewards=on)[2] / "rollouts.jsonl")
         for on in (False, True)
     )
-    rewards = [np.append(-np.diff(row["returns"]), row["returns"][-1]) for row in plain]  # returns are rewards to go
-    deviation = np.hstack(rewards).std()
-    for row, other in zip(plain, whitened):
-        assert other["returns"] == pytest.approx(np.array(row["returns"]) / deviation, rel=1e-4, abs=1e-5)
+    before, after = (  # returns are rewards to go
+        np.hstack([np.append(-np.diff(row["returns"]), row["returns"][-1]) for row in rows])
+        for rows in (plain, whitened)
+    )
+    assert after == pytest.approx((before - before.mean()) / before.std() + before.mean(), rel=1e-4, abs=1e-5)
 
 
 @only("ppo")

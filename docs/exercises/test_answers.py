@@ -446,7 +446,7 @@ def test_4b_group_normalized_advantages(answer):
         advantages_of(answer.group_normalized_advantages, GROUPS, 3),
         normalized,
         [
-            (normalized * 1.5**0.5, "You use the biased deviation. Divide the squares by k - 1, not by k."),
+            (normalized * 1.5**0.5, "You use the biased variance. Divide the squares by k - 1, not by k."),
             (normalized / DEVIATION, "You divide by the variance. The deviation is its root."),
             (MINUS_MEAN, "You do not divide by the deviation."),
             (GROUPS / DEVIATION, "You do not subtract the mean."),
