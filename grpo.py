@@ -34,13 +34,12 @@ Then comes the machinery, sections 6 to 11. You can skip it on a first reading.
     what you look for              where it is             how to change it
     the reward                     main, stage 4b          --reward FILE.py:FUNCTION
     a length penalty               main, stage 4b          subtract it from `scores`
-    the baseline                   `grpo_advantages`       return other advantages
+    the baseline                   `grpo_advantages`       return others; `state` remembers
     the loss                       `grpo_loss`             return other losses
     an entropy bonus               `token_logprobs`        return entropies; train on `mini_batch`
-    a second loss                  main, stage 4d          add it to `loss`, divided in the same way
-    what outlives an iteration     `state` in main         state.setdefault(..); it is saved, too
+    a second loss                  main, stage 4d          add it to `losses`; train on `mini_batch`
+    what outlives an iteration     `state` in main         state["name"] = number; it is saved, too
     an inference engine            `generate`              see there
-    dropout, which is off          `load_model`
     which tokens end a completion  `find_eos_ids`          --stop-token-id adds one
 
 How it differs: rloo.py has another baseline, one ratio for a whole completion, and the KL in the
@@ -388,7 +387,7 @@ def main(args: Args):
         # ---- 4c  advantages
         advantages, all_equal = grpo_advantages(scores, args.k, args.scale_rewards)
         included = batch.ended | (not args.mask_truncated_completions)  # [episodes]
-        # Without KL, an episode with advantage 0 has gradient 0, so it needs no forward pass.
+        # Without KL, advantage 0 is gradient 0, and needs no pass. With a second loss, take all.
         has_gradient = included & ((advantages != 0) | (reference is not None))
         weights = torch.zeros_like(advantages)  # [episodes], each mini-batch sets its own
         # With one update per batch, the policy has not changed since it sampled: p_old is p_new.
@@ -413,7 +412,8 @@ def main(args: Args):
                         outputs = grpo_loss(args, logprobs, loss_inputs.select(episodes))
                         # The weights divide by the size of the whole mini-batch. So neither
                         # micro-batches nor processes change the gradient.
-                        loss = (outputs.losses * micro_batch.is_real).sum()
+                        losses = outputs.losses  # a second loss is divided by len(mini_batch)
+                        loss = (losses * micro_batch.is_real).sum()
                         # DDP takes the mean of the processes' gradients. We need their sum.
                         accelerator.backward(loss * accelerator.num_processes)
                     passes.append((micro_batch, (logprobs, outputs)))
@@ -887,7 +887,8 @@ def gather_rows(accelerator, passes: list, episodes: torch.Tensor):
 def run_pass(model, function, batch: Batch, episodes: torch.Tensor):
     """One pass: function(model, prompts, tokens, mask) of some episodes, [episodes, response].
 
-    The columns after the longest completion are left out of the pass, and are 0 in what it returns.
+    Of the batch it reads prompts, token_ids, tokens and mask. The columns after the longest
+    completion are left out of the pass, and are 0 in what it returns.
     """
     chosen = episodes.tolist()
     # At least two columns: with one, `completion_hidden` would skip its second pass, and the other

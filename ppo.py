@@ -39,10 +39,9 @@ Then comes the machinery, sections 6 to 11. You can skip it on a first reading.
     the advantages                 `gae`                   return other advantages
     the loss                       `ppo_loss`              return other losses
     an entropy bonus               `token_logprobs`        return entropies, too
-    a second loss                  main, stage 4d          add it to `loss`, divided in the same way
-    what outlives an iteration     `state` in main         state.setdefault(..); it is saved, too
+    a second loss                  main, stage 4d          add it to `losses`
+    what outlives an iteration     `state` in main         state["name"] = number; it is saved, too
     an inference engine            `generate`              see there
-    dropout, which is off          `load_model`
     which tokens end a completion  `find_eos_ids`          --stop-token-id adds one
 
 How it differs: rloo.py and grpo.py have no value model. They sample several completions of every
@@ -912,7 +911,8 @@ def gather_rows(accelerator, passes: list, episodes: torch.Tensor):
 def run_pass(model, function, batch: Batch, episodes: torch.Tensor):
     """One pass: function(model, prompts, tokens, mask) of some episodes, [episodes, response].
 
-    The columns after the longest completion are left out of the pass, and are 0 in what it returns.
+    Of the batch it reads prompts, token_ids, tokens and mask. The columns after the longest
+    completion are left out of the pass, and are 0 in what it returns.
     """
     chosen = episodes.tolist()
     # At least two columns: with one, `completion_hidden` would skip its second pass, and the other

@@ -34,13 +34,12 @@ Then comes the machinery, sections 6 to 11. You can skip it on a first reading.
     what you look for              where it is             how to change it
     the reward                     main, stage 4b          --reward FILE.py:FUNCTION
     a length penalty               main, stage 4b          subtract it from `scores`
-    the baseline                   `rloo_advantages`       return other advantages
+    the baseline                   `rloo_advantages`       return others; `state` remembers
     the loss                       `rloo_loss`             return other losses
     an entropy bonus               `token_logprobs`        return entropies; train on `mini_batch`
-    a second loss                  main, stage 4d          add it to `loss`, divided in the same way
-    what outlives an iteration     `state` in main         state.setdefault(..); it is saved, too
+    a second loss                  main, stage 4d          add it to `losses`; train on `mini_batch`
+    what outlives an iteration     `state` in main         state["name"] = number; it is saved, too
     an inference engine            `generate`              see there
-    dropout, which is off          `load_model`
     which tokens end a completion  `find_eos_ids`          --stop-token-id adds one
 
 How it differs: grpo.py divides advantages by a standard deviation, has one ratio for each token,
@@ -334,7 +333,7 @@ def main(args: Args):
             kl = (batch.logprobs - ref_logprobs).sum(1)  # [episodes], in nats
             rewards = scores - args.kl_coef * kl
         advantages = rloo_advantages(rewards, args.k)  # [episodes]
-        if args.whiten_advantages:  # Their mean is 0. With another baseline, subtract it, too.
+        if args.whiten_advantages:  # Leave-one-out has the mean 0. Others: subtract the mean first.
             num_scored = (~scores.isnan()).sum().clamp(min=1)
             advantages = advantages * torch.rsqrt(advantages.square().sum() / num_scored + 1e-8)
         # With one update per batch, the policy has not changed since it sampled: p_old is p_new.
@@ -347,7 +346,7 @@ def main(args: Args):
         for ppo_epoch in range(args.num_ppo_epochs):
             for mini_batch in draw_mini_batches(args, iteration, ppo_epoch, num_episodes):
                 optimizer.zero_grad()
-                # An episode with advantage 0 has gradient 0, so it needs no forward pass.
+                # Advantage 0 is gradient 0, and needs no pass. With a second loss, take mini_batch.
                 to_train = mini_batch[(advantages[mini_batch] != 0).cpu()]
                 passes = []  # what each pass computed
                 size = args.per_device_train_batch_size
@@ -356,9 +355,10 @@ def main(args: Args):
                         episodes = micro_batch.episodes
                         logprobs = run_pass(policy, token_logprobs, batch, episodes)
                         outputs = rloo_loss(args, logprobs, loss_inputs.select(episodes))
+                        losses = outputs.losses  # [episodes]; a second loss is added here
                         # Divide by the size of the whole mini-batch, not of this micro-batch. So
                         # neither micro-batches nor processes change the gradient.
-                        loss = (outputs.losses * micro_batch.is_real).sum() / len(mini_batch)
+                        loss = (losses * micro_batch.is_real).sum() / len(mini_batch)
                         # DDP takes the mean of the processes' gradients. We need their sum.
                         accelerator.backward(loss * accelerator.num_processes)
                     passes.append((micro_batch, (logprobs, outputs)))
@@ -831,7 +831,8 @@ def gather_rows(accelerator, passes: list, episodes: torch.Tensor):
 def run_pass(model, function, batch: Batch, episodes: torch.Tensor):
     """One pass: function(model, prompts, tokens, mask) of some episodes, [episodes, response].
 
-    The columns after the longest completion are left out of the pass, and are 0 in what it returns.
+    Of the batch it reads prompts, token_ids, tokens and mask. The columns after the longest
+    completion are left out of the pass, and are 0 in what it returns.
     """
     chosen = episodes.tolist()
     # At least two columns: with one, `completion_hidden` would skip its second pass, and the other

@@ -58,8 +58,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
     # processes
     ("schedule stepped once per process", "rloo", "policy, optimizer = accelerator.prepare(policy, optimizer)",
      "policy, optimizer, scheduler = accelerator.prepare(policy, optimizer, scheduler)", TWO_PROCESSES),
-    ("repeated episode counted", "rloo", "(outputs.losses * micro_batch.is_real).sum()",
-     "outputs.losses.sum()", TWO_PROCESSES),
+    ("repeated episode counted", "rloo", "(losses * micro_batch.is_real).sum()",
+     "losses.sum()", TWO_PROCESSES),
     ("a reward that sees half of a group", "rloo", "math.ceil(groups / accelerator.num_processes) * batch.k",
      "math.ceil(groups * batch.k / accelerator.num_processes)", PROCESSES + "a_reward_sees_whole_groups[2-rloo]"),
     # rollout
