@@ -51,7 +51,6 @@ torch.set_num_threads(1)  # The models are too small to gain from more threads.
 transformers.utils.logging.disable_progress_bar()
 
 
-# ================================================ scripts ================================================
 def is_script(path):
     text = path.read_text(encoding="utf-8")
     return bool(re.search(r"^class Args\b", text, re.M) and re.search(r"^def batch_arithmetic\(", text, re.M))
@@ -102,7 +101,6 @@ def make_args(script, **flags):
     return script.Args(**with_group(script, flags))
 
 
-# ============================================ data and models ============================================
 def read_jsonl(path):
     return [json.loads(line) for line in open(path, encoding="utf-8")]
 
@@ -275,7 +273,6 @@ def world(tmp_path_factory):
     )
 
 
-# ========================================= runs in this process ==========================================
 def reset_accelerate():
     """Forget the run before. accelerate keeps its state in singletons."""
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -362,7 +359,6 @@ def record_calls(monkeypatch, owner, name):
     return calls
 
 
-# ================================================ results ================================================
 def flat(tensors):
     return torch.cat([tensor.detach().flatten().double() for tensor in tensors])
 
@@ -421,7 +417,6 @@ def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# ========================================= runs under a launcher =========================================
 PROBE = '''
 import atexit, json, os, pathlib
 
