@@ -391,7 +391,7 @@ def test_ppo_adapts_the_kl_coefficient(script, run, world, target):
 
 @only("ppo")
 def test_ppo_scales_scores_by_all_scores_so_far(script, run):
-    """--score-norm subtracts the mean of all scores so far, --score-scaling divides by their deviation. Then it clips."""
+    """--score-norm subtracts the mean of all scores so far. --score-scaling divides by their deviation. Then clip."""
     still = dict(learning_rate=0.0, num_train_epochs=4)  # the same episodes in every run
 
     def scores(**flags):
