@@ -284,9 +284,9 @@ def main(args: Args):
     output_dir = open_output_dir(args, accelerator)
     if output_dir is None:  # The run is finished.
         return
+    scorers, eval_scorers = load_scorers(args, tokenizer, accelerator.device)
     policy = load_policy(args, tokenizer, prompts + eval_prompts)
     reference = load_reference(args, policy, accelerator.device)  # None: there is no KL
-    scorers, eval_scorers = load_scorers(args, tokenizer, accelerator.device)
 
     plan = batch_arithmetic(args, len(prompts), accelerator.num_processes)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
@@ -1226,7 +1226,8 @@ def write_metrics(accelerator, output_dir: Path, metrics: dict, state: dict, pro
         if metric in metrics:
             state.setdefault(f"first {name}", metrics[metric])
             state[f"last {name}"] = metrics[metric]
-            progress.set_postfix({name: f"{metrics[metric]:.3g}"})
+    last = {name: f"{state[name]:.3g}" for name in state if name.startswith("last ")}
+    progress.set_postfix(last)
 
 
 def write_rollouts(
@@ -1260,8 +1261,8 @@ def write_rollouts(
         return
     names = ["prompt", "completion", *tensors]
     samples = [[row[name] for name in names] for row in rows[:: args.k][:4]]  # one of a group
-    for prompt, completion, *numbers in samples:
-        shown = ", ".join(f"{name} {number}" for name, number in zip(tensors, numbers))
+    for i, (prompt, completion, *_) in enumerate(samples):
+        shown = ", ".join(f"{name} {tensor[i * args.k]:.4g}" for name, tensor in tensors.items())
         tqdm.write(f"episode {metrics['episode']}: {prompt!r} -> {completion!r}, {shown}")
     for tracker in accelerator.trackers:
         if hasattr(tracker, "log_table"):
@@ -1308,9 +1309,10 @@ def load_state(args: Args, accelerator, output_dir: Path, num_prompts: int) -> d
             raise ValueError(f"--dataset: {num_prompts} prompts, but the run had {before}")
         accelerator.load_state(str(file.parent))
         state |= saved
-    for name in JSONL_FILES:
-        if accelerator.is_main_process and (output_dir / name).exists():
-            os.truncate(output_dir / name, state.get("jsonl_sizes", {}).get(name, 0))
+    if accelerator.is_main_process and (output_dir / "args.yaml").exists():  # They are the run's.
+        for name in JSONL_FILES:
+            if (output_dir / name).exists():
+                os.truncate(output_dir / name, state.get("jsonl_sizes", {}).get(name, 0))
     accelerator.print(f"--resume: {state['iteration']} iterations are done", flush=True)
     return state
 
@@ -1404,10 +1406,11 @@ def check_flags(args: Args):
     """Refuse flags that are out of range, or that contradict each other. tyro shows the message."""
     for name, value in vars(args).items():
         if type(value) in (int, float):
-            is_low = not (value >= 0 if name in MAY_BE_0 else value > 0)  # "not" also catches nan
-            is_infinite = math.isinf(value) and name != "max_grad_norm"
-            if is_low or is_infinite:
-                raise ValueError(f"--{name.replace('_', '-')} must be above 0, not {value}")
+            bound = "at least 0" if name in MAY_BE_0 else "above 0"
+            is_high_enough = value >= 0 if name in MAY_BE_0 else value > 0  # False for nan
+            if not is_high_enough or (math.isinf(value) and name != "max_grad_norm"):
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} must be {bound}, and finite, not {value}")
     multiple = math.lcm(args.k, args.num_mini_batches)
     path = args.eval_dataset or "none.jsonl"
     trackers = [None, *map(str, accelerate.tracking.get_available_trackers())]

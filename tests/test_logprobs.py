@@ -216,7 +216,7 @@ CHANGED_LOGITS = {
 }
 
 
-@pytest.fixture(params=CHANGED_LOGITS)
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) for name in CHANGED_LOGITS])
 def changed_logits(request, monkeypatch):
     """The name of an architecture for `make_model`."""
     monkeypatch.setitem(ARCHITECTURES, request.param, CHANGED_LOGITS[request.param])

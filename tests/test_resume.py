@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -144,7 +145,10 @@ def test_kill_and_resume(script, tmp_path):
 
 @one_text
 def test_a_killed_start_does_not_stand_in_the_way(script, run, world, monkeypatch, tmp_path, expected):
-    """The run was killed while it wrote args.yaml. The same command starts it again."""
+    """The run was killed while it wrote args.yaml. The same command starts it again. Files of others are not cut."""
+    own = Path(write_jsonl(tmp_path / "metrics.jsonl", [{"mine": 1}]))
+    script.load_state(SimpleNamespace(resume=True), SimpleNamespace(is_main_process=True, print=print), tmp_path, 7)
+    assert own.stat().st_size > 0
     flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
     with monkeypatch.context() as patch:
         kill_before(patch, Path, "write_text", 1, lambda path, _: path.stem == "args", write_half)
