@@ -8,11 +8,14 @@ import importlib
 import json
 import multiprocessing
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import traceback
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +131,19 @@ def run_all(jobs: list[tuple[str, str]], finish=lambda job, result: result) -> l
     return results
 
 
-def write_lines(path: Path, rows: list):
-    """A list as JSON, an entry a line."""
+def machine() -> str:
+    """What numbers depend on besides the flags: the processor, its threads and the versions of libraries."""
+    torch = importlib.import_module("torch")
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
+    processor = f"{(names or [platform.machine()])[0]} {torch.backends.cpu.get_cpu_capability()}"
+    versions = [f"{name} {version(name)}" for name in ("torch", "transformers")]
+    threads = os.environ.get("OMP_NUM_THREADS", DEFAULTS["OMP_NUM_THREADS"])
+    return ", ".join([processor, f"threads {threads}", f"python {platform.python_version()}", *versions])
+
+
+def write_lines(path: Path, rows: list[dict]):
+    """A list as JSON, an entry a line. An entry that the file did not have names the machine."""
+    old = json.loads(path.read_text()) if path.exists() else []
+    rows = [row if row in old else row | {"machine": machine()} for row in rows]
     path.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")

@@ -99,14 +99,16 @@ def plot_ends(axis, results: list[dict], study: str, script: str, name: str, **s
 
 
 def plot(results: list[dict]):
-    figure, axes = draw.panels(2, 4, width=2.9, height=2.5)
-    axes = axes.flatten()
-    lengths = axes[7]
-    for axis, study in zip(axes, ("group", "epochs", "clip", "loss")):
+    figure, axes = draw.panels(4, 2, width=3.4, height=2.4)
+    axes = dict(zip(("group", "epochs", "loss", "lengths", "clip", "kl", "eos", "learning_rate"), axes.flatten()))
+    lengths = axes["lengths"]
+    for study in ("group", "epochs", "loss", "clip"):
+        axis = axes[study]
         axis.set_title(SENTENCES[study], fontsize=8.5)
         axis.set_ylabel("right, sampled")
         plot_curves(axis, results, study)
-    for axis, study in zip(axes[4:], ("kl", "eos", "learning_rate")):
+    for study in ("kl", "eos", "learning_rate"):
+        axis = axes[study]
         axis.set_title(SENTENCES[study], fontsize=8.5)
         axis.set_ylim(0, 1.05 if study != "kl" else None)
         pairs = {
@@ -118,9 +120,9 @@ def plot(results: list[dict]):
             color = draw.COLORS[script] if study == "learning_rate" else other
             plot_ends(axis, results, study, script, name, color=color, label=label)
         axis.legend(frameon=False, fontsize=7.5)
-    axes[4].set_xlabel("--kl-coef")
-    axes[5].set(xlabel="--missing-eos-penalty", xlim=(-0.5, 1.5))
-    axes[6].set(xlabel="--learning-rate", ylabel="right, held-out, greedy")
+    axes["kl"].set_xlabel("--kl-coef")
+    axes["eos"].set(xlabel="--missing-eos-penalty", xlim=(-0.5, 1.5))
+    axes["learning_rate"].set(xlabel="--learning-rate", ylabel="right, held-out, greedy")
     lengths.set(ylabel="tokens of an answer at the end", ylim=(0, 16.5), yticks=range(0, 17, 4))
     lengths.set_title("the same: length, a dot a seed", fontsize=8.5)
     for x, ((script, label, _), color) in enumerate(zip(STUDIES["loss"], draw.OTHERS)):

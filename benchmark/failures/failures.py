@@ -133,7 +133,8 @@ def draw_panel(axis, results: list[dict], metric: str):
         axis.plot(x, np.mean(values, 0), lw=2, label=run, **style)
     axis.set_title(metric, fontsize=9)
     draw.in_thousands(axis)
-    axis.set_ylim(0, {"eval/scores": 1.02}.get(metric))
+    top = 1.02 if metric == "eval/scores" else axis.get_ylim()[1]
+    axis.set_ylim(-0.03 * top, top)  # A line at 0 does not lie on the axis.
 
 
 def plot(results: list[dict], name: str):

@@ -17,7 +17,7 @@ from pathlib import Path
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import SCRIPTS, run, torchrun
+from run import SCRIPTS, machine, run, torchrun
 
 RESULT = Path(__file__).with_suffix(".json")
 SMOLLM2 = (
@@ -54,7 +54,7 @@ def compare(script: str, flags: str, runs: tuple) -> dict:
 def main(only: str = ""):
     for name, case in CASES.items():
         if only in name:
-            result = compare(*case)
+            result = compare(*case) | dict(machine=machine())
             print(f"{name}: {result}", flush=True)
             RESULT.write_text(json.dumps(json.loads(RESULT.read_text()) | {name: result}, indent=1) + "\n")
 

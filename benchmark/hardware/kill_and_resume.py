@@ -42,7 +42,7 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import SCRIPTS, import_script, read_rows, relative_distance
+from run import SCRIPTS, import_script, machine, read_rows, relative_distance
 
 PHASES = ("rollout", "training", "written", "removing", "metrics", "loading", "anywhere", "anywhere")  # then `model`
 FLAGS = """--total-episodes 188 --batch-size 16 --num-mini-batches 2 --num-ppo-epochs 1 --per-device-train-batch-size 3
@@ -176,7 +176,7 @@ def main(
         if hit.total() < 25 * len(runs) // 3 or missed:  # A drawn call may never come.
             raise SystemExit(f"{script}: {hit.total()} kills, phases missed: {missed}; draw again with another --seed")
     summary = dict(seed=seed, kills=sum(row["kills"] for row in rows), seconds=round(time.time() - started))
-    results.write_text(json.dumps(summary | dict(flags=" ".join(FLAGS), runs=rows), indent=1) + "\n")
+    results.write_text(json.dumps(summary | dict(flags=" ".join(FLAGS), machine=machine(), runs=rows), indent=1) + "\n")
     raise SystemExit(0 if all(row["fine"] for row in rows) else 1)
 
 

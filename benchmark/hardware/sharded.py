@@ -29,7 +29,7 @@ import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import SCRIPTS, import_script, read_rows, relative_distance, run, torchrun
+from run import SCRIPTS, import_script, machine, read_rows, relative_distance, run, torchrun
 
 FLAGS = (
     "--total-episodes 128 --batch-size 32 --num-mini-batches 1 --per-device-train-batch-size 4 "
@@ -140,7 +140,9 @@ def measure(program: str, name: str, kinds: tuple, train, is_fine):
             more = train(script, folder, single, kind)
             rows.append({"script": script, name: kind} | compare(folder, single) | more)
             print(json.dumps(rows[-1]), flush=True)
-    Path(program).with_suffix(".json").write_text(json.dumps(dict(flags=FLAGS, runs=rows), indent=1) + "\n")
+    Path(program).with_suffix(".json").write_text(
+        json.dumps(dict(machine=machine(), flags=FLAGS, runs=rows), indent=1) + "\n"
+    )
     near = [row["relative_distance"] < 1e-3 and not row["metrics_that_differ"] for row in rows]
     raise SystemExit(0 if all(near) and all(map(is_fine, rows)) else 1)
 
