@@ -189,19 +189,23 @@ def test_flags_in_the_text_exist(page):
     assert not [n for n in named if n.removeprefix("no-") not in flags and f"--{n}" not in in_commands]
 
 
+def diffs(page):
+    """The changes of a script that a page shows: their lines, and the scripts with them, by name."""
+    for block in re.findall(r"^(?:    [+-].*\n)*    \+.*\n(?:    [+-].*\n)*", read(page), re.M):
+        lines = [line[4:] for line in block.splitlines()]
+        old, new = ("\n".join(line[1:] for line in lines if line.startswith(sign)) for sign in "-+")
+        scripts = {name: SOURCES[f"{name}.py"] for name in SCRIPTS}
+        yield lines, {name: text.replace(old, new) for name, text in scripts.items() if old and text.count(old) == 1}
+
+
 @of_each_page
 def test_a_diff_of_a_page_fits(page):
     """Lines with + and - are a change of a script, where the lines with - stand once. Or they are from a patch."""
-    scripts = [SOURCES[f"{name}.py"] for name in SCRIPTS]
     patches = [text for name, text in SOURCES.items() if name.endswith(".patch")]
-    for block in re.findall(r"^(?:    [+-].*\n)*    \+.*\n(?:    [+-].*\n)*", read(page), re.M):
-        lines = [line[4:] for line in block.splitlines()]
-        old = "\n".join(line[1:] for line in lines if line.startswith("-"))
-        new = "\n".join(line[1:] for line in lines if line.startswith("+"))
-        changed = [text.replace(old, new) for text in scripts if old and text.count(old) == 1]
-        for text in changed:
+    for lines, changed in diffs(page):
+        for text in changed.values():
             compile(text, page.name, "exec")
-        assert changed or any(all(f"\n{line}\n" in patch for line in lines) for patch in patches), block
+        assert changed or any(all(f"\n{line}\n" in patch for line in lines) for patch in patches), lines
 
 
 def test_the_two_commands_of_the_readme_are_those_of_ci():

@@ -15,7 +15,7 @@ import torch
 import tyro
 from conftest import HERE, MODULES, distance, encode, import_file, make_prompts, read_jsonl
 from plain import plain_gradient, token_weights
-from test_pages import commands
+from test_pages import commands, diffs
 from transformers import AutoModelForCausalLM
 
 PATCHES = sorted(str(path.relative_to(HERE)) for path in HERE.glob("benchmark/*/*.patch"))
@@ -159,6 +159,41 @@ def test_a_variant_keeps_its_promise(patch, patched, run, world, updates, monkey
     assert metrics[0]["val/sampling_logprob_difference"] < 1e-4
     rows = [row for row in read_jsonl(output_dir / "rollouts.jsonl") if row["iteration"] == 1]
     check(module=module, rows=rows, metrics=metrics, world=world, updates=updates, calls=calls)
+
+
+def test_the_lines_of_papers(run, world, tmp_path, monkeypatch):
+    """Each change of a script that docs/papers.md shows does what its row says."""
+    modules = []
+    for number, (_, scripts) in enumerate(diffs(HERE / "docs/papers.md")):
+        name, text = scripts.popitem()  # ppo.py, if it is among them
+        (tmp_path / f"{name}_{number}.py").write_text(text)
+        modules.append(import_file(tmp_path / f"{name}_{number}.py"))
+    maxrl, pass_at_4, gdpo, two_sided, sapo, masked, ppo, entropy = modules
+    assert maxrl.grpo_advantages(torch.eye(8)[0], 4, "group")[0].tolist() == [3, -1, -1, -1, 0, 0, 0, 0]
+    # Of 6 answers 1 is right: it is in 10 of the 15 sets of 4, and in 6 of the 10 that hold a certain wrong answer.
+    advantages = pass_at_4.grpo_advantages(torch.eye(6)[0], 6, "none")[0] * (10 / 15 * 5 / 15) ** 0.5
+    assert advantages.tolist() == pytest.approx([1 - 10 / 15, *[6 / 10 - 10 / 15] * 5], abs=1e-3)
+    logratio, signs = torch.tensor([0.0, 0, 100, 100]).requires_grad_(), torch.tensor([1, -1, 1, -1])
+    for module, expected in (two_sided, [-1, 1, -1.2, 3]), (sapo, [-2, 2 / 1.05, -4, 4 / 1.05]):
+        losses = module.clipped_policy_loss(logratio, signs, 0.2, 0.2)[0]
+        assert losses.tolist() == pytest.approx(expected)
+        assert torch.autograd.grad(losses.sum(), logratio)[0].tolist() == pytest.approx([-1, 1, 0, 0])
+    drift = torch.tensor([[0.5, 0.7], [0.5, 0.3], [0.5, 0.7]])
+    inputs = masked.LossInputs(drift, torch.tensor([-1.0, -1, 1]), torch.ones(3), drift > 0, None)
+    assert (masked.grpo_loss(masked.Args(), 0 * drift, inputs).losses != 0).tolist() == [False, True, True]
+    rows = read_jsonl(run(gdpo, reward=world.reward("parts"), total_episodes=12)[2] / "rollouts.jsonl")
+    parts = [torch.tensor([row[f"reward/{name}"] for row in rows]) for name in ("length", "ones")]
+    advantages = sum(MODULES["grpo"].grpo_advantages(part, 3, "group")[0] for part in parts)
+    assert [row["advantage"] for row in rows] == pytest.approx((advantages / advantages.std()).tolist(), abs=1e-3)
+    flags = dict(kl_coef=0.0, whiten_advantages=False, total_episodes=12)  # At the start, values are 0.
+    for row in read_jsonl(run(ppo, **flags)[2] / "rollouts.jsonl"):
+        assert row["returns"] == [row["score"]] * len(row["token_ids"])
+        assert row["advantage"] == [0.0] * (len(row["token_ids"]) - 1) + [row["score"]]
+    rollouts, losses = (conftest.record_calls(monkeypatch, entropy, name) for name in ("generate", "grpo_loss"))
+    run(entropy, ref_model_path=world.reference, total_episodes=12)
+    batch, is_high = rollouts[0].result, losses[0].args[2].mask
+    highest = batch.entropies[batch.mask].sort().values[-(-4 * (batch.mask.sum() - 1) // 5) :]  # the fifth
+    assert is_high.sum(1).sort().values.equal(torch.isin(batch.entropies, highest).sum(1).sort().values)
 
 
 def train(module, words, tmp_path):
