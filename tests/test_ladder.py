@@ -39,7 +39,7 @@ def test_the_measured_gradients_are_right(world, tmp_path):
     flags = base_flags(world) | dict(kl_coef=0.0, total_episodes=24, learning_rate=0.0)
     words = " ".join(command_line(with_group(rloo, flags)))
     reset_accelerate()
-    job = (rloo.__file__, words, [], str(tmp_path / "gradients.npy"))
+    job = (("rloo", words), str(tmp_path / "gradients.npy"))
     with multiprocessing.get_context("fork").Pool(1) as pool:  # It runs the script in place of its own program.
         rollouts = pool.apply(ladder.record_gradients, [job])["rollouts"]
     for iteration, measured in enumerate(np.load(tmp_path / "gradients.npy"), 1):
