@@ -6,18 +6,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    base_flags,
-    compare_runs,
-    distance,
-    launch,
-    make_model,
-    only,
-    read_jsonl,
-    record_calls,
-    save_model,
-    weights_of,
-)
+from conftest import distance, make_model, only, read_jsonl, record_calls, save_model, weights_of
 from plain import DENOMINATORS, plain_gradient
 
 UNSURE = """
@@ -210,17 +199,13 @@ def test_evaluation_without_some_scores(script, run, world, unsure, monkeypatch,
 
 @grouped
 @pytest.mark.slow
-def test_two_processes_without_some_scores(script, run, world, unsure, tmp_path):
+def test_two_processes_without_some_scores(script, same_on, world, unsure):
     """Two processes give the run of one."""
     flags = dict(reward=unsure("parts"), num_train_epochs=2.0, num_mini_batches=2, num_ppo_epochs=2, learning_rate=1e-3)
     flags |= {"rloo": dict(whiten_advantages=True), "grpo": dict(scale_rewards="batch")}[script.__name__]
     flags |= dict(eval_dataset=world.dataset(3, seed=4), eval_reward=unsure(), kl_coef=0.1)
-    _, metrics, output_dir = run(script, **flags)
+    metrics, _ = same_on(script, 2, flags, per_device_train_batch_size=3)
     assert any(line.get("val/num_unscored") for line in metrics)
-    flags |= dict(output_dir=tmp_path / "out", per_device_train_batch_size=3)
-    finished = launch(script, 2, tmp_path, base_flags(world) | flags)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    compare_runs(output_dir, tmp_path / "out")
 
 
 @only("ppo")
