@@ -2,6 +2,7 @@
 
 run("rloo", "--rloo-k 2 --seed 3")["metrics"]                     # in a folder that is gone afterwards
 run_all([("rloo", "--seed 1"), ("ppo", "--seed 1")])              # as many at once as there are cores
+update(path, {("rloo", "--seed 1"): dict(seed=1)}, keep)          # their rows in a file of results
 """
 
 import importlib
@@ -100,15 +101,22 @@ def import_script(script: str):
     return importlib.import_module(path.stem)
 
 
-def run_forked(job: tuple[str, str]) -> dict:
-    """`run(*job)` inside this process, which has imported the libraries already: a start costs nothing."""
-    script, flags = job
+def run_forked(job: tuple) -> dict:
+    """`run(*job)` inside this process, which has imported the libraries already: a start costs nothing.
+
+    A job is a script, its flags, and functions that change the script before it starts. `rloo ladder/reinforce.patch`
+    is a script with a patch.
+    """
+    script, flags, *edits = job
     # OMP_NUM_THREADS comes too late for a program that imports torch before it calls `run_all`.
     importlib.import_module("torch").set_num_threads(1)
-    module = import_script(script)
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
         os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
         try:
+            name, *patch = script.split()
+            module = import_script(str(copy_script(Path(folder), name, *patch)) if patch else name)
+            for edit in edits:
+                edit(module)
             module.main(tyro.cli(module.Args, args=[*flags.split(), "--output-dir", f"{folder}/run"]))
         except (Exception, SystemExit):
             raise RuntimeError(
@@ -117,8 +125,8 @@ def run_forked(job: tuple[str, str]) -> dict:
         return read_run(f"{folder}/run")
 
 
-def run_all(jobs: list[tuple[str, str]], finish=lambda job, result: result) -> list:
-    """`run(*job)` of every job, as many at once as there are cores -> what `finish(job, result)` makes of each."""
+def run_all(jobs: list[tuple], finish=lambda job, result: result) -> list:
+    """`run_forked` of every job, as many at once as there are cores -> what `finish(job, result)` makes of each."""
     os.chdir(ROOT)
     os.environ |= DEFAULTS
     for library in ("accelerate", "transformers.models.llama.modeling_llama", "torch.utils.checkpoint"):
@@ -127,7 +135,7 @@ def run_all(jobs: list[tuple[str, str]], finish=lambda job, result: result) -> l
     with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as pool:
         for job, result in zip(jobs, pool.imap(run_forked, jobs, chunksize=1)):
             results.append(finish(job, result))
-            print(f"{' '.join(job)}: done", file=sys.stderr, flush=True)
+            print(f"{' '.join(job[:2])}: done", file=sys.stderr, flush=True)
     return results
 
 
@@ -147,3 +155,38 @@ def write_lines(path: Path, rows: list[dict]):
     old = json.loads(path.read_text()) if path.exists() else []
     rows = [row if row in old else row | {"machine": machine()} for row in rows]
     path.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+
+
+def update(path: Path, jobs: dict[tuple, dict], keep) -> list[dict]:
+    """Run jobs, and write what is kept of them into a file of results, a run a line -> all lines.
+
+    jobs: of each job the entries that name it; keep(names, result): its other entries. The command line chooses the
+    jobs that have one of its words as a name, and those that have no line yet. Without a word all are run, with
+    --plot none.
+    """
+    words, rows = set(sys.argv[1:]), json.loads(path.read_text()) if path.exists() else []
+    entries = list(next(iter(jobs.values())))
+    lines = {tuple(row[entry] for entry in entries): row for row in rows}
+    if "--plot" not in words:
+        missing = [job for job, names in jobs.items() if tuple(names.values()) not in lines]
+        chosen = [job for job, names in jobs.items() if not words or words & {*names.values()} or job in missing]
+        for row in run_all(chosen, lambda job, result: jobs[job] | keep(jobs[job], result)):
+            lines[tuple(row[entry] for entry in entries)] = row
+        write_lines(path, [lines[tuple(names.values())] for names in jobs.values()])
+    return [lines[tuple(names.values())] for names in jobs.values() if tuple(names.values()) in lines]
+
+
+def curves(result: dict, metrics) -> dict[str, list]:
+    """A run in few points, one for each evaluation: its episode, and its score. A point of another metric is the mean
+    since the evaluation before. The first point is that of iteration 1. What the run does not log is left out."""
+    evaluations, rows = result["evaluations"], result["metrics"][1:]
+    ends = [row["iteration"] for row in evaluations]
+    points = {"episode": [row["episode"] for row in evaluations]}
+    for name in metrics:
+        spans = [rows[start:end] for start, end in zip([0, *ends], [1, *ends[1:]])]
+        if name == "eval/scores":
+            spans = [[row] for row in evaluations]
+        if any(name in row for row in rows):
+            means = [np.mean([row[name] for row in span if name in row]) for span in spans]
+            points[name] = [float(f"{mean:.4g}") for mean in means]
+    return points

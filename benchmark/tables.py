@@ -16,7 +16,8 @@ import math
 import re
 from pathlib import Path
 from statistics import fmean as mean
-from statistics import stdev
+
+from draw import mean_and_band
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmark/*.md"), *ROOT.glob("benchmark/*/*.md")]
@@ -137,8 +138,6 @@ def speed() -> str:
 
 
 # ================================================= README.md ==========================================
-
-
 def evidence() -> str:
     """Every claim in one number."""
     before = mean(c["greedy_before"] for c in load("default/curves.json"))
@@ -166,12 +165,6 @@ It is fast | beside TRL 1.16 on a CPU: {", ".join(times)} its episodes per secon
 
 
 # ============================================== docs/ladder.md ==============================================
-def mean_and_band(values) -> tuple[float, float]:
-    """The mean, and half the width of its 95 % interval, with Student's t. Five sets or ten seeds were measured."""
-    values = list(values)
-    return mean(values), {5: 2.78, 10: 2.26}[len(values)] * stdev(values) / len(values) ** 0.5
-
-
 def with_interval(middle: float, band: float, digits: int = 3) -> str:
     return f"{middle:.{digits}f} ({middle - band:.{digits}f}-{middle + band:.{digits}f})"
 
@@ -192,7 +185,7 @@ def noise(row: dict) -> float:
 def ladder_relative_noise(rung: str, weights: str) -> tuple[float, float, float]:
     """A rung's noise, times RLOO's: the geometric mean over the sets, between the ends of its interval."""
     pairs = zip(ladder_sets(rung, weights), ladder_sets("RLOO", weights), strict=True)
-    middle, band = mean_and_band(math.log(noise(row) / noise(rloo)) for row, rloo in pairs)
+    middle, band = mean_and_band([math.log(noise(row) / noise(rloo)) for row, rloo in pairs])
     return math.exp(middle - band), math.exp(middle), math.exp(middle + band)
 
 
@@ -214,7 +207,7 @@ def ladder_gradients() -> str:
         cells = lines.setdefault(rung, [""] * 3)  # Some rungs were measured half-way only.
         cells[weights == "half-way"] = "{1:.2f} ({0:.2f}-{2:.2f})".format(*ladder_relative_noise(rung, weights))
         if weights == "start":
-            cells[2] = with_interval(*mean_and_band(other["cosine"] for other in ladder_sets(rung, weights)))
+            cells[2] = with_interval(*mean_and_band([other["cosine"] for other in ladder_sets(rung, weights)]))
     return markdown(["", "noise, start", "noise, half-way", "cosine, start"], [[rung, *lines[rung]] for rung in lines])
 
 

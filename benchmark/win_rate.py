@@ -57,25 +57,32 @@ def load_prompts(args: Args, tokenizer) -> list:
     return rloo.load_prompts(rloo.Args(), args.dataset, "none", tokenizer)[: args.num_prompts]
 
 
+def complete(language_model, tokenizer, prompts: list[list[int]], uniforms, temperature=1.0, at_once=2**20) -> tuple:
+    """Complete prompts as the scripts do -> the tokens of each completion, and which completions ended.
+
+    uniforms: [prompts, length], the random numbers; at_once: how many are sampled together
+    """
+    eos_ids = rloo.find_eos_ids(language_model, tokenizer, None)
+    model = rloo.CompletionModel(language_model, tokenizer, eos_ids, rloo.Args())
+    token_ids, ended = [], []
+    for i in range(0, len(prompts), at_once):
+        rows = torch.from_numpy(uniforms[i : i + at_once]).to(language_model.device)
+        batch = rloo.sample(model, prompts[i : i + at_once], rows, temperature)
+        token_ids += rloo.trim_rows(batch["tokens"], batch["lengths"])
+        ended += batch["ended"].tolist()
+    return token_ids, ended
+
+
 def sample(args: Args, flag: str, path: str, index: int, k: int = 1) -> tuple[list[str], float, list[int]]:
     """k completions of every prompt, the share that ended, and their lengths in tokens. index: of the random numbers"""
     tokenizer = AutoTokenizer.from_pretrained(path)
     language_model = rloo.load_model(flag, path, AutoModelForCausalLM, torch.float32)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    eos_ids = rloo.find_eos_ids(language_model, tokenizer, None)
-    model = rloo.CompletionModel(language_model.to(device), tokenizer, eos_ids, rloo.Args())
-    prompts = [prompt for prompt in load_prompts(args, tokenizer) for _ in range(k)]
+    language_model = language_model.to("cuda" if torch.cuda.is_available() else "cpu")
+    prompts = [prompt.token_ids for prompt in load_prompts(args, tokenizer) for _ in range(k)]
     uniforms = rloo.keyed_rng(args.seed, rloo.EVALUATION, index).random((len(prompts), args.response_length))
-    completions, ended, lengths = [], [], []
-    for i in range(0, len(prompts), args.batch_size):
-        token_ids = [prompt.token_ids for prompt in prompts[i : i + args.batch_size]]
-        rows = torch.from_numpy(uniforms[i : i + args.batch_size]).to(device)
-        batch = rloo.sample(model, token_ids, rows, args.temperature)
-        token_ids = rloo.trim_rows(batch["tokens"], batch["lengths"])
-        completions += tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        ended += batch["ended"].tolist()
-        lengths += batch["lengths"].tolist()
-    return completions, float(np.mean(ended)), lengths
+    token_ids, ended = complete(language_model, tokenizer, prompts, uniforms, args.temperature, args.batch_size)
+    completions = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+    return completions, float(np.mean(ended)), list(map(len, token_ids))
 
 
 def judge_pairs(judge, rows: list[dict], completions: list, baselines: list, seed: int) -> list[dict]:

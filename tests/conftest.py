@@ -475,6 +475,27 @@ def launch(script, processes, folder, flags, program=None, **environment):
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
-def launch_fsdp2(script, folder, flags):
-    """As `launch`, on two processes with sharded weights. benchmark/hardware/fsdp2_cpu.py runs the script."""
-    return launch(script, 2, folder, flags, program=HERE / "benchmark" / "hardware" / "fsdp2_cpu.py")
+FSDP2 = HERE / "benchmark" / "hardware" / "fsdp2_cpu.py"  # a `program` that shards the weights over CPU processes
+
+
+def launched(script, processes, folder, flags, **more):
+    """`launch` a run that must end well, and that writes into `out` in the folder. Returns what it printed."""
+    finished = launch(script, processes, folder, flags | dict(output_dir=folder / "out"), **more)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+@pytest.fixture
+def same_on(run, world, tmp_path):
+    """same_on(script, processes, flags, **own): fails unless a launch on so many processes, with these flags and its
+    own, gives the run of one process. Returns the metrics, and what the launch printed. program: as `launch` takes it;
+    copy: of the script, which is launched in its place."""
+
+    def same_on(script, processes, flags, program=None, copy=None, **own):
+        _, metrics, output_dir = run(script, **flags)
+        flags = base_flags(world) | flags | own
+        printed = launched(copy or script, processes, tmp_path, flags, program=program)
+        compare_runs(output_dir, tmp_path / "out")
+        return metrics, printed
+
+    return same_on

@@ -15,16 +15,23 @@ def completion_model(script, model, eos_ids, shares_prompts=True, temperature=1.
     return made
 
 
+DENOMINATORS = {  # (tokens of the episode, of the mini-batch, episodes, response_length) -> what divides a token's loss
+    "rloo": lambda tokens, all_tokens, episodes, longest: episodes,
+    "ppo": lambda tokens, all_tokens, episodes, longest: all_tokens,
+    "grpo": lambda tokens, all_tokens, episodes, longest: tokens * episodes,
+    "dapo": lambda tokens, all_tokens, episodes, longest: all_tokens,
+    "dr_grpo": lambda tokens, all_tokens, episodes, longest: episodes * longest,
+    "cispo": lambda tokens, all_tokens, episodes, longest: all_tokens,
+}
+
+
 def token_weights(script, rows):
     """Minus the derivative of the loss by each token's log-probability, where every ratio is 1.
 
     This is the token's advantage, as rollouts.jsonl has it, divided by the denominator of the algorithm."""
     lengths = [len(row["token_ids"]) for row in rows]
-    if script.__name__ == "rloo":  # a sum over an episode's tokens, a mean over episodes
-        return [torch.full((n,), row["advantage"]) / len(rows) for n, row in zip(lengths, rows)]
-    if script.__name__ == "grpo":  # a mean over an episode's tokens, then over episodes
-        return [torch.full((n,), row["advantage"]) / n / len(rows) for n, row in zip(lengths, rows)]
-    return [torch.tensor(row["advantage"]) / sum(lengths) for row in rows]  # a mean over all tokens
+    divisors = [DENOMINATORS[script.__name__](n, sum(lengths), len(rows), 6) for n in lengths]
+    return [torch.tensor(row["advantage"]).expand(n) / x for row, n, x in zip(rows, lengths, divisors)]
 
 
 def plain_gradient(model_path, rows, weights, temperature=1.0):

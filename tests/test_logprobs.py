@@ -13,18 +13,15 @@ import transformers
 from conftest import (
     ARCHITECTURES,
     EOS,
+    FSDP2,
     GROUPED,
     HERE,
     PAD,
     SHAPE,
     VOCAB,
     WINDOWS,
-    base_flags,
-    compare_runs,
     distance,
     encode,
-    launch,
-    launch_fsdp2,
     make_model,
     of_architectures,
     one_text,
@@ -37,6 +34,22 @@ from conftest import (
 )
 from plain import completion_model
 from transformers import AutoModelForCausalLM
+
+PROMPTS = ["12+34=", "12+34=", "7", "7"]
+COMPLETIONS = [[5, 6, EOS], [7, EOS], [8, 9, 4, 5, 6, 7], [EOS]]
+
+
+def one_pass(script, model, shares_prompts=True, prompts=PROMPTS, completions=COMPLETIONS, width=6):
+    """The log-probabilities [completions, width] by a training pass, and the gradients of a weighted sum of them."""
+    tokens = torch.tensor([completion + [PAD] * (width - len(completion)) for completion in completions])
+    mask = torch.arange(width) < torch.tensor([[len(completion)] for completion in completions])
+    prompts = [encode(prompt) for prompt in prompts]
+    policy = completion_model(script, model, [EOS], shares_prompts, temperature=0.7)
+    logprobs = script.run_inside(policy, script.token_logprobs, prompts=prompts, tokens=tokens, mask=mask)
+    model.zero_grad()
+    (logprobs * torch.arange(1.0, 1 + tokens.numel()).view_as(tokens)).sum().backward()
+    return logprobs.detach(), [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
 
 GROUPS = {  # prompts of two groups of three, and the completions of the first; which completion is longest differs
     "equal": ("12", "34", [[5, 6, EOS], [7, EOS], [8, 9, 4]]),
@@ -54,33 +67,23 @@ def test_a_shared_prompt_gives_what_rows_of_their_own_give(script, architecture,
     This is tested for log-probabilities and gradients, in whole groups and in parts of them, also where the attention
     window is shorter than the prompt. The log-probabilities are also those of plain passes."""
     first, second, completions = GROUPS[group]
-    prompts = [encode(text) for text in (first, second) for _ in range(3)]
-    completions = completions + completions[::-1]
-    lengths, model = torch.tensor([len(c) for c in completions]), make_model(architecture)
-    tokens = torch.tensor([c + [PAD] * (13 - len(c)) for c in completions])
-    mask = torch.arange(13) < lengths[:, None]
-    weights = torch.arange(1.0, 1 + tokens.numel()).view_as(tokens)
-    for indices in (torch.arange(6), torch.tensor([4, 5, 0, 1, 2]), torch.tensor([2, 2])):
-        seen = []
+    prompts, completions = [first] * 3 + [second] * 3, completions + completions[::-1]
+    model = make_model(architecture)
+    for indices in ([0, 1, 2, 3, 4, 5], [4, 5, 0, 1, 2], [2, 2]):
+        given, seen = [[texts[i] for i in indices] for texts in (prompts, completions)], []
         for shares_prompts in (False, True):
             rows_in = []
             hook = model.get_decoder().register_forward_pre_hook(lambda _, args: rows_in.append(len(args[0])))
-            policy = completion_model(script, model, [EOS], shares_prompts, temperature=0.7)
-            chunk = [prompts[i] for i in indices]
-            inputs = dict(prompts=chunk, tokens=tokens[indices], mask=mask[indices])
-            logprobs = script.run_inside(policy, script.token_logprobs, **inputs)
+            seen.append(one_pass(script, model, shares_prompts, *given, width=13))
             hook.remove()
-            assert rows_in[0] == (len({str(p) for p in chunk}) if shares_prompts else len(indices))
-            model.zero_grad()
-            (logprobs * weights[indices]).sum().backward()
-            seen.append((logprobs.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
+            assert rows_in[0] == (len(set(given[0])) if shares_prompts else len(indices))
         (apart, gradient_apart), (shared, gradient) = seen
         torch.testing.assert_close(apart, shared, atol=5e-6, rtol=1e-6)
         assert distance(gradient_apart, gradient) < 5e-6
-        assert not shared[~mask[indices]].any()
-        for row, i in zip(shared, indices.tolist()):
-            expected = plain_logprobs(model, prompts[i], completions[i], 0.7)
+        for row, prompt, completion in zip(shared, *given, strict=True):
+            expected = plain_logprobs(model, encode(prompt), completion, 0.7)
             torch.testing.assert_close(row[: len(expected)], expected.detach(), atol=1e-5, rtol=0)
+            assert not row[len(expected) :].any()
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", *WINDOWS])
@@ -205,8 +208,6 @@ def test_lora_is_the_policy_with_its_adapter(script, run, world, monkeypatch):
     assert (again / "rollouts.jsonl").read_text() == (output_dir / "rollouts.jsonl").read_text()
 
 
-PROMPTS = ["12+34=", "12+34=", "7", "7"]
-COMPLETIONS = [[5, 6, EOS], [7, EOS], [8, 9, 4, 5, 6, 7], [EOS]]
 # Models that change what their head gives, each with the setting that does it. Its default may be 1.
 CHANGED_LOGITS = {
     "gemma2": (transformers.Gemma2Config, GROUPED | dict(final_logit_softcapping=2.0)),
@@ -221,18 +222,6 @@ def changed_logits(request, monkeypatch):
     """The name of an architecture for `make_model`."""
     monkeypatch.setitem(ARCHITECTURES, request.param, CHANGED_LOGITS[request.param])
     return request.param
-
-
-def one_pass(script, model, shares_prompts=True):
-    """The log-probabilities of COMPLETIONS by a training pass, and the gradients of a weighted sum of them."""
-    tokens = torch.tensor([completion + [PAD] * (6 - len(completion)) for completion in COMPLETIONS])
-    mask = torch.arange(6) < torch.tensor([[len(completion)] for completion in COMPLETIONS])
-    prompts = [encode(prompt) for prompt in PROMPTS]
-    policy = completion_model(script, model, [EOS], shares_prompts, temperature=0.7)
-    logprobs = script.run_inside(policy, script.token_logprobs, prompts=prompts, tokens=tokens, mask=mask)
-    model.zero_grad()
-    (logprobs * torch.arange(1.0, 25.0).view(4, 6)).sum().backward()
-    return logprobs.detach(), [parameter.grad.clone() for parameter in model.parameters()]
 
 
 @one_text
@@ -276,20 +265,11 @@ def copy_in_pieces(script, folder):
 
 @only("rloo", "ppo")
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
-def test_pieces_on_two_processes(script, run, world, tmp_path, kind):
+@pytest.mark.parametrize("program", [None, FSDP2], ids=["DDP", "FSDP2"])
+def test_pieces_on_two_processes(script, same_on, world, tmp_path, program):
     """Two processes, whose passes have other numbers of pieces, give the run of one process in one piece."""
     flags = dict(per_device_train_batch_size=3, kl_coef=0.1, total_episodes=24, model_path=world.many_eos)
-    flags |= dict(ref_model_path=world.reference)
-    output_dir = run(script, **flags)[2]
-    flags = base_flags(world) | flags | dict(output_dir=tmp_path / "out")
-    copy = copy_in_pieces(script, tmp_path)
-    if kind == "DDP":
-        finished = launch(copy, 2, tmp_path, flags)
-    else:
-        finished = launch_fsdp2(copy, tmp_path, flags)
-    assert finished.returncode == 0, finished.stderr
-    compare_runs(output_dir, tmp_path / "out")
+    same_on(script, 2, flags | dict(ref_model_path=world.reference), program, copy_in_pieces(script, tmp_path))
 
 
 @one_text

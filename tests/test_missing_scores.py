@@ -6,19 +6,8 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    base_flags,
-    compare_runs,
-    distance,
-    launch,
-    make_model,
-    only,
-    read_jsonl,
-    record_calls,
-    save_model,
-    weights_of,
-)
-from plain import plain_gradient
+from conftest import distance, make_model, only, read_jsonl, record_calls, save_model, weights_of
+from plain import DENOMINATORS, plain_gradient
 
 UNSURE = """
 from rewards import letters
@@ -73,15 +62,6 @@ def groups_of(rows, k=3):
     return groups
 
 
-@only("rloo")
-def test_rloo_advantages_without_some_scores(script):
-    """By hand: groups with three scores, two, one and none, and one with two equal scores."""
-    rewards = [1.0, NAN, 2.0, 6.0, 5.0, NAN, NAN, 2.0, NAN, 7.0, NAN, NAN, *[NAN] * 4, 0.1, 0.1, NAN, NAN]
-    expected = [1 - 4, 0, 2 - 3.5, 6 - 1.5, 3, 0, 0, -3, *[0] * 12]
-    advantages = script.rloo_advantages(torch.tensor(rewards), 4).tolist()
-    assert advantages == pytest.approx(expected) and advantages[8:] == [0.0] * 12
-
-
 @only("grpo")
 def test_grpo_advantages_without_some_scores(script):
     """By hand, for each --scale-rewards. Deviations are those of the scores that are there."""
@@ -106,40 +86,28 @@ def test_gradient_without_some_scores(script, run, world, unsure, updates, kl_co
 
     RLOO's KL is a part of the reward, so an episode without a score has no gradient. GRPO's KL is a part of the loss.
     Every episode has its gradient."""
+    is_grpo = script.__name__ == "grpo"
     flags = dict(reward=unsure(), kl_coef=kl_coef, ref_model_path=world.reference, per_device_train_batch_size=5)
-    rows = read_jsonl(run(script, **flags, **ONE_BATCH)[2] / "rollouts.jsonl")
-    weights = []
-    for group in groups_of(rows):
-        rewards = [row["score"] for row in group]
-        for i, row in enumerate(group):
-            assert (row["score"] is None) == ("a" in row["completion"])
-            kl = sum(row["logprobs"]) - sum(row["ref_logprobs"])
-            if script.__name__ == "rloo" and row["score"] is not None:
-                rewards[i] = row["score"] - kl_coef * kl
-        for i, row in enumerate(group):
-            advantage = own_advantage(script, rewards, i)
-            assert row["advantage"] == pytest.approx(advantage, rel=1e-4, abs=1e-5)
-            weight = torch.full((len(row["token_ids"]),), advantage)
-            if script.__name__ == "grpo":
+    for name in ("grpo", "dapo", "dr_grpo", "cispo") if is_grpo else ("rloo",):
+        updates.clear()
+        flags |= dict(loss_type=name) if is_grpo else {}
+        rows, weights = read_jsonl(run(script, **flags, **ONE_BATCH)[2] / "rollouts.jsonl"), []
+        all_tokens = sum(len(row["token_ids"]) for row in rows)
+        for group in groups_of(rows):
+            rewards = [row["score"] for row in group]
+            for i, row in enumerate(group):
+                assert (row["score"] is None) == ("a" in row["completion"])
+                kl = sum(row["logprobs"]) - sum(row["ref_logprobs"])
+                if not is_grpo and row["score"] is not None:
+                    rewards[i] = row["score"] - kl_coef * kl
+            for i, row in enumerate(group):
+                advantage = own_advantage(script, rewards, i)
+                assert row["advantage"] == pytest.approx(advantage, rel=1e-4, abs=1e-5)
                 difference = torch.tensor(row["ref_logprobs"]) - torch.tensor(row["logprobs"])
-                weight = (weight - kl_coef * (1 - difference.exp())) / len(weight)
-            weights.append(weight / 24)
-            has_gradient = (weight != 0).any().item()
-            assert has_gradient == (advantage != 0 or (script.__name__ == "grpo" and kl_coef > 0))
-    assert distance(plain_gradient(world.llama, rows, weights), updates[0].gradients) < 1e-5
-
-
-@only("grpo")
-@pytest.mark.parametrize("loss_type", ["dapo", "dr_grpo", "cispo"])
-def test_denominators_count_episodes_without_a_score(script, run, world, unsure, updates, loss_type):
-    """The tokens of all episodes in dapo and cispo, and the number of all episodes in dr_grpo."""
-    flags = dict(reward=unsure(), kl_coef=0.0, loss_type=loss_type, **ONE_BATCH)
-    rows = read_jsonl(run(script, **flags)[2] / "rollouts.jsonl")
-    assert groups_of(rows)
-    all_tokens = sum(len(row["token_ids"]) for row in rows)
-    denominator = 24 * 6 if loss_type == "dr_grpo" else all_tokens
-    weights = [torch.full((len(row["token_ids"]),), row["advantage"] / denominator) for row in rows]
-    assert distance(plain_gradient(world.llama, rows, weights), updates[0].gradients) < 1e-5
+                weight = advantage - is_grpo * kl_coef * (1 - difference.exp())
+                weights.append(weight / DENOMINATORS[name](len(weight), all_tokens, 24, 6))
+                assert (weight != 0).any() == (advantage != 0 or (is_grpo and kl_coef > 0))
+        assert distance(plain_gradient(world.llama, rows, weights), updates[0].gradients) < 1e-5, name
 
 
 @only("rloo")
@@ -231,17 +199,13 @@ def test_evaluation_without_some_scores(script, run, world, unsure, monkeypatch,
 
 @grouped
 @pytest.mark.slow
-def test_two_processes_without_some_scores(script, run, world, unsure, tmp_path):
+def test_two_processes_without_some_scores(script, same_on, world, unsure):
     """Two processes give the run of one."""
     flags = dict(reward=unsure("parts"), num_train_epochs=2.0, num_mini_batches=2, num_ppo_epochs=2, learning_rate=1e-3)
     flags |= {"rloo": dict(whiten_advantages=True), "grpo": dict(scale_rewards="batch")}[script.__name__]
     flags |= dict(eval_dataset=world.dataset(3, seed=4), eval_reward=unsure(), kl_coef=0.1)
-    _, metrics, output_dir = run(script, **flags)
+    metrics, _ = same_on(script, 2, flags, per_device_train_batch_size=3)
     assert any(line.get("val/num_unscored") for line in metrics)
-    flags |= dict(output_dir=tmp_path / "out", per_device_train_batch_size=3)
-    finished = launch(script, 2, tmp_path, base_flags(world) | flags)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    compare_runs(output_dir, tmp_path / "out")
 
 
 @only("ppo")

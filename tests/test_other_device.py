@@ -32,8 +32,7 @@ def launch_on_device(script, folder, flags):
 def run_on_device(script, world, output_dir, **flags):
     """A run with the flags of the fixture `run`, on the device."""
     finished = launch_on_device(script, output_dir.parent, base_flags(world) | flags | dict(output_dir=output_dir))
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert finished.stdout.startswith("1 x sim")
+    assert finished.returncode == 0 and finished.stdout.startswith("1 x sim"), finished.stdout + finished.stderr
 
 
 def test_float32(script, run, world, tmp_path):

@@ -257,9 +257,13 @@ def recipe(beginning: str) -> str:
     return next(command for command in commands(RECIPES) if command.startswith(beginning))
 
 
+README_COMMANDS = [c for c in dict.fromkeys(commands(README)) if not c.startswith(("pip", "pytest"))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [c for c in dict.fromkeys(commands(README)) if not c.startswith(("pip", "pytest"))])
+@pytest.mark.parametrize("command", [*README_COMMANDS, recipe("accelerate launch rloo.py")])
 def test_the_commands_of_the_readme(command, run):
+    """And docs/recipes.md's of accelerate."""
     if "plot.py" in command:
         run_few(run, "python rloo.py")
         run(command)
@@ -290,11 +294,6 @@ def test_the_recipe_of_merging_adapters(run):
     run_few(run, "python rloo.py --lora-r 2 --output-dir runs/x")
     run(recipe("python -c"))
     run_few(run, "python rloo.py --model-path merged")
-
-
-@pytest.mark.slow
-def test_the_recipe_of_accelerate(run):
-    run_few(run, recipe("accelerate launch rloo.py"))
 
 
 @pytest.mark.slow

@@ -5,11 +5,12 @@ import os
 import pytest
 import torch
 from conftest import (
+    FSDP2,
     base_flags,
     compare_runs,
     flat,
     launch,
-    launch_fsdp2,
+    launched,
     make_args,
     one_text,
     only,
@@ -27,14 +28,6 @@ EVERYTHING = {  # the flags that compute something over the whole batch
     "grpo": dict(importance_sampling_level="sequence", mask_truncated_completions=True, loss_type="dapo"),
     "ppo": dict(score_norm=True, score_scaling=True, whiten_rewards=True, adaptive_kl=True, kl_horizon=50),
 }
-
-
-def launched(script, processes, folder, flags, **environment):
-    """`launch` a run that must end well, and that writes into `out` in the folder. Returns that path, and the finished
-    program."""
-    finished = launch(script, processes, folder, flags | dict(output_dir=folder / "out"), **environment)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return folder / "out", finished
 
 
 @pytest.mark.parametrize("features", ["everything", pytest.param("plain", marks=pytest.mark.slow)])
@@ -66,40 +59,32 @@ def test_gradients_do_not_depend_on_the_micro_batch(script, run, updates):
 
 
 @pytest.mark.slow
-def test_any_hardware_gives_the_same_run(script, run, world, tmp_path):
+def test_any_hardware_gives_the_same_run(script, same_on, world):
     """Two processes give the run of one. Everything that computes sums over the batch is on, and the prompts have 1 to
     16 tokens."""
     sizes = STRADDLING | EVERYTHING[script.__name__]
     sizes |= dict(model_path=world.many_eos, ref_model_path=world.reference)
-    output_dir = run(script, **sizes)[2]
-    flags = base_flags(world) | sizes | dict(per_device_train_batch_size=3, per_device_rollout_batch_size=1)
-    other, finished = launched(script, 2, tmp_path, flags)
-    assert finished.stdout.startswith("2 x cpu")
-    compare_runs(output_dir, other)
+    _, printed = same_on(script, 2, sizes, per_device_train_batch_size=3, per_device_rollout_batch_size=1)
+    assert printed.startswith("2 x cpu")
 
 
 @only("grpo")
 @pytest.mark.slow
-def test_processes_whose_share_has_no_gradient(script, run, world, tmp_path):
+def test_processes_whose_share_has_no_gradient(script, same_on, world):
     """Most groups have equal scores, so some processes have no episode with a gradient. Three processes give the run of
     one, and none waits forever. An iteration in which all groups have equal scores has the gradient norm 0."""
     flags = dict(batch_size=9, num_train_epochs=4.0, kl_coef=0.0, reward=world.reward("seldom"))
-    _, metrics, output_dir = run(script, **flags)
+    metrics, _ = same_on(script, 3, flags, per_device_train_batch_size=2)
     assert {row["grad_norm"] == 0 for row in metrics} == {True, False}
-    other, _ = launched(script, 3, tmp_path, base_flags(world) | flags | dict(per_device_train_batch_size=2))
-    compare_runs(output_dir, other)
 
 
 @only("rloo")
 @pytest.mark.slow
-def test_more_processes_than_episodes(script, run, world, tmp_path):
+def test_more_processes_than_episodes(script, same_on, world, tmp_path):
     """Three processes and two episodes in each iteration give the run of one process. No reward function is called with
     an empty list."""
     flags = dict(k=2, batch_size=2, num_ppo_epochs=2, num_train_epochs=1.0, dataset=world.dataset(3), kl_coef=0.1)
-    _, metrics, output_dir = run(script, **flags)
-    flags |= dict(reward=f"{tmp_path / 'probe.py'}:probe")
-    other, _ = launched(script, 3, tmp_path, base_flags(world) | flags)
-    compare_runs(output_dir, other)
+    metrics, _ = same_on(script, 3, flags, reward=f"{tmp_path / 'probe.py'}:probe")
     calls = read_jsonl(tmp_path / "calls.jsonl")
     assert {call["world_size"] for call in calls} == {3} and all(call["count"] > 0 for call in calls)
     assert sum(call["count"] for call in calls) == metrics[-1]["episode"]
@@ -108,49 +93,35 @@ def test_more_processes_than_episodes(script, run, world, tmp_path):
 @only("rloo")
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
-def test_a_reward_sees_whole_groups(script, run, world, tmp_path, processes):
+def test_a_reward_sees_whole_groups(script, same_on, world, processes):
     """A reward that compares the completions of a prompt gives the same scores on any number of processes."""
     flags = dict(reward=world.reward("ranks"), eval_dataset=world.dataset(4, seed=2), eval_k=3, eval_temperature=1.0)
-    output_dir = run(script, **flags)[2]
-    other, _ = launched(script, processes, tmp_path, base_flags(world) | flags)
-    compare_runs(output_dir, other)
+    same_on(script, processes, flags)
 
 
 @only("ppo")
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
-def test_two_processes_drop_the_same_updates(script, run, world, tmp_path, kind):
+@pytest.mark.parametrize("program", [None, FSDP2], ids=["DDP", "FSDP2"])
+def test_two_processes_drop_the_same_updates(script, same_on, world, program):
     """A dropped update leaves nothing behind. Two processes drop the same updates, and give the run of one process."""
     flags = dict(num_ppo_epochs=3, num_mini_batches=2, learning_rate=0.01, num_train_epochs=3.0, target_kl=1e-3)
     flags |= dict(dataset=world.dataset(5), batch_size=6)
-    _, metrics, output_dir = run(script, **flags)
+    metrics, _ = same_on(script, 2, flags, program, per_device_train_batch_size=1)
     assert any(row["policy/skipped_updates"] for row in metrics)
-    flags = base_flags(world) | flags | dict(per_device_train_batch_size=1, output_dir=tmp_path / "out")
-    finished = (launch if kind == "DDP" else lambda script, _, *rest: launch_fsdp2(script, *rest))(
-        script, 2, tmp_path, flags
-    )
-    assert finished.returncode == 0, finished.stderr
-    compare_runs(output_dir, tmp_path / "out")
 
 
 @only("rloo", "ppo")
 @pytest.mark.slow
-def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
+def test_fsdp2_is_the_run_of_one_process(script, same_on, tmp_path):
     """With weights sharded over two processes a run is the same, and its model/ loads. So is a resumed run."""
     flags = STRADDLING | dict(per_device_train_batch_size=1, save_every=2)
-    output_dir = run(script, **flags)[2]
-    flags = base_flags(world) | flags | dict(output_dir=tmp_path / "out")
-    finished = launch_fsdp2(script, tmp_path, flags)
-    assert finished.returncode == 0, finished.stderr
-    compare_runs(output_dir, tmp_path / "out")
+    same_on(script, 2, flags, FSDP2)
     if script.__name__ == "rloo":
         (tmp_path / "out" / "model").rename(tmp_path / "model")
         newest = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]
         (newest / "state.json").unlink()
-        finished = launch_fsdp2(script, tmp_path, flags | dict(resume=True))
-        assert finished.returncode == 0, finished.stderr
-        assert "--resume: 2 iterations are done" in finished.stdout
-        compare_runs(output_dir, tmp_path / "out")
+        _, printed = same_on(script, 2, flags, FSDP2, resume=True)
+        assert "--resume: 2 iterations are done" in printed
 
 
 @only("rloo", "grpo")
@@ -182,13 +153,12 @@ def test_lora_on_two_processes(script, run, world, tmp_path):
 
     flags = STRADDLING | dict(lora_r=2, learning_rate=0.01, model_path=world.mild)
     _, metrics, output_dir = run(script, **flags)
-    other, _ = launched(script, 2, tmp_path, base_flags(world) | flags | dict(per_device_train_batch_size=3))
-    rollouts = [[row["token_ids"] for row in read_jsonl(folder / "rollouts.jsonl")] for folder in (output_dir, other)]
+    launched(script, 2, tmp_path, base_flags(world) | flags | dict(per_device_train_batch_size=3))
+    folders = output_dir, tmp_path / "out"
+    rollouts = [[row["token_ids"] for row in read_jsonl(folder / "rollouts.jsonl")] for folder in folders]
     assert rollouts[0] == rollouts[1]
-    adapters = [
-        flat(peft.utils.load_peft_weights(str(folder / "model"), device="cpu").values())
-        for folder in (output_dir, other)
-    ]
+    weights = [peft.utils.load_peft_weights(str(folder / "model"), device="cpu") for folder in folders]
+    adapters = [flat(tensors.values()) for tensors in weights]
     assert adapters[0].norm() > 0.1 and (adapters[0] - adapters[1]).norm() / adapters[0].norm() < 1e-3
 
 

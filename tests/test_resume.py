@@ -129,13 +129,9 @@ def test_a_run_killed_in_every_phase(script, run, world, monkeypatch, tmp_path, 
 @pytest.mark.slow
 def test_kill_and_resume(script, tmp_path):
     """Real SIGKILLs in every phase, on one and on two processes by turns, give the results of an unbroken run."""
-    command = [
-        sys.executable,
-        str(HERE / "benchmark" / "hardware" / "kill_and_resume.py"),
-        "--scripts",
-        script.__name__,
-    ]
-    command += ["--runs", "1, 2 by turns", "--results", str(tmp_path / "results.json")]
+    program = HERE / "benchmark" / "hardware" / "kill_and_resume.py"
+    command = [sys.executable, program, "--scripts", script.__name__, "--runs", "1, 2 by turns"]
+    command += ["--results", tmp_path / "results.json"]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
     assert finished.returncode == 0, finished.stdout + finished.stderr

@@ -222,41 +222,29 @@ def test_reward_model_reads_the_episode_with_its_eos(script, run, world, tmp_pat
     assert metrics[0]["reward/reward_model"] == pytest.approx(np.mean([row["score"] for row in rows]), abs=1e-5)
 
 
-@one_text
-def test_reward_model_of_another_vocabulary_reads_the_text(script, run, tmp_path):
-    """It reads the text in its own tokens. Its own EOS is appended where the episode has ended."""
-    other_vocab = {token: i for i, token in enumerate(["<eos>", "<pad>", *reversed(VOCAB[2:])])}
-    backend = Tokenizer(WordLevel(other_vocab))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
-    path, model = save_classifier(tmp_path / "rm", tokenizer=tokenizer)
-    flags = dict(reward="none", reward_model_path=path, kl_coef=0, total_episodes=36, batch_size=36)
-    rows = read_jsonl(run(script, **flags)[2] / "rollouts.jsonl")
-    assert len({row["token_ids"][-1] == EOS for row in rows}) == 2
-    for row in rows:
-        token_ids = [other_vocab[character] for character in row["prompt"] + row["completion"]]
-        token_ids += [other_vocab["<eos>"]] if row["token_ids"][-1] == EOS else []
-        assert row["score"] == pytest.approx(plain_score(model, token_ids), abs=1e-5)
-
-
 @pytest.mark.parametrize("ends_with_eos", [False, True])
 @one_text
-def test_chat_prompts_are_rendered_by_each_models_template(script, run, world, tmp_path, ends_with_eos):
-    """The policy's template turns chat messages into its prompt. A reward model of another vocabulary uses its own."""
-    rows = [{"prompt": user(text), "number": 0} for text in ("1+1", "22", "3")]
-    backend = Tokenizer.from_str(make_tokenizer().backend_tokenizer.to_str())
-    reader = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
-    reader.add_tokens(["<other>"])  # another vocabulary
+def test_reward_model_of_another_vocabulary_reads_the_text(script, run, world, tmp_path, ends_with_eos):
+    """It reads the text in its own tokens. Its own EOS is appended where the episode has ended.
+
+    The policy's template turns chat messages into its prompt. The reward model uses its own template, which may end
+    with its EOS."""
+    vocab = {token: i for i, token in enumerate(["<eos>", "<pad>", *reversed(VOCAB[2:])])}
+    backend = Tokenizer(WordLevel(vocab))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"<eos>|[\s\S]"), "isolated")
+    reader = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
     reader.chat_template = CHAT_TEMPLATE.replace("'='", "'+'") + "<eos>" * ends_with_eos
-    path, model = save_classifier(tmp_path / "rm", tokenizer=reader, vocab_size=len(reader))
+    path, model = save_classifier(tmp_path / "rm", tokenizer=reader)
+    rows = [{"prompt": prompt} for prompt in ("1+1=", user("22"), user("3"))]
     flags = dict(model_path=chat_policy(world, tmp_path / "policy"), kl_coef=0, batch_size=36, num_train_epochs=4)
     flags |= dict(dataset=write_jsonl(tmp_path / "chat.jsonl", rows), reward="none", reward_model_path=path)
     rollouts = read_jsonl(run(script, **flags)[2] / "rollouts.jsonl")
-    assert {row["prompt"] for row in rollouts} == {"1+1=-", "22=-", "3=-"}
+    assert {row["prompt"] for row in rollouts} == {"1+1=", "22=-", "3=-"}
     assert len({row["token_ids"][-1] == EOS for row in rollouts}) == 2
     for row in rollouts:
-        token_ids = encode(row["prompt"].replace("=-", "+")) + [t for t in row["token_ids"] if t not in (PAD, EOS)]
-        token_ids += [EOS] if ends_with_eos or row["token_ids"][-1] == EOS else []
+        is_chat, has_ended = row["prompt"].endswith("-"), row["token_ids"][-1] == EOS
+        token_ids = [vocab[character] for character in row["prompt"].replace("=-", "+") + row["completion"]]
+        token_ids += [vocab["<eos>"]] if has_ended or (is_chat and ends_with_eos) else []
         assert row["score"] == pytest.approx(plain_score(model, token_ids), abs=1e-5)
 
 

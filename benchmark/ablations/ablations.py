@@ -9,7 +9,6 @@ As many runs at once as there are cores, of one thread each. Writes ablations.js
 end and its curve in sixteen points, and draws ablations.png.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
 import make_policy
-from run import SCRIPTS, run_all, write_lines
+from run import SCRIPTS, update
 
 RESULT = Path(__file__).with_suffix(".json")
 SEEDS = (1, 2, 3, 4, 5)
@@ -57,15 +56,26 @@ SENTENCES = {  # what the page says over each figure
 }
 
 
-def to_result(study: str, label: str, job: tuple, result: dict) -> dict:
+def all_jobs() -> dict[tuple, dict]:
+    """Every setting of every study, with every seed."""
+    jobs = {}
+    for study, settings in STUDIES.items():
+        episodes = 8192 if study in ("kl", "eos", "loss") else 4096
+        for script, label, own in settings:
+            for seed in SEEDS:
+                flags = f"{SHORT} {episodes} {own} --seed {seed}"
+                jobs[script, flags] = dict(study=study, script=script, label=label, seed=seed, flags=flags)
+    return jobs
+
+
+def to_result(_, result: dict) -> dict:
     """What is kept of a run."""
     rows = result["metrics"][1:]
 
     def end(name):
         return round(float(np.mean([row[name] for row in rows[-10:] if name in row])), 4)
 
-    kept = {"study": study, "script": job[0], "label": label, "seed": result["args"]["seed"], "flags": job[1]}
-    kept |= {"scores": end("objective/scores"), "held_out": round(rows[-1]["eval/scores"], 4)}
+    kept = {"scores": end("objective/scores"), "held_out": round(rows[-1]["eval/scores"], 4)}
     kept |= {"tokens": end("response_length_mean"), "entropy": end("policy/entropy_avg")}
     kept |= {"ended": round(end("val/num_eos_tokens") / result["args"]["batch_size"], 4)}
     for name in ("long", "short") if result["rollouts"] else ():  # the prompts that are answered at length, the others
@@ -133,18 +143,9 @@ def plot(results: list[dict]):
 
 
 def main():
-    words = sys.argv[1:]
-    results = json.loads(RESULT.read_text())
-    for study in [] if words == ["--plot"] else words or STUDIES:
-        jobs, episodes = {}, 8192 if study in ("kl", "eos", "loss") else 4096
-        for script, label, flags in STUDIES[study]:
-            jobs |= {(script, f"{SHORT} {episodes} {flags} --seed {seed}"): label for seed in SEEDS}
-        if study == "loss" and not make_policy.FOLDER.exists():
-            make_policy.main()
-        new = run_all(list(jobs), lambda job, result: to_result(study, jobs[job], job, result))
-        results = [r for r in results if r["study"] != study] + new
-        write_lines(RESULT, sorted(results, key=lambda r: list(STUDIES).index(r["study"])))
-    plot(results)
+    if "--plot" not in sys.argv and not make_policy.FOLDER.exists():
+        make_policy.main()
+    plot(update(RESULT, all_jobs(), to_result))
 
 
 if __name__ == "__main__":

@@ -8,14 +8,14 @@ four times as many tokens, and there is the same thing to learn. Writes policy/ 
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
-import rloo
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from run import BENCHMARK, POLICY, read_rows
+from win_rate import complete
 
-DEFAULT = ROOT / "benchmark" / "default"
 FOLDER = Path(__file__).resolve().parent / "policy"
 STEPS, BATCH_SIZE, LEARNING_RATE = 400, 128, 5e-4
 
@@ -26,18 +26,16 @@ def is_long(prompt: str) -> bool:
 
 def main():
     torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(DEFAULT / "policy")
-    policy = rloo.load_model("--model-path", str(DEFAULT / "policy"), AutoModelForCausalLM, torch.float32)
-    model = rloo.CompletionModel(policy, tokenizer, [tokenizer.eos_token_id], rloo.Args())
-    prompts = rloo.load_prompts(rloo.Args(), str(DEFAULT / "train.jsonl"), "none", tokenizer) * 4
-    rng = rloo.keyed_rng(1, 0)
-    uniforms = torch.from_numpy(rng.random((len(prompts), 4)))
-    batch = rloo.sample(model, [prompt.token_ids for prompt in prompts], uniforms, 1.0)
+    tokenizer, policy = AutoTokenizer.from_pretrained(POLICY), AutoModelForCausalLM.from_pretrained(POLICY)
+    texts = [row["prompt"] for row in read_rows(BENCHMARK / "default" / "train.jsonl")] * 4
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    rng = np.random.default_rng([1, 0])
+    answers, _ = complete(policy, tokenizer, prompts, rng.random((len(prompts), 4)))
     rows = []  # prompt, answer, spaces, EOS
-    for prompt, answer in zip(prompts, rloo.trim_rows(batch["tokens"], batch["lengths"])):
-        spaces = [tokenizer.convert_tokens_to_ids(" ")] * int(rng.integers(8, 13)) * is_long(prompt.text)
-        rows.append(prompt.token_ids + answer[:-1] + spaces + answer[-1:])
-    longest, start = max(map(len, rows)), len(prompts[0].token_ids)
+    for text, prompt, answer in zip(texts, prompts, answers):
+        spaces = [tokenizer.convert_tokens_to_ids(" ")] * int(rng.integers(8, 13)) * is_long(text)
+        rows.append(prompt + answer[:-1] + spaces + answer[-1:])
+    longest, start = max(map(len, rows)), len(prompts[0])
     tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
     labels = torch.tensor([row + [-100] * (longest - len(row)) for row in rows])
     labels[:, :start] = -100  # only the answers are learned

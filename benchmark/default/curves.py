@@ -8,7 +8,6 @@ score of the sampled training completions (mean of ten iterations) and that of t
 against episodes and against seconds of rollout and training.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -16,19 +15,21 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-from run import SCRIPTS, run_all, write_lines
+from run import SCRIPTS, update
 
 RESULT = Path(__file__).with_suffix(".json")
-SEEDS = range(1, 11)
+JOBS = {
+    (script, f"--seed {seed} --eval-every 16"): dict(script=script, seed=seed)
+    for script in SCRIPTS
+    for seed in range(1, 11)
+}
 
 
-def to_curve(job: tuple, result: dict) -> dict:
+def to_curve(_, result: dict) -> dict:
     """What is kept of a run."""
     rows, evaluations = result["metrics"], result["evaluations"]
     sampled = [round(row["objective/scores"], 4) for row in rows[1:]]
     return {
-        "script": job[0],
-        "seed": result["args"]["seed"],
         "sampled_before": sampled[0],
         "sampled_after": round(float(np.mean(sampled[-10:])), 4),
         "greedy_before": round(evaluations[0]["eval/scores"], 4),
@@ -42,10 +43,7 @@ def to_curve(job: tuple, result: dict) -> dict:
 
 
 def main():
-    if "--plot" not in sys.argv:
-        jobs = [(script, f"--seed {seed} --eval-every 16") for seed in SEEDS for script in SCRIPTS]
-        write_lines(RESULT, sorted(run_all(jobs, to_curve), key=lambda curve: SCRIPTS.index(curve["script"])))
-    curves = json.loads(RESULT.read_text())
+    curves = update(RESULT, JOBS, to_curve)
     figure, [axes] = draw.panels(1, 3, width=3.3, sharey=True)
     axes[0].set(title="sampled, training prompts", ylabel="right answers", ylim=(0, 1.02))
     axes[1].set_title("greedy, held-out prompts")

@@ -28,8 +28,10 @@ from make import fit
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from rloo import Args, CompletionModel, keyed_rng, pad_left, sample
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from win_rate import complete
+
+from rloo import keyed_rng, pad_left
 
 FOLDER = Path(__file__).resolve().parent
 NUM_SAMPLES = 8  # of each prompt
@@ -45,14 +47,12 @@ def draw_pairs(policy, tokenizer, path: Path, purpose: int) -> list[tuple[list[i
     """Samples completions of a file's prompts -> pairs (chosen, rejected) of token lists, prompt and completion."""
     rows = [json.loads(line) for line in path.read_text().splitlines() for _ in range(NUM_SAMPLES)]
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
-    uniforms = torch.from_numpy(keyed_rng(SEED, purpose).random((len(rows), RESPONSE_LENGTH)))
-    model = CompletionModel(policy, tokenizer, [tokenizer.eos_token_id], Args())
-    drawn = sample(model, prompts, uniforms, 1.0)
+    drawn, _ = complete(policy, tokenizer, prompts, keyed_rng(SEED, purpose).random((len(rows), RESPONSE_LENGTH)))
     chosen, rejected = {}, {}  # of each prompt; dicts as sets that keep their order
-    for row, prompt, tokens, length in zip(rows, prompts, drawn["tokens"].tolist(), drawn["lengths"]):
-        is_right = tokenizer.decode(tokens[:length], skip_special_tokens=True).strip() == row["answer"]
+    for row, prompt, tokens in zip(rows, prompts, drawn):
+        is_right = tokenizer.decode(tokens, skip_special_tokens=True).strip() == row["answer"]
         sequences = chosen if is_right else rejected
-        sequences.setdefault(row["prompt"], {})[(*prompt, *tokens[:length])] = None
+        sequences.setdefault(row["prompt"], {})[(*prompt, *tokens)] = None
     return [
         (list(right), list(wrong))
         for prompt in chosen

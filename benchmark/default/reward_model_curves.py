@@ -10,7 +10,6 @@ GRPO does not divide scores by the deviation of their group here. So its coeffic
 same size as in the other scripts. Writes reward_model_curves.json, a run a line, and .png.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -18,11 +17,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-from run import run_all, write_lines
+from run import curves, update
 
 RESULT = Path(__file__).with_suffix(".json")
 SEEDS = (1, 2, 3)
 KL_COEFS = (0.01, 0.3)
+METRICS = ("objective/scores", "objective/kl", "eval/scores")
 SCRIPT_FLAGS = {"rloo": "", "grpo": "--scale-rewards none", "ppo": "--num-ppo-epochs 4 --learning-rate 1e-4"}
 FLAGS = (
     "--reward none --reward-model-path benchmark/default/reward_model --total-episodes 12288 --eval-every 8 "
@@ -31,23 +31,7 @@ FLAGS = (
 )
 
 
-def to_curve(job: tuple, result: dict) -> dict:
-    """A point for each evaluation; score and KL are means since the one before."""
-    curve = {"script": job[0], "kl_coef": result["args"]["kl_coef"], "seed": result["args"]["seed"]}
-    curve |= {name: [] for name in ("episode", "objective/scores", "objective/kl", "eval/scores")}
-    since = []
-    for row in result["metrics"]:
-        since += [row] * (row["iteration"] > 0)
-        if "eval/scores" in row:
-            curve["episode"].append(row["episode"])
-            curve["eval/scores"].append(round(row["eval/scores"], 4))
-            for name in ("objective/scores", "objective/kl"):
-                curve[name].append(round(float(np.mean([r[name] for r in since])), 4) if since else None)
-            since = []
-    return curve
-
-
-def plot(curves: list[dict]):
+def plot(runs: list[dict]):
     figure, axes = draw.panels(2, 3, width=3, height=2.3, sharex=True, sharey="row")
     rows = (("objective/scores", "learned score\n(reward model, training)"), ("eval/scores", "true score\n(held-out)"))
     for column, script in zip(axes.T, SCRIPT_FLAGS):
@@ -56,27 +40,24 @@ def plot(curves: list[dict]):
             if script == "rloo":
                 axis.set_ylabel(label)
             for kl_coef, style in zip(KL_COEFS, ("--", "-")):
-                some = [curve[name] for curve in curves if (curve["script"], curve["kl_coef"]) == (script, kl_coef)]
-                values = np.array(some, dtype=float)  # None becomes NaN
+                some = [curve[name] for curve in runs if (curve["script"], curve["kl_coef"]) == (script, kl_coef)]
                 settings = dict(color=draw.COLORS[script], ls=style, label=f"--kl-coef {kl_coef}")
-                draw.curve(axis, curves[0]["episode"], values, **settings)
+                draw.curve(axis, runs[0]["episode"], some, **settings)
         draw.in_thousands(column[1])
         column[1].set_ylim(0, 1)
-        column[1].axhline(np.mean([c["eval/scores"][0] for c in curves]), color="gray", lw=1, ls=":", label="before RL")
+        column[1].axhline(np.mean([c["eval/scores"][0] for c in runs]), color="gray", lw=1, ls=":", label="before RL")
     axes[1, 0].legend(frameon=False, fontsize=8)
     draw.save(figure, RESULT.with_suffix(".png"))
 
 
 def main():
-    if "--plot" not in sys.argv:
-        jobs = [
-            (script, f"{FLAGS} {flags} --kl-coef {kl_coef} --seed {seed}")
-            for script, flags in SCRIPT_FLAGS.items()
-            for kl_coef in KL_COEFS
-            for seed in SEEDS
-        ]
-        write_lines(RESULT, run_all(jobs, to_curve))
-    plot(json.loads(RESULT.read_text()))
+    jobs = {
+        (script, f"{FLAGS} {flags} --kl-coef {kl_coef} --seed {seed}"): dict(script=script, kl_coef=kl_coef, seed=seed)
+        for script, flags in SCRIPT_FLAGS.items()
+        for kl_coef in KL_COEFS
+        for seed in SEEDS
+    }
+    plot(update(RESULT, jobs, lambda _, result: curves(result, METRICS)))
 
 
 if __name__ == "__main__":

@@ -11,17 +11,16 @@ A run is kept as sixteen points. A point of a metric is its mean over a sixteent
 eval/scores is the evaluation at the end of them.
 """
 
-import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import broken
 import draw
-from run import run_all, write_lines
+from run import curves, update
 
 RESULT = Path(__file__).with_suffix(".json")
 SEEDS = (1, 2, 3)
@@ -71,51 +70,28 @@ TABLED = {  # metrics that stand in the page's table alone
 }
 
 
-def broken_script(failure: Failure, folder: str) -> str:
-    """A file that `run_all` imports as if it were the script."""
-    path = Path(folder, f"{failure.name}.py")
-    load = f"from broken import load\nscript = load({failure.script!r}, {failure.breaks.split()})\n"
-    path.write_text(f"{load}Args, main = script.Args, script.main\n")
-    return str(path)
+def all_jobs() -> dict[tuple, dict]:
+    """The runs of each failure, and its healthy runs."""
+    jobs = {}
+    for failure in FAILURES:
+        every = failure.episodes // 64 // POINTS  # an iteration has 64 episodes
+        for run, own, breaks in (("failure", failure.failure, failure.breaks), ("healthy", failure.healthy, "")):
+            flags = " ".join(f"--total-episodes {failure.episodes} {failure.flags} {own}".split())
+            program = f"benchmark/failures/broken.py {breaks} {failure.script}.py" if breaks else f"{failure.script}.py"
+            edits = [broken.BREAKS[name] for name in breaks.split()]
+            for seed in SEEDS:
+                more = f"--num-sample-generations 0 --eval-every {every} --seed {seed}"
+                names = {"failure": failure.name, "run": run, "seed": seed, "command": f"python {program} {flags}"}
+                jobs[failure.script, f"{flags} {more}", *edits] = names
+    return jobs
 
 
-def to_result(result: dict, metrics: list[str]) -> dict:
+def to_result(names: dict, result: dict) -> dict:
     """What is kept of a run: its first evaluation, and its curves in POINTS points."""
-    first, *rows = result["metrics"]
-    pieces = np.array_split(rows, POINTS)
-    kept = {"episode": [piece[-1]["episode"] for piece in pieces], "start": round(first["eval/scores"], 4)}
-    curves = {}
-    for name in metrics:
-        if name == "eval/scores":
-            curves[name] = [round(piece[-1][name], 4) for piece in pieces]
-        elif any(name in row for row in rows):  # without a reference there is no KL
-            means = [np.mean([row[name] for row in piece if name in row]) for piece in pieces]
-            curves[name] = [float(f"{mean:.4g}") for mean in means]
-    return kept | {"curves": curves}
-
-
-def measure(failures: list[Failure]) -> list[dict]:
-    """Run these failures and their healthy runs -> what is kept of the runs."""
-    jobs = {}  # of each job, which run it is
-    with tempfile.TemporaryDirectory() as folder:
-        for failure in failures:
-            every = failure.episodes // 64 // POINTS  # an iteration has 64 episodes
-            for run, own in (("failure", failure.failure), ("healthy", failure.healthy)):
-                flags = " ".join(f"--total-episodes {failure.episodes} {failure.flags} {own}".split())
-                script, program = failure.script, f"{failure.script}.py"
-                if run == "failure" and failure.breaks:
-                    script = broken_script(failure, folder)
-                    program = f"benchmark/failures/broken.py {failure.breaks} {program}"
-                for seed in SEEDS:
-                    more = f"--num-sample-generations 0 --eval-every {every} --seed {seed}"
-                    names = {"failure": failure.name, "run": run, "seed": seed}
-                    jobs[script, f"{flags} {more}"] = names | {"command": f"python {program} {flags}"}
-
-        def finish(job: tuple, result: dict) -> dict:
-            name = jobs[job]["failure"]
-            return jobs[job] | to_result(result, f"{PANELS[name]} {TABLED.get(name, '')}".split())
-
-        return run_all(list(jobs), finish)
+    metrics = f"{PANELS[names['failure']]} {TABLED.get(names['failure'], '')}".split()
+    points = curves(result, metrics)
+    kept = dict(episode=points.pop("episode")[1:], start=points["eval/scores"][0])
+    return kept | dict(curves={name: values[1:] for name, values in points.items()})
 
 
 def draw_panel(axis, results: list[dict], metric: str):
@@ -147,16 +123,9 @@ def plot(results: list[dict], name: str):
 
 
 def main():
-    words = sys.argv[1:]
-    results = json.loads(RESULT.read_text())
-    chosen = [failure for failure in FAILURES if words in ([], ["--plot"]) or failure.name in words]
-    if words != ["--plot"]:
-        names = [failure.name for failure in chosen]
-        results = [row for row in results if row["failure"] not in names] + measure(chosen)
-        order = [failure.name for failure in FAILURES]
-        write_lines(RESULT, sorted(results, key=lambda row: order.index(row["failure"])))
-    for failure in chosen:
-        plot(results, failure.name)
+    results = update(RESULT, all_jobs(), to_result)
+    for name in PANELS:
+        plot(results, name)
 
 
 if __name__ == "__main__":

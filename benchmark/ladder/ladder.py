@@ -4,7 +4,7 @@
     python benchmark/ladder/ladder.py --draw   # only draws
 
 Only the estimator differs: COMMON turns the KL off, and sets one update for each batch and the same constant learning
-rate. REINFORCE is rloo.py with reinforce.patch, in a temporary folder.
+rate. REINFORCE is rloo.py with reinforce.patch.
 
 A run with learning rate 0 never changes its weights, so each step is one more estimate of the same gradient. The
 dataset of such a run is one batch, which each iteration samples anew. A set is 16 prompts, with four completions of
@@ -27,7 +27,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
 import tables
-from run import BENCHMARK, SCRIPTS, copy_script, import_script, read_rows, run, run_all, run_forked, write_lines
+from run import BENCHMARK, read_rows, run, run_all, run_forked, write_lines
 
 RESULT = Path(__file__).with_suffix(".json")
 BATCH = 64  # episodes, the default of all scripts
@@ -54,17 +54,19 @@ COMMON = "--kl-coef 0 --num-ppo-epochs 1 --learning-rate 1e-4 --lr-scheduler-typ
 SHIFTED = f"{COMMON} --reward benchmark/ladder/shifted.py"
 RAW = f"{COMMON} --no-whiten-advantages"
 
-# name: script (`reinforce` is the patched rloo.py), flags, and functions that change the script before it runs
+REINFORCE = "rloo ladder/reinforce.patch"
+
+# name: script, flags, and functions that change the script before it runs
 RUNGS = {
-    "REINFORCE": ("reinforce", COMMON),
+    "REINFORCE": (REINFORCE, COMMON),
     "RLOO": ("rloo", COMMON),
     "GRPO": ("grpo", COMMON),
     "PPO": ("ppo", COMMON),
-    "REINFORCE, scores + 1": ("reinforce", f"{SHIFTED}:plus_one"),
+    "REINFORCE, scores + 1": (REINFORCE, f"{SHIFTED}:plus_one"),
 }
 LEARNING = RUNGS | {"PPO, its own defaults": ("ppo", "--kl-coef 0")}
 GRADIENTS = RUNGS | {
-    "REINFORCE, scores - 1": ("reinforce", f"{SHIFTED}:minus_one"),
+    "REINFORCE, scores - 1": (REINFORCE, f"{SHIFTED}:minus_one"),
     "GRPO, no deviation": ("grpo", f"{COMMON} --scale-rewards none"),
     "GRPO, no deviation, no lengths": ("grpo", f"{COMMON} --scale-rewards none --loss-type dr_grpo"),
     "PPO, lambda 1": ("ppo", f"{COMMON} --lam 1"),
@@ -77,14 +79,14 @@ GRADIENTS = RUNGS | {
 
 
 # ================================================== learning =================================================
-def learning_rows(paths: dict) -> list[dict]:
+def learning_rows() -> list[dict]:
     """Train each rung with each seed -> a row for each run, with its evaluations on held-out prompts."""
     jobs = {}
     for seed in SEEDS:
         for rung, (script, flags) in LEARNING.items():
             run_flags = f"--seed {seed} --total-episodes {EPISODES} --num-sample-generations 0"
             evaluation = "--eval-every 4 --eval-reward exact_match"
-            jobs[paths[script], f"{run_flags} {evaluation} {flags}"] = dict(measured="learning", rung=rung, seed=seed)
+            jobs[script, f"{run_flags} {evaluation} {flags}"] = dict(measured="learning", rung=rung, seed=seed)
 
     def to_row(job, result):
         held_out = [round(row["eval/scores"], 4) for row in result["evaluations"]]
@@ -94,7 +96,7 @@ def learning_rows(paths: dict) -> list[dict]:
 
 
 # ================================================= gradients =================================================
-def gradient_rows(paths: dict, folder: Path) -> list[dict]:
+def gradient_rows(folder: Path) -> list[dict]:
     """Measure the gradients of each rung at the start and half-way -> a row for each rung and set of prompts."""
     half = folder / "half_way"  # The learning rate is constant, so this is the first half of a whole run.
     run("ppo", f"--seed 1 --total-episodes {EPISODES // 2} --num-sample-generations 0 {COMMON}", half)
@@ -113,7 +115,7 @@ def gradient_rows(paths: dict, folder: Path) -> list[dict]:
                 flags += " --learning-rate 0 --max-grad-norm inf"
                 if weights == "half-way":
                     flags += f" {policy} --value-model-path {half / 'value_model'}" if script == "ppo" else f" {policy}"
-                jobs[rung] = (paths[script], flags, edits, str(folder / f"{len(jobs)}.npy"))
+                jobs[rung] = ((script, flags, *edits), str(folder / f"{len(jobs)}.npy"))
             for row in compare(jobs):
                 rows.append(dict(measured="gradient", weights=weights, prompts=prompts) | row)
             print(f"gradients, {weights}, prompts {prompts}: done", file=sys.stderr, flush=True)
@@ -139,9 +141,9 @@ def write_datasets(folder: Path, prompts: int | str) -> tuple[dict[str, str], in
 def record_gradients(job: tuple) -> dict:
     """Run a script in this process, and save the gradient of each step as a row of a .npy file -> what the run wrote.
 
-    job: path of the script, flags, functions that change the script, path of the .npy file
+    job: what `run_forked` gets, and the path of the .npy file
     """
-    path, flags, edits, file = job
+    inner, file = job
     torch = importlib.import_module("torch")
     gradients = []
 
@@ -152,10 +154,7 @@ def record_gradients(job: tuple) -> dict:
             return super().step(closure)
 
     torch.optim.AdamW = Recorder
-    script = import_script(path)  # `run_forked` gets the same module
-    for edit in edits:
-        edit(script)
-    result = run_forked((path, flags))
+    result = run_forked(inner)
     np.save(file, np.stack(gradients))
     return result
 
@@ -167,7 +166,7 @@ def compare(jobs: dict[str, tuple]) -> list[dict]:
     rloo = np.load(jobs["RLOO"][-1]).astype(np.float64)
     rloo_squared, _ = moments(rloo @ rloo.T)
     rows = []
-    for rung, (*_, file) in jobs.items():
+    for rung, (_, file) in jobs.items():
         # The policy's weights come first. ppo.py has those of its value model after them.
         gradients = np.load(file)[:, : rloo.shape[1]].astype(np.float64)
         products = gradients @ gradients.T
@@ -243,11 +242,8 @@ def plot(rows: list[dict]):
 def main():
     if "--draw" not in sys.argv:
         with tempfile.TemporaryDirectory() as folder:
-            folder = Path(folder)
-            reinforce = copy_script(folder, "rloo", "ladder/reinforce.patch").rename(folder / "reinforce.py")
-            paths = {name: name for name in SCRIPTS} | {"reinforce": str(reinforce)}
-            rows = learning_rows(paths)  # goes to the root, and imports what the scripts need
-            rows += gradient_rows(paths, folder)
+            rows = learning_rows()  # goes to the root, and imports what the scripts need
+            rows += gradient_rows(Path(folder))
         write_lines(RESULT, rows)
     plot(json.loads(RESULT.read_text()))
 

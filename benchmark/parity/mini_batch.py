@@ -2,17 +2,14 @@
 
     OMP_NUM_THREADS=1 python benchmark/parity/mini_batch.py           # nine minutes on one core
 
-It runs in the environment of trl_trainer.py. A tiny random model samples 24 completions, and `main` of the script
-trains on them, once or twice. TRL's trainer runs on the same episodes, with the same reward function. Only its
-`_generate_single_turn` is replaced: it returns Tally's completions. torchrl's functions get Tally's log-probabilities,
-values and scores. TRL and torchrl make each update at the weights at which Tally made it. Otherwise rounding would grow
-to whole steps, because Adam divides a gradient by its size.
+It runs in the environment of trl_trainer.py. README.md beside this file says what is compared. TRL and torchrl make
+each update at the weights at which Tally made it. Otherwise rounding would grow to whole steps, because Adam divides a
+gradient by its size.
 
-Two things are compared: the loss, and the gradient of all parameters before it is clipped. The measure is the norm of
-the difference by the norm of ours, |ours - theirs| / |ours|. For a loss nearer to 0 than 0.01 it is |ours - theirs|.
-`cut` is the share of ratios where the clip changes the loss (cispo: the ratio). In some cases flags of one name mean
-different things. Then the row shows the difference as it is, with its name (`what`), and again after the change in
-`undone_by`. TRL's default KL is compared with grpo.py after a `patch` of benchmark/variants.
+The gradient is that before clipping. The measure is |ours - theirs| / |ours|, or |ours - theirs| for a loss nearer to 0
+than 0.01. `cut` is the share of ratios where the clip changes the loss (cispo: the ratio). Where flags of one name mean
+different things, the row shows the difference (`what`) as it is, and again after the change in `undone_by`. TRL's
+default KL is compared with grpo.py after a `patch` of benchmark/variants.
 
 Writes mini_batch.json, a line for each case. The exit status is 1 if an unexplained difference above 1e-5 is left.
 """

@@ -3,11 +3,9 @@
     OMP_NUM_THREADS=1 python benchmark/parity/rewards.py              # two minutes on one core
 
 It runs in the environment of trl_trainer.py. A tiny random model, with a vocabulary made for these functions, samples
-256 completions. rloo.py and grpo.py run by their command line, for instance with `--reward
-trl.rewards:think_format_reward`. Then TRL's trainer runs on the same completions with the same functions. Only its
-`_generate_single_turn` is replaced. Two things are compared: what TRL's `_calculate_rewards` gives every completion
-with Tally's score, and the mean that TRL logs with Tally's `objective/scores`. One prompt in eight has a solution that
-math_verify cannot read, and accuracy rewards return None for it. Then both must leave the completion out of the mean.
+256 completions. TRL's trainer gets them, too. Two things are compared: what TRL's `_calculate_rewards` gives every
+completion with Tally's score, and the mean that TRL logs with Tally's `objective/scores`. One prompt in eight has a
+solution that math_verify cannot read, and accuracy rewards return None for it. Then both must leave it out of the mean.
 
 Writes rewards.json, a line for each script and function. The exit status is 1 if a number differs.
 """

@@ -19,12 +19,6 @@ def share_of_letters(completions: list, **_) -> list[float]:
     return [sum(character in "e1" for character in text) / max(len(text), 1) for text in texts_of(completions)]
 
 
-def one_group_in_four(completions: list, **_) -> list[float]:
-    """`share_of_letters` for groups 0, 4, 8, .. of a batch with k = 4; 0 for the others, whose scores are so equal."""
-    shares = share_of_letters(completions)
-    return [share if episode // 4 % 4 == 0 else 0.0 for episode, share in enumerate(shares)]
-
-
 def place_in_group(completions: list, **_) -> list[float]:
     """0, 1, 2, 3, 0, 1, .. with k = 4. No group has equal scores, so every episode is trained on."""
     return [float(episode % 4) for episode in range(len(completions))]

@@ -1,6 +1,6 @@
 """Tally against TRL 1.16, or against another checkout of Tally, on the same work: seconds per step, and memory.
 
-    python benchmark/smollm2/prepare.py                                      # the model of cases c to f
+    python benchmark/smollm2/prepare.py                                      # the model of cases c and d
     python benchmark/throughput/throughput.py                                # all cases, some hours on two cores
     python benchmark/throughput/throughput.py --case a b                     # some; results of the others stay
     python benchmark/throughput/throughput.py --device cuda --case a g i     # on the first GPU
@@ -74,8 +74,6 @@ CASES = {
     "c": FORCED | dict(about=f"{SMOLLM2}, 30 and 32 tokens", completion_tokens=32),
     "c-bf16": FORCED | dict(about=f"{SMOLLM2} in bfloat16, 30 and 32 tokens", completion_tokens=32),
     "d": DEFAULTS | dict(about=f"{SMOLLM2}, 300 to 400 and up to 53 tokens", completion_tokens=53),
-    "e": FORCED | dict(about=f"{SMOLLM2}, 3 of 4 groups have equal scores, no KL; 30 and 32 tokens"),
-    "f": DEFAULTS | dict(about=f"{SMOLLM2}, groups of 16; 120 and up to 64 tokens", k=16, completion_tokens=64),
     "g": FORCED | dict(about=f"{LARGE}, 32 and 128 tokens", batch=8, completion_tokens=128),
     "h": FORCED | dict(about=f"{LARGE}, 32 and 384 tokens", batch=8, completion_tokens=384),
     "i": FORCED | dict(about="a random Llama of 1.2B parameters in bfloat16, 64 and 128 tokens; it needs a GPU"),
@@ -83,8 +81,6 @@ CASES = {
 CASES["a"] |= dict(reward="exact_match")
 CASES["c-bf16"] |= dict(dtype="bfloat16")
 CASES["d"] |= dict(micro_batch=8)  # With 16 TRL does not fit into 24 GiB.
-CASES["e"] |= dict(reward="one_group_in_four", kl_coef=0.0, completion_tokens=32)
-CASES["f"] |= dict(batch=32)
 CASES["i"] |= dict(reward="place_in_group", batch=64, micro_batch=8, completion_tokens=128, dtype="bfloat16")
 BILLION = dict(num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192)
 
@@ -92,12 +88,12 @@ BILLION = dict(num_attention_heads=32, num_key_value_heads=8, intermediate_size=
 SENTENCES = RESULT.with_name("sentences.txt").read_text().splitlines()
 # the model ends most such answers by itself, which it does not when asked for a summary
 TITLE = "Give this post a title of at most five words."
-Case = Literal["a", "b", "c", "c-bf16", "d", "e", "f", "g", "h", "i"]
+Case = Literal["a", "b", "c", "c-bf16", "d", "g", "h", "i"]
 
 
 @dataclass
 class Args:
-    case: tuple[Case, ...] = ("a", "b", "c", "c-bf16", "d", "e", "f", "g", "h")  # what to run
+    case: tuple[Case, ...] = ("a", "b", "c", "c-bf16", "d", "g", "h")  # what to run
     algorithms: tuple[Literal["rloo", "grpo", "ppo"], ...] = ("rloo", "grpo")  # which to run
     against: Path | None = None  # another checkout, which takes the place of TRL; the results are only printed
     device: Literal["cpu", "cuda"] = "cpu"  # where both run
@@ -159,8 +155,8 @@ def model_and_rows(name: str, count: int, folder: Path, seed: int) -> tuple[str,
         return random_llama(folder / "llama", vocabulary, **sizes.get(name, dict(hidden=256, layers=4))), rows
     model = BENCHMARK / "smollm2" / "model"
     tokenizer = AutoTokenizer.from_pretrained(model)
-    lengths = {"d": range(300, 401), "f": [120]}.get(name, [30])
-    return str(model), [post(draw, tokenizer, draw.choice(lengths), chat=name in "df") for _ in range(count)]
+    lengths = range(300, 401) if name == "d" else [30]
+    return str(model), [post(draw, tokenizer, draw.choice(lengths), chat=name == "d") for _ in range(count)]
 
 
 # ---- runs

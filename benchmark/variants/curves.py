@@ -1,7 +1,7 @@
 """Runs each variant of this folder beside the script that it patches, seeds 1 to 5.
 
     python benchmark/variants/curves.py                               # half an hour on two cores
-    python benchmark/variants/curves.py dynamic_sampling              # only this variant, the others are kept
+    python benchmark/variants/curves.py dynamic_sampling original     # only these, the others are kept
     python benchmark/variants/curves.py --plot                        # only the figure again, of what is there
 
 Writes curves.json, a run a line, and curves.png. The figure shows held-out right answers, at temperature 0 but for the
@@ -9,9 +9,7 @@ KL. Dynamic sampling has a second curve, over the episodes that it generated. Th
 reward model alone, which is wrong at some places.
 """
 
-import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,11 +17,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-from run import copy_script, run_all, write_lines
+from run import curves, update
 
 RESULT = Path(__file__).with_suffix(".json")
 SEEDS = range(1, 6)
 EVERY = 8  # iterations from one evaluation to the next
+KEPT = ("eval/scores", "response_length_mean", "policy/entropy_avg", "objective/kl", "objective/scores")
 METRICS = {"eval/scores": "right answers", "response_length_mean": "tokens", "policy/entropy_avg": "entropy"}  # drawn
 SHORT = "--total-episodes 4096"
 JUDGE = "--total-episodes 8192 --reward benchmark/variants/long_judge.py:score --eval-reward exact_match"
@@ -51,80 +50,54 @@ VARIANTS = [
 ]
 
 
-def all_flags(variant: Variant, where: str, seed: int) -> str:
-    """The flags of a run. where: the patch, or `original`"""
-    own = "" if where == "original" else variant.own_flags
-    return " ".join(f"--seed {seed} --eval-every {EVERY} {variant.flags} {own}".split())
+def jobs_of(variant: Variant, where: str) -> dict[tuple, dict]:
+    """The runs of a variant, or of the script that it patches. where: the patch, or `original`"""
+    jobs = {}
+    for seed in SEEDS:
+        own = "" if where == "original" else variant.own_flags
+        flags = " ".join(f"--seed {seed} --eval-every {EVERY} {variant.flags} {own}".split())
+        script = variant.script if where == "original" else f"{variant.script} variants/{where}.patch"
+        jobs[script, flags] = dict(variant=where, script=variant.script, flags=flags, seed=seed)
+    return jobs
 
 
-def to_curve(job: tuple, result: dict) -> dict:
+def to_curve(_, result: dict) -> dict:
     """What is kept of a run: its evaluations, and the means of some metrics between them."""
-    rows, evaluations, script = result["metrics"], result["evaluations"], Path(job[0])
-    curve = {
-        "variant": script.parent.name,
-        "script": script.stem,
-        "flags": job[1],
-        "seed": result["args"]["seed"],
-        "episode": [row["episode"] for row in evaluations],
-        "eval/scores": [round(row["eval/scores"], 4) for row in evaluations],
-    }
-    for name in ("response_length_mean", "policy/entropy_avg", "objective/kl", "objective/scores"):
-        if name in rows[-1]:
-            values = [row[name] for row in rows[1:]]
-            # the iterations between two evaluations; at the first one, iteration 1
-            spans = [slice(max(0, row["iteration"] - EVERY), max(1, row["iteration"])) for row in evaluations]
-            curve[name] = [round(float(np.mean(values[span])), 4) for span in spans]
+    rows = result["metrics"]
+    curve = curves(result, KEPT)
     if "generated_episodes" in rows[-1]:
-        curve["generated_episodes"] = [row.get("generated_episodes", 0) for row in evaluations]
+        curve["generated_episodes"] = [row.get("generated_episodes", 0) for row in result["evaluations"]]
     for name in ("val/sampler_weight_std", "val/importance_std", "val/masked_fraction"):
         if name in rows[-1]:
             curve[name] = float(f"{np.mean([row[name] for row in rows[1:]]):.4g}")
     return curve
 
 
-def measure(names: list[str]) -> list[dict]:
-    """Run these variants and their originals -> their curves."""
-    jobs = {}  # as keys: two variants of one script with the same flags have one original
-    with tempfile.TemporaryDirectory() as folder:
-        for variant in VARIANTS:
-            for where in ("original", variant.patch) if variant.patch in names else ():
-                patch = None if where == "original" else f"variants/{where}.patch"
-                script = str(copy_script(Path(folder) / where, variant.script, patch))
-                jobs |= dict.fromkeys((script, all_flags(variant, where, seed)) for seed in SEEDS)
-        return run_all(list(jobs), to_curve)
-
-
-def identity(curve: dict) -> tuple:
-    return curve["variant"], curve["script"], curve["flags"], curve["seed"]
-
-
-def draw_panel(axis, curves: list[dict], variant: Variant, metric: str):
+def draw_panel(axis, runs: list[dict], variant: Variant, metric: str):
     """The mean of the seeds of a variant and of its original."""
     styles = {
         "original": dict(color=draw.COLORS[variant.script], label=f"{variant.script}.py"),
         variant.patch: dict(color=draw.OTHERS[0], label=variant.label),
     }
     for where, style in styles.items():
-        keys = [(where, variant.script, all_flags(variant, where, seed), seed) for seed in SEEDS]
-        some = [curve for curve in curves if identity(curve) in keys]
-        draw.curve(axis, some[0]["episode"], [curve[metric] for curve in some], **style)
+        names = list(jobs_of(variant, where).values())
+        some = [run for run in runs if {name: run[name] for name in names[0]} in names]
+        draw.curve(axis, some[0]["episode"], [run[metric] for run in some], **style)
         if "generated_episodes" in some[0]:
-            generated, right = (np.mean([curve[name] for curve in some], 0) for name in ("generated_episodes", metric))
+            generated, right = (np.mean([run[name] for run in some], 0) for name in ("generated_episodes", metric))
             axis.plot(generated, right, color=style["color"], ls=":", label="over generated episodes")
     draw.in_thousands(axis)
 
 
 def main():
-    words = sys.argv[1:]
-    curves = json.loads(RESULT.read_text())
-    if words != ["--plot"]:
-        curves += measure(words or [variant.patch for variant in VARIANTS])
-        curves = list({identity(curve): curve for curve in curves}.values())  # of each run the newest
-        write_lines(RESULT, sorted(curves, key=identity))
+    jobs = {}  # Two variants of one script with the same flags have one original.
+    for variant in VARIANTS:
+        jobs |= jobs_of(variant, "original") | jobs_of(variant, variant.patch)
+    runs = update(RESULT, jobs, to_curve)
     figure, grid = draw.panels(3, 3, width=3.3, height=2.6)
     panels = [(variant, metric) for variant in VARIANTS for metric in ("eval/scores", *variant.also)]
     for axis, (variant, metric) in zip(grid.flat, panels, strict=True):
-        draw_panel(axis, curves, variant, metric)
+        draw_panel(axis, runs, variant, metric)
         axis.set_title(f"{variant.patch}: {METRICS[metric]}", fontsize=9)
         axis.set_ylim(0, {"eval/scores": 1.02, "response_length_mean": 8.2}.get(metric))
         axis.legend(frameon=False)
