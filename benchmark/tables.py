@@ -107,6 +107,18 @@ def smollm2() -> str:
     return markdown(["", "before", *(f"{script}, two seeds" for script in SCRIPTS)], rows)
 
 
+def real_tasks() -> str:
+    """A line per run, on one GPU or a CPU."""
+    models = [("0.5B, LoRA", "24 GB"), ("0.5B", "24 GB"), ("1.5B", "80 GB")]
+    rows = [[f"Qwen2.5-{model}", f"a GPU, {memory}", *["not run"] * 4] for model, memory in models]
+    before, *runs = [run for run in load("smollm2/results.json") if run["script"] in ("before", "grpo")]
+    after = ", ".join(f"{100 * run['after']['right']:.0f}" for run in runs)
+    minutes = ", ".join(f"{run['seconds'] / 60:.0f}" for run in runs)
+    cells = [f"{minutes} minutes", "nothing", f"{100 * before['after']['right']:.0f}", after]
+    rows.append(["[SmolLM2-135M on sums](../README.md#a-real-model), two seeds", "a CPU core", *cells])
+    return markdown(["model", "hardware", "time", "price", "score before", "after"], rows)
+
+
 def kl_term() -> str:
     """The score that was learned, and the true one, at two coefficients."""
     curves, rows = load("default/reward_model_curves.json"), []
@@ -382,7 +394,7 @@ def learning() -> str:
 
 
 # ============================================ writing ========================================================
-TABLES = [default_task, hardware, kills, smollm2, kl_term, speed, evidence]
+TABLES = [default_task, hardware, kills, smollm2, real_tasks, kl_term, speed, evidence]
 TABLES += [ladder_learning, ladder_gradients, ladder_baselines, failure, variants, engine]
 TABLES += [mini_batch, differences, replay, learning]
 TABLES = {function.__name__: function for function in TABLES}

@@ -1,12 +1,13 @@
-"""Runs each variant of this folder beside the script that it patches, seeds 1 to 5.
+"""Runs each variant of this folder beside the script that it changes, seeds 1 to 5.
 
     python benchmark/variants/curves.py                               # half an hour on two cores
     python benchmark/variants/curves.py dynamic_sampling              # only this variant, the others are kept
     python benchmark/variants/curves.py --plot                        # only the figure again, of what is there
 
 Writes curves.json, a run a line, and curves.png. The figure shows held-out right answers, at temperature 0 but for the
-KL. Dynamic sampling has a second curve, over the episodes that it generated. The runs of the KL are trained on the
-reward model alone, which is wrong at some places.
+KL and MaxRL. Dynamic sampling has a second curve, over the episodes that it generated. The runs of the KL are trained
+on the reward model alone, which is wrong at some places. Distillation and MaxRL are flags alone: they have no patch.
+The teacher is a run of rloo.py with its defaults. MaxRL samples at temperature 4, so that few answers are right.
 """
 
 import json
@@ -19,20 +20,25 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-from run import copy_script, run_all, write_lines
+from run import BENCHMARK, ROOT, copy_script, run, run_all, write_lines
 
 RESULT = Path(__file__).with_suffix(".json")
 SEEDS = range(1, 6)
 EVERY = 8  # iterations from one evaluation to the next
-METRICS = {"eval/scores": "right answers", "response_length_mean": "tokens", "policy/entropy_avg": "entropy"}  # drawn
+METRICS = {"eval/scores": "right answers", "response_length_mean": "tokens"}  # drawn
+METRICS |= {"policy/entropy_avg": "entropy", "eval/best_of_8": "best of 8"}
+TEACHER = "runs/teacher"
 SHORT = "--total-episodes 4096"
 JUDGE = "--total-episodes 8192 --reward benchmark/variants/long_judge.py:score --eval-reward exact_match"
 REWARD_MODEL = "--total-episodes 8192 --reward none --reward-model-path benchmark/default/reward_model"
 REWARD_MODEL += " --eval-reward exact_match --eval-temperature 1 --scale-rewards none --kl-coef 0.3"
+DISTILL = f"--reward none --ref-model-path {TEACHER}/model --kl-coef 1 --eval-reward exact_match"
+FEW_RIGHT = "--total-episodes 8192 --num-generations 16 --temperature 4 --eval-temperature 4 --eval-k 8"
+MAXRL = "--scale-rewards none --reward benchmark/variants/maxrl.py:score --eval-reward exact_match"
 
 
 class Variant(NamedTuple):
-    patch: str
+    patch: str  # or only a name, where flags are enough
     script: str  # which it patches
     flags: str  # of the variant and of the original
     own_flags: str  # of the variant alone
@@ -48,6 +54,8 @@ VARIANTS = [
     Variant("dynamic_sampling", "grpo", SHORT, "", "dynamic sampling"),
     Variant("unbiased_kl", "grpo", REWARD_MODEL, "", "KL times the ratio"),
     Variant("entropy_bonus", "grpo", SHORT, "--entropy-coef 0.3", "with the bonus", ("policy/entropy_avg",)),
+    Variant("distillation", "rloo", SHORT, DISTILL, "a teacher, no reward"),
+    Variant("maxrl", "grpo", FEW_RIGHT, MAXRL, "MaxRL", ("eval/best_of_8",)),
 ]
 
 
@@ -68,6 +76,8 @@ def to_curve(job: tuple, result: dict) -> dict:
         "episode": [row["episode"] for row in evaluations],
         "eval/scores": [round(row["eval/scores"], 4) for row in evaluations],
     }
+    if "eval/best_of_8" in evaluations[0]:
+        curve["eval/best_of_8"] = [round(row["eval/best_of_8"], 4) for row in evaluations]
     for name in ("response_length_mean", "policy/entropy_avg", "objective/kl", "objective/scores"):
         if name in rows[-1]:
             values = [row[name] for row in rows[1:]]
@@ -84,11 +94,14 @@ def to_curve(job: tuple, result: dict) -> dict:
 
 def measure(names: list[str]) -> list[dict]:
     """Run these variants and their originals -> their curves."""
+    if "distillation" in names and not (ROOT / TEACHER).exists():
+        run("rloo", "", ROOT / TEACHER)
     jobs = {}  # as keys: two variants of one script with the same flags have one original
     with tempfile.TemporaryDirectory() as folder:
         for variant in VARIANTS:
             for where in ("original", variant.patch) if variant.patch in names else ():
-                patch = None if where == "original" else f"variants/{where}.patch"
+                patch = f"variants/{where}.patch"
+                patch = patch if (BENCHMARK / patch).exists() else None
                 script = str(copy_script(Path(folder) / where, variant.script, patch))
                 jobs |= dict.fromkeys((script, all_flags(variant, where, seed)) for seed in SEEDS)
         return run_all(list(jobs), to_curve)
@@ -121,9 +134,11 @@ def main():
         curves += measure(words or [variant.patch for variant in VARIANTS])
         curves = list({identity(curve): curve for curve in curves}.values())  # of each run the newest
         write_lines(RESULT, sorted(curves, key=identity))
-    figure, grid = draw.panels(3, 3, width=3.3, height=2.6)
+    figure, grid = draw.panels(3, 4, width=3.3, height=2.6)
     panels = [(variant, metric) for variant in VARIANTS for metric in ("eval/scores", *variant.also)]
-    for axis, (variant, metric) in zip(grid.flat, panels, strict=True):
+    for axis in grid.flat[len(panels) :]:
+        axis.remove()
+    for axis, (variant, metric) in zip(grid.flat, panels):
         draw_panel(axis, curves, variant, metric)
         axis.set_title(f"{variant.patch}: {METRICS[metric]}", fontsize=9)
         axis.set_ylim(0, {"eval/scores": 1.02, "response_length_mean": 8.2}.get(metric))
