@@ -282,11 +282,13 @@ ALSO = {  # what is shown beside the right answers
     "dynamic_sampling": ("generated_episodes", "generated episodes"),
     "unbiased_kl": ("objective/kl", "KL"),
     "entropy_bonus": ("policy/entropy_avg", "entropy of a token"),
+    "distillation": ("objective/kl", "KL to the teacher, or to the start"),
+    "maxrl": ("eval/best_of_8", "best of 8 answers"),
 }
 
 
 def variants() -> str:
-    """Each patch beside the script as it is, at the end of training: means over five seeds, with 95 % intervals."""
+    """Each variant beside the script as it is, at the end of training: means over five seeds, with 95 % intervals."""
     groups, rows = grouped(load("variants/curves.json"), "variant"), []
     for patch in groups.keys() - {"original"}:
         some = groups[patch]
@@ -300,8 +302,9 @@ def variants() -> str:
             ends = [run[metric] for run in runs if metric in run]  # a curve, or the mean of the run
             ends = [end[-1] if isinstance(end, list) else end for end in ends]
             also.append(number(mean(ends)) if ends else "")
-        rows.append([f"`{patch}.patch`", f"{some[0]['episode'][-1]:,}", *right, name, *also])
-    head = ["patch", "episodes", "right answers", "without the patch", "also measured", "with", "without"]
+        variant = f"`{patch}.patch`" if (ROOT / f"benchmark/variants/{patch}.patch").exists() else f"{patch} (flags)"
+        rows.append([variant, f"{some[0]['episode'][-1]:,}", *right, name, *also])
+    head = ["variant", "episodes", "right answers", "without it", "also measured", "with", "without"]
     return markdown(head, sorted(rows))
 
 

@@ -136,9 +136,7 @@ def main():
         write_lines(RESULT, sorted(curves, key=identity))
     figure, grid = draw.panels(3, 4, width=3.3, height=2.6)
     panels = [(variant, metric) for variant in VARIANTS for metric in ("eval/scores", *variant.also)]
-    for axis in grid.flat[len(panels) :]:
-        axis.remove()
-    for axis, (variant, metric) in zip(grid.flat, panels):
+    for axis, (variant, metric) in zip(grid.flat, panels, strict=True):
         draw_panel(axis, curves, variant, metric)
         axis.set_title(f"{variant.patch}: {METRICS[metric]}", fontsize=9)
         axis.set_ylim(0, {"eval/scores": 1.02, "response_length_mean": 8.2}.get(metric))
