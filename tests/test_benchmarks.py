@@ -157,13 +157,12 @@ READ = {
 def test_gsm8k_reads_answers_as_published_evaluations_do(tmp_path, monkeypatch):
     """The Hub's rows become prompts. Their own answers are right, also by the patterns of lm-eval and of verl."""
     rows = [{"question": question, "answer": f"{working}\n#### {end}"} for question, working, end in GSM8K]
-    hub = {"train": rows, "test": rows[:2]}
+    hub = {"train": rows[:8], "test": rows[8:]}
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda name, config, split: hub[split]))
     gsm8k.main(tmp_path)
-    written, texts = read_jsonl(tmp_path / "gsm8k_train.jsonl"), [row["answer"] for row in rows]
-    assert written[:2] == read_jsonl(tmp_path / "gsm8k_test.jsonl")
+    written = [row for split in hub for row in read_jsonl(tmp_path / f"gsm8k_{split}.jsonl")]
     assert [row["prompt"][0]["content"].split("\n")[0] for row in written] == [row["question"] for row in rows]
-    answers = [row["answer"] for row in written]
+    texts, answers = [row["answer"] for row in rows], [row["answer"] for row in written]
     for pattern in (r"#### (\-?[0-9\.\,]+)", r"(-?[$0-9.,]{2,}|-?[0-9]+)"):  # of both; lm-eval's flexible one
         assert [re.findall(pattern, text)[-1].replace(",", "") for text in texts] == answers
     completions = [[{"content": text}] for text in texts] + [working for _, working, _ in GSM8K]
