@@ -108,6 +108,18 @@ def smollm2() -> str:
     return markdown(["", "before", *(f"{script}, two seeds" for script in SCRIPTS)], rows)
 
 
+def real_tasks() -> str:
+    """A line per run, on one GPU or a CPU."""
+    models = [("0.5B, LoRA", "24 GB"), ("0.5B", "24 GB"), ("1.5B", "80 GB")]
+    rows = [[f"Qwen2.5-{model}", f"a GPU, {memory}", *["not run"] * 4] for model, memory in models]
+    before, *runs = [run for run in load("smollm2/results.json") if run["script"] in ("before", "grpo")]
+    after = ", ".join(f"{100 * run['after']['right']:.0f}" for run in runs)
+    minutes = ", ".join(f"{run['seconds'] / 60:.0f}" for run in runs)
+    cells = [f"{minutes} minutes", "nothing", f"{100 * before['after']['right']:.0f}", after]
+    rows.append(["[SmolLM2-135M on sums](../README.md#a-real-model), two seeds", "a CPU core", *cells])
+    return markdown(["model", "hardware", "time", "price", "score before", "after"], rows)
+
+
 def kl_term() -> str:
     """The score that was learned, and the true one, at two coefficients."""
     curves, rows = load("default/reward_model_curves.json"), []
@@ -263,11 +275,13 @@ ALSO = {  # what is shown beside the right answers
     "dynamic_sampling": ("generated_episodes", "generated episodes"),
     "unbiased_kl": ("objective/kl", "KL"),
     "entropy_bonus": ("policy/entropy_avg", "entropy of a token"),
+    "distillation": ("objective/kl", "KL to the teacher, or to the start"),
+    "maxrl": ("eval/best_of_8", "best of 8 answers"),
 }
 
 
 def variants() -> str:
-    """Each patch beside the script as it is, at the end of training: means over five seeds, with 95 % intervals."""
+    """Each variant beside the script as it is, at the end of training: means over five seeds, with 95 % intervals."""
     groups, rows = grouped(load("variants/curves.json"), "variant"), []
     for patch in groups.keys() - {"original"}:
         some = groups[patch]
@@ -281,8 +295,9 @@ def variants() -> str:
             ends = [run[metric] for run in runs if metric in run]  # a curve, or the mean of the run
             ends = [end[-1] if isinstance(end, list) else end for end in ends]
             also.append(number(mean(ends)) if ends else "")
-        rows.append([f"`{patch}.patch`", f"{some[0]['episode'][-1]:,}", *right, name, *also])
-    head = ["patch", "episodes", "right answers", "without the patch", "also measured", "with", "without"]
+        variant = f"`{patch}.patch`" if (ROOT / f"benchmark/variants/{patch}.patch").exists() else f"{patch} (flags)"
+        rows.append([variant, f"{some[0]['episode'][-1]:,}", *right, name, *also])
+    head = ["variant", "episodes", "right answers", "without it", "also measured", "with", "without"]
     return markdown(head, sorted(rows))
 
 
@@ -375,7 +390,7 @@ def learning() -> str:
 
 
 # ============================================ writing ========================================================
-TABLES = [default_task, hardware, kills, smollm2, kl_term, speed, evidence]
+TABLES = [default_task, hardware, kills, smollm2, real_tasks, kl_term, speed, evidence]
 TABLES += [ladder_learning, ladder_gradients, ladder_baselines, failure, variants, engine]
 TABLES += [mini_batch, differences, replay, learning]
 TABLES = {function.__name__: function for function in TABLES}

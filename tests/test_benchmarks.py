@@ -3,6 +3,8 @@
 import math
 import re
 import shlex
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from conftest import (
 
 plot = import_file(HERE / "benchmark" / "plot.py")
 win_rate = import_file(HERE / "benchmark" / "win_rate.py")
+gsm8k = import_file(HERE / "benchmark" / "gsm8k" / "gsm8k.py")
 
 
 JUDGES = """
@@ -128,3 +131,42 @@ def test_the_recipe_of_tldr_runs(name, run, tmp_path, monkeypatch):
     assert after["episode"] == 64 and after["step"] == (4 if name == "ppo" else 1)
     assert "eval/scores" in before and 0 < after["val/num_eos_tokens"] <= 64
     assert (output_dir / "model").exists()
+
+
+GSM8K = [  # three columns of ten rows: `question`, the working and the last line of `answer`, as the Hub has them
+    ("Ana has 3 pens and buys 4. How many has she?", "3 + 4 = <<3+4=7>>7 pens.", "7"),
+    ("Of 12 eggs 5 break. How many are whole?", "12 - 5 = <<12-5=7>>7 eggs.", "7"),
+    ("A hall has 40 rows of 30 seats. How many seats?", "40 * 30 = <<40*30=1200>>1,200 seats.", "1,200"),
+    ("Ben has $2 and owes $7. What is left?", "2 - 7 = <<2-7=-5>>-5 dollars.", "-5"),
+    ("A farm sells 50% of 90 sheep. How many stay?", "90 * .5 = <<90*.5=45>>45 go.\n90 - 45 = <<90-45=45>>45.", "45"),
+    ("Six cups cost $2.50 each. What is paid?", "6 * 2.5 = $<<6*2.5=15.00>>15.00.", "15"),
+    ("A city of 1,000,000 grows by 234,567.", "That is <<1000000+234567=1234567>>1,234,567.", "1,234,567"),
+    ("Two cats have 9 kittens each. How many?", "2 * 9 = <<2*9=18>>18 kittens.", "18"),
+    ("How many hours has a week?", "7 * 24 = <<7*24=168>>168 hours.", "168"),
+    ("Nobody came. How many came?", "Nobody is <<0=0>>0.", "0"),
+]
+READ = {
+    "-5": ["it is -5.", "= \u22125", "-$5.00"],
+    "5": ["10-5", "$10 - $5", "5.0%"],
+    "0.5": ["$.50"],
+    "42": ["#### 42\nin 3 days", r"$\boxed{42}$ in 3 days", r"\boxed{7}, no: \boxed{6 * 7 = 42}", "**42**", "#### $42"],
+    "1000.5": ["1,000.5", r"\boxed{1{,}000.50}", r"\(\$1\,000.5\)", "#### 1,000.5."],
+}
+
+
+def test_gsm8k_reads_answers_as_published_evaluations_do(tmp_path, monkeypatch):
+    """The Hub's rows become prompts. Their own answers are right, also by the patterns of lm-eval and of verl."""
+    rows = [{"question": question, "answer": f"{working}\n#### {end}"} for question, working, end in GSM8K]
+    hub = {"train": rows[:8], "test": rows[8:]}
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda name, config, split: hub[split]))
+    gsm8k.main(tmp_path)
+    written = [row for split in hub for row in read_jsonl(tmp_path / f"gsm8k_{split}.jsonl")]
+    assert [row["prompt"][0]["content"].split("\n")[0] for row in written] == [row["question"] for row in rows]
+    texts, answers = [row["answer"] for row in rows], [row["answer"] for row in written]
+    for pattern in (r"#### (\-?[0-9\.\,]+)", r"(-?[$0-9.,]{2,}|-?[0-9]+)"):  # of both; lm-eval's flexible one
+        assert [re.findall(pattern, text)[-1].replace(",", "") for text in texts] == answers
+    completions = [[{"content": text}] for text in texts] + [working for _, working, _ in GSM8K]
+    assert gsm8k.score(completions, answers * 2) == [1.0] * 20
+    assert gsm8k.score(texts, answers[1:] + ["1"]) == [1.0] + [0.0] * 9
+    assert all(set(gsm8k.score(texts, [number] * len(texts))) == {1.0} for number, texts in READ.items())
+    assert gsm8k.last_number("####, or none.") is None

@@ -70,6 +70,7 @@ def test_every_name_in_code_style_exists(page):
         return
     programs = "".join(SOURCES.values())
     names = set(re.findall(r"`([a-z]\w*(?:[_/]\w+)+)`", read(page)))
+    names |= set(re.findall(r"\b([a-z]\w*_\w+)\(", read(README)))  # the functions of its loop
     assert not [
         name
         for name in names
@@ -213,6 +214,30 @@ def test_the_two_commands_of_the_readme_are_those_of_ci():
     ends = re.findall(r"\$\(readme_command '?(.*?)'?\)", (HERE / ".ci/run").read_text())
     expected = sorted(f"pip install -r requirements.txt && {end}" for end in ends)
     assert len(ends) == 2 and expected == sorted(c for c in commands(README) if c.startswith("pip"))
+
+
+def test_the_ported_configuration_makes_the_steps_of_trl(capsys):
+    """TRL's configuration and the command below it say the same, and --plan prints TRL's steps."""
+    page = HERE / "docs/coming_from.md"
+    call = re.search(r"^    config = (GRPOConfig\(.*?^    \))", read(page), re.M | re.S)[1]
+    trl = {word.arg: ast.literal_eval(word.value) for word in ast.parse(call).body[0].value.keywords}
+    [command] = [command for command in commands(page) if command.startswith("accelerate")]
+    for name, path in {"your/model": "policy", "prompts.jsonl": "train.jsonl"}.items():
+        command = command.replace(name, f"{HERE}/benchmark/default/{path}")
+    words = shlex.split(command)
+    processes, start = words[words.index("--num_processes") + 1], words.index("grpo.py") + 1
+    args = tyro.cli(MODULES["grpo"].Args, args=[*words[start:], "--plan", processes])
+    MODULES["grpo"].main(args)
+    plan = dict(re.findall(r"^(\w+): (\d+)$", capsys.readouterr().out, re.M))
+    assert int(plan["steps"]) == trl.pop("max_steps")
+    assert int(plan["gradient_accumulation_steps"]) == trl.pop("gradient_accumulation_steps")
+    assert args.batch_size == trl["per_device_train_batch_size"] * int(processes) * trl.pop("steps_per_generation")
+    assert args.save_every * args.updates_per_batch == trl.pop("save_steps")
+    assert (args.dtype, args.scale_rewards) == ("bfloat16", "none") and trl.pop("bf16") and not trl.pop("scale_rewards")
+    names = dict(num_iterations="num_ppo_epochs", max_completion_length="response_length", beta="kl_coef")
+    names |= dict(epsilon="cliprange", epsilon_high="cliprange_high", report_to="log_with")
+    del trl["reward_weights"]
+    assert {name: getattr(args, names.get(name, name)) for name in trl} == trl
 
 
 FEW = " --total-episodes 64 --num-sample-generations 0"

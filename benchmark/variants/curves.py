@@ -1,12 +1,13 @@
-"""Runs each variant of this folder beside the script that it patches, seeds 1 to 5.
+"""Runs each variant of this folder beside the script that it changes, seeds 1 to 5.
 
     python benchmark/variants/curves.py                               # half an hour on two cores
     python benchmark/variants/curves.py dynamic_sampling original     # only these, the others are kept
     python benchmark/variants/curves.py --plot                        # only the figure again, of what is there
 
 Writes curves.json, a run a line, and curves.png. The figure shows held-out right answers, at temperature 0 but for the
-KL. Dynamic sampling has a second curve, over the episodes that it generated. The runs of the KL are trained on the
-reward model alone, which is wrong at some places.
+KL and MaxRL. Dynamic sampling has a second curve, over the episodes that it generated. The runs of the KL are trained
+on the reward model alone, which is wrong at some places. Distillation and MaxRL are flags alone: they have no patch.
+The teacher is a run of rloo.py with its defaults. MaxRL samples at temperature 4, so that few answers are right.
 """
 
 import sys
@@ -17,21 +18,26 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-from run import curves, update
+from run import BENCHMARK, ROOT, curves, run, update
 
 RESULT = Path(__file__).with_suffix(".json")
 SEEDS = range(1, 6)
 EVERY = 8  # iterations from one evaluation to the next
 KEPT = ("eval/scores", "response_length_mean", "policy/entropy_avg", "objective/kl", "objective/scores")
-METRICS = {"eval/scores": "right answers", "response_length_mean": "tokens", "policy/entropy_avg": "entropy"}  # drawn
+METRICS = {"eval/scores": "right answers", "response_length_mean": "tokens"}  # drawn
+METRICS |= {"policy/entropy_avg": "entropy", "eval/best_of_8": "best of 8"}
+TEACHER = "runs/teacher"
 SHORT = "--total-episodes 4096"
 JUDGE = "--total-episodes 8192 --reward benchmark/variants/long_judge.py:score --eval-reward exact_match"
 REWARD_MODEL = "--total-episodes 8192 --reward none --reward-model-path benchmark/default/reward_model"
 REWARD_MODEL += " --eval-reward exact_match --eval-temperature 1 --scale-rewards none --kl-coef 0.3"
+DISTILL = f"--reward none --ref-model-path {TEACHER}/model --kl-coef 1 --eval-reward exact_match"
+FEW_RIGHT = "--total-episodes 8192 --num-generations 16 --temperature 4 --eval-temperature 4 --eval-k 8"
+MAXRL = "--scale-rewards none --reward benchmark/variants/maxrl.py:score --eval-reward exact_match"
 
 
 class Variant(NamedTuple):
-    patch: str
+    patch: str  # or only a name, where flags are enough
     script: str  # which it patches
     flags: str  # of the variant and of the original
     own_flags: str  # of the variant alone
@@ -47,6 +53,8 @@ VARIANTS = [
     Variant("dynamic_sampling", "grpo", SHORT, "", "dynamic sampling"),
     Variant("unbiased_kl", "grpo", REWARD_MODEL, "", "KL times the ratio"),
     Variant("entropy_bonus", "grpo", SHORT, "--entropy-coef 0.3", "with the bonus", ("policy/entropy_avg",)),
+    Variant("distillation", "rloo", SHORT, DISTILL, "a teacher, no reward"),
+    Variant("maxrl", "grpo", FEW_RIGHT, MAXRL, "MaxRL", ("eval/best_of_8",)),
 ]
 
 
@@ -56,7 +64,9 @@ def jobs_of(variant: Variant, where: str) -> dict[tuple, dict]:
     for seed in SEEDS:
         own = "" if where == "original" else variant.own_flags
         flags = " ".join(f"--seed {seed} --eval-every {EVERY} {variant.flags} {own}".split())
-        script = variant.script if where == "original" else f"{variant.script} variants/{where}.patch"
+        script = variant.script
+        if (BENCHMARK / f"variants/{where}.patch").exists():
+            script += f" variants/{where}.patch"
         jobs[script, flags] = dict(variant=where, script=variant.script, flags=flags, seed=seed)
     return jobs
 
@@ -65,6 +75,8 @@ def to_curve(_, result: dict) -> dict:
     """What is kept of a run: its evaluations, and the means of some metrics between them."""
     rows = result["metrics"]
     curve = curves(result, KEPT)
+    if "eval/best_of_8" in rows[0]:
+        curve["eval/best_of_8"] = [round(row["eval/best_of_8"], 4) for row in result["evaluations"]]
     if "generated_episodes" in rows[-1]:
         curve["generated_episodes"] = [row.get("generated_episodes", 0) for row in result["evaluations"]]
     for name in ("val/sampler_weight_std", "val/importance_std", "val/masked_fraction"):
@@ -81,20 +93,22 @@ def draw_panel(axis, runs: list[dict], variant: Variant, metric: str):
     }
     for where, style in styles.items():
         names = list(jobs_of(variant, where).values())
-        some = [run for run in runs if {name: run[name] for name in names[0]} in names]
-        draw.curve(axis, some[0]["episode"], [run[metric] for run in some], **style)
+        some = [row for row in runs if {name: row[name] for name in names[0]} in names]
+        draw.curve(axis, some[0]["episode"], [row[metric] for row in some], **style)
         if "generated_episodes" in some[0]:
-            generated, right = (np.mean([run[name] for run in some], 0) for name in ("generated_episodes", metric))
+            generated, right = (np.mean([row[name] for row in some], 0) for name in ("generated_episodes", metric))
             axis.plot(generated, right, color=style["color"], ls=":", label="over generated episodes")
     draw.in_thousands(axis)
 
 
 def main():
+    if not (ROOT / TEACHER).exists() and "--plot" not in sys.argv:
+        run("rloo", "", ROOT / TEACHER)
     jobs = {}  # Two variants of one script with the same flags have one original.
     for variant in VARIANTS:
         jobs |= jobs_of(variant, "original") | jobs_of(variant, variant.patch)
     runs = update(RESULT, jobs, to_curve)
-    figure, grid = draw.panels(3, 3, width=3.3, height=2.6)
+    figure, grid = draw.panels(3, 4, width=3.3, height=2.6)
     panels = [(variant, metric) for variant in VARIANTS for metric in ("eval/scores", *variant.also)]
     for axis, (variant, metric) in zip(grid.flat, panels, strict=True):
         draw_panel(axis, runs, variant, metric)
