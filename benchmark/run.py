@@ -4,10 +4,12 @@ run("rloo", "--rloo-k 2 --seed 3")["metrics"]                     # in a folder 
 run_all([("rloo", "--seed 1"), ("ppo", "--seed 1")])              # as many at once as there are cores
 """
 
-import importlib
+import importlib.metadata
 import json
 import multiprocessing
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -97,35 +99,48 @@ def import_script(script: str):
     return importlib.import_module(path.stem)
 
 
-def run_forked(job: tuple[str, str]) -> dict:
+def run_forked(job: tuple) -> dict:
     """`run(*job)` inside this process, which has imported the libraries already: a start costs nothing."""
-    script, flags = job
+    script, flags, *kept = job
     # OMP_NUM_THREADS comes too late for a program that imports torch before it calls `run_all`.
     importlib.import_module("torch").set_num_threads(1)
     module = import_script(script)
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
         os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
         try:
-            module.main(tyro.cli(module.Args, args=[*flags.split(), "--output-dir", f"{folder}/run"]))
+            output_dir = kept[0] if kept else f"{folder}/run"
+            module.main(tyro.cli(module.Args, args=[*flags.split(), "--output-dir", output_dir]))
         except (Exception, SystemExit):
             raise RuntimeError(
                 f"{script} {flags}\n{traceback.format_exc()}{Path(log.name).read_text()[-4000:]}"
             ) from None
-        return read_run(f"{folder}/run")
+        return read_run(output_dir)
 
 
-def run_all(jobs: list[tuple[str, str]], finish=lambda job, result: result) -> list:
-    """`run(*job)` of every job, as many at once as there are cores -> what `finish(job, result)` makes of each."""
+def run_all(jobs: list[tuple], finish=lambda job, result: result, processes: int | None = None) -> list:
+    """`run(*job)` of every job, as many at once as there are cores -> what `finish(job, result)` makes of each.
+
+    job: a script, its flags, and where given the folder that keeps the run
+    """
     os.chdir(ROOT)
     os.environ |= DEFAULTS
     for library in ("accelerate", "transformers.models.llama.modeling_llama", "torch.utils.checkpoint"):
         importlib.import_module(library)
     results = []
-    with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as pool:
+    with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
         for job, result in zip(jobs, pool.imap(run_forked, jobs, chunksize=1)):
             results.append(finish(job, result))
             print(f"{' '.join(job)}: done", file=sys.stderr, flush=True)
     return results
+
+
+def environment() -> dict:
+    """What the numbers of a run depend on beside its flags. Every data file names it."""
+    torch = importlib.import_module("torch")
+    found = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
+    processor = found[1] if found else platform.processor()
+    names = dict(processor=processor, instructions=torch.backends.cpu.get_cpu_capability(), threads=1)
+    return names | {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
 
 
 def write_lines(path: Path, rows: list):
