@@ -28,11 +28,12 @@ def load(path: str):
     return json.loads((ROOT / "benchmark" / path).read_text())
 
 
-def grouped(rows: list[dict], name: str) -> dict[str, list[dict]]:
-    """The rows by their entry of this name."""
+def grouped(rows: list[dict], *names: str) -> dict:
+    """The rows by their entry of this name, or by several, as tuples."""
     groups = {}
     for row in rows:
-        groups.setdefault(row[name], []).append(row)
+        key = row[names[0]] if len(names) == 1 else tuple(row[name] for name in names)
+        groups.setdefault(key, []).append(row)
     return groups
 
 
@@ -381,10 +382,144 @@ def learning() -> str:
     return markdown(["sampled score", "Tally", "TRL", "difference (95 %)", "Welch's p"], rows)
 
 
+# ============================================== docs/claims.md ==============================================
+def claims(control: str, **wanted) -> list[dict]:
+    """The rows of a control that have these entries."""
+    rows = [row for row in load("claims/claims.json") if row["control"] == control and "environment" not in row]
+    return [row for row in rows if all(row.get(name) == x for name, x in wanted.items())]
+
+
+def over_seeds(values, digits: int = 2) -> str:
+    return "{:.{}f} ± {:.{}f}".format(*(x for y in mean_and_band(values) for x in (y, digits)))
+
+
+def claims_coin() -> str:
+    """Random and true rewards, and the best constant answer."""
+    answers = {
+        name: [json.loads(line)["answer"] for line in open(ROOT / f"benchmark/default/{name}.jsonl")]
+        for name in ("train", "eval")
+    }
+    constant = answers["eval"].count(max(set(answers["train"]), key=answers["train"].count)) / len(answers["eval"])
+    before = [f"{mean(row[name][0] for row in claims('coin')):.2f}" for name in ("scores", "best_of_k")]
+    rows = [["best constant answer", "", *[f"{constant:.2f}"] * 4], ["before training", "", *before * 2]]
+    for (reward, updates), some in grouped(claims("coin"), "reward", "updates").items():
+        cells = []
+        for script in ("rloo", "grpo"):
+            runs = [row for row in some if row["script"] == script]
+            cells += [over_seeds(row[name][1] for row in runs) for name in ("scores", "best_of_k")]
+        rows.append([reward, updates, *cells])
+    head = [f"{script}: {what}" for script in ("RLOO", "GRPO") for what in ("right", "pass@16")]
+    return markdown(["reward", "updates", *head], rows)
+
+
+def claims_form() -> str:
+    """Held-out answers after a reward for the format alone."""
+    judges = ("exact_match", "exactly")
+    first = [mean(row["scores"][0] for row in claims("form", judge=judge)) for judge in judges]
+    rows = [["before training", *(f"{x:.2f}" for x in first)]]
+    for reward in ("digits", "exactly"):
+        cells = [over_seeds(row["scores"][1] for row in claims("form", reward=reward, judge=j)) for j in judges]
+        rows.append([f"`{reward}`", *cells])
+    return markdown(["reward", "right answer, in any format", "right answer in the format"], rows)
+
+
+def pass_at(m: int, right: int, samples: int) -> float:
+    """The chance that at least one of m samples is right, unbiased, from `samples` samples of which `right` are."""
+    return 1 - math.comb(samples - right, m) / math.comb(samples, m)
+
+
+def over_questions(values: list[float], prompts: list[str]) -> tuple[float, float]:
+    """The mean, and half of its 95 % interval. The question a+b and its mirror b+a are one cluster."""
+    middle, clusters = mean(values), {}
+    for prompt, value in zip(prompts, values, strict=True):
+        pair = tuple(sorted(prompt.rstrip("=").split("+")))
+        clusters[pair] = clusters.get(pair, 0) + value - middle
+    variance = sum(x**2 for x in clusters.values()) * len(clusters) / (len(clusters) - 1) / len(values) ** 2
+    return middle, 1.96 * variance**0.5
+
+
+def claims_passes() -> str:
+    """pass@m before and after training, at temperature 1, and the paired difference at m = 16."""
+    prompts = sorted(json.loads(line)["prompt"] for line in open(ROOT / "benchmark/default/eval.jsonl"))
+    passes = {}  # of each model and m, for each question the mean over the seeds
+    for model in ("start", *SCRIPTS):
+        runs = [row["right"] for row in claims("passes", model=model, temperature=1.0, prompts="eval")]
+        for m in (1, 2, 4, 8, 16):
+            passes[model, m] = [mean(pass_at(m, right, 32) for right in question) for question in zip(*runs)]
+    rows = []
+    for model in ("start", *SCRIPTS):
+        cells = ["{:.3f} ± {:.3f}".format(*over_questions(passes[model, m], prompts)) for m in (1, 2, 4, 8, 16)]
+        change = [after - before for after, before in zip(passes[model, 16], passes["start", 16])]
+        cells.append("" if model == "start" else "{:+.3f} ± {:.3f}".format(*over_questions(change, prompts)))
+        rows.append(["before" if model == "start" else model, *cells])
+    return markdown(["m", *(1, 2, 4, 8, 16), "change at 16"], rows)
+
+
+def claims_temperature() -> str:
+    """Right samples at each temperature of sampling, before and after training."""
+    temperatures = sorted({row["temperature"] for row in claims("passes")})
+    names = {"before, training prompts": ("start", "train"), "before, held-out": ("start", "eval")}
+    names["after RLOO, held-out"] = ("rloo", "eval")
+    rows = []
+    for name, (model, prompts) in names.items():
+        cells = [claims("passes", model=model, prompts=prompts, temperature=x) for x in temperatures]
+        rows.append([name, *(f"{mean(mean(row['right']) for row in some) / 32:.2f}" for some in cells)])
+    return markdown(["temperature", *temperatures], rows)
+
+
+def at(row: dict, name: str, where: float) -> float:
+    """The held-out score of a curve where its entry `name` first reaches a value, on a straight line between points."""
+    points = list(zip(row[name], row["held_out"]))
+    for (x, score), (next_x, next_score) in zip(points, points[1:]):
+        if next_x >= where:
+            return score + (next_score - score) * (where - x) / (next_x - x)
+    return points[-1][1]
+
+
+def claims_rates() -> str:
+    """The score of training at each rate."""
+    rates = sorted({row["rate"] for row in claims("rates")})
+    rows = []
+    for method, some in grouped(claims("rates"), "method").items():
+        scores = {rate: mean(row["score"] for row in some if row["rate"] == rate) for rate in rates}
+        best = max(scores.values())
+        rows.append([method, *(f"**{x:.3f}**" if x == best else f"{x:.3f}" for x in scores.values())])
+    return markdown(["score of training", *map(small, rates)], rows)
+
+
+def claims_methods() -> str:
+    """The methods at their best rates: right answers where one budget is equal, and the seeds that 0.02 needs."""
+    runs = claims("methods")
+    least = {name: min(row[name][-1] for row in runs) for name in ("episode", "seconds", "kl")}
+    rows = []
+    for method, some in grouped(runs, "method").items():
+        cells = [over_seeds((at(row, name, least[name]) for row in some), 3) for name in least]
+        rung = {"filtered": "REINFORCE"}.get(method, method)
+        for ends in ([row["held_out"][-1] for row in x] for x in (some, ladder(measured="learning", rung=rung))):
+            cells.append(math.ceil(2 * (2.8 * stdev(ends) / 0.02) ** 2))
+        rows.append([method, *cells])
+    head = [f"{least['episode']:,} episodes", f"{least['seconds']:.1f} CPU seconds", f"a KL of {least['kl']:.2f} nats"]
+    return markdown(["right answers at", *head, "seeds for 0.02", "on the ladder"], rows)
+
+
+def claims_curve() -> str:
+    """What the first quarter predicted, and what came."""
+    rows = []
+    for script in SCRIPTS:
+        quarter = claims("first_quarter", script=script)
+        [predicted] = [row for row in quarter if "predicted_for" in row]
+        ends = [[row["held_out"][-1] for row in x if "seed" in row] for x in (quarter, claims("whole", script=script))]
+        prediction = with_interval(predicted["score"], 0).split(" ")[0]
+        prediction += f" ({predicted['low']:.3f} to {predicted['high']:.3f})"
+        rows.append([script, over_seeds(ends[0], 3), prediction, over_seeds(ends[1], 3)])
+    return markdown(["right samples", "after 4,096 episodes", "predicted for 16,384", "measured"], rows)
+
+
 # ============================================ writing ========================================================
 TABLES = [default_task, hardware, kills, smollm2, kl_term, speed, evidence]
 TABLES += [ladder_learning, ladder_gradients, ladder_baselines, failure, variants, engine]
 TABLES += [mini_batch, differences, replay, learning]
+TABLES += [claims_coin, claims_form, claims_passes, claims_temperature, claims_rates, claims_methods, claims_curve]
 TABLES = {function.__name__: function for function in TABLES}
 
 
