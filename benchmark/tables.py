@@ -456,15 +456,12 @@ def claims_passes() -> str:
 
 
 def claims_temperature() -> str:
-    """Right samples at each temperature of sampling, before and after training."""
-    temperatures = sorted({row["temperature"] for row in claims("passes")})
-    names = {"before, training prompts": ("start", "train"), "before, held-out": ("start", "eval")}
-    names["after RLOO, held-out"] = ("rloo", "eval")
+    """Right samples at each temperature of sampling, before training."""
     rows = []
-    for name, (model, prompts) in names.items():
-        cells = [claims("passes", model=model, prompts=prompts, temperature=x) for x in temperatures]
-        rows.append([name, *(f"{mean(mean(row['right']) for row in some) / 32:.2f}" for some in cells)])
-    return markdown(["temperature", *temperatures], rows)
+    for name, prompts in (("training prompts", "train"), ("held-out prompts", "eval")):
+        runs = {row["temperature"]: row["right"] for row in claims("passes", model="start", prompts=prompts)}
+        rows.append([name, *(f"{mean(runs[temperature]) / 32:.2f}" for temperature in sorted(runs))])
+    return markdown(["temperature", *sorted(runs)], rows)
 
 
 def at(row: dict, name: str, where: float) -> float:

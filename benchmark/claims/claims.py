@@ -78,12 +78,15 @@ def ends(result: dict) -> dict:
 
 
 def run_coin() -> list[dict]:
-    """The coin and the true reward, where the clip cannot act, where it acts, and where it is off."""
-    updates = {"1": "", "4": "--num-mini-batches 4", "4, no clip": "--num-mini-batches 4 --cliprange 1000"}
+    """The coin where the clip cannot act, where it acts, and where it is off; and the true reward."""
+    four = "--num-mini-batches 4"
+    settings = {(f"{REWARDS}:coin", "1"): "", (f"{REWARDS}:coin", "4"): four, ("exact_match", "1"): ""}
+    settings[f"{REWARDS}:coin", "4, no clip"] = f"{four} --cliprange 1000"
     jobs = {}
-    for reward, script, name, seed in product((f"{REWARDS}:coin", "exact_match"), ("rloo", "grpo"), updates, SEEDS):
-        flags = f"{SHORT} {SAMPLED} --reward {reward} --eval-reward exact_match --seed {seed} {updates[name]}"
-        jobs[script, flags] = dict(script=script, reward=reward.split(":")[-1], updates=name, seed=seed)
+    for (reward, updates), script, seed in product(settings, ("rloo", "grpo"), SEEDS):
+        flags = f"{SHORT} {SAMPLED} --reward {reward} --eval-reward exact_match --seed {seed}"
+        names = dict(script=script, reward=reward.split(":")[-1], updates=updates, seed=seed)
+        jobs[script, f"{flags} {settings[reward, updates]}"] = names
     return run_named(jobs, ends)
 
 
@@ -100,14 +103,14 @@ def run_form() -> list[dict]:
 def run_passes() -> list[dict]:
     """Train, then sample answers -> for each model and temperature, how many answers to each question are right."""
     with tempfile.TemporaryDirectory() as folder:
-        models = {(script, seed): f"{folder}/{script}{seed}" for script, seed in product(SCRIPTS, SEEDS)}
-        jobs = [(script, f"{SHORT} --seed {seed}", path) for (script, seed), path in models.items()]
+        models = list(product(SCRIPTS, SEEDS))
+        jobs = [(script, f"{SHORT} --seed {seed}", f"{folder}/{script}{seed}") for script, seed in models]
         run_all(jobs, lambda job, result: None, processes=1)
-        models = {names: f"{path}/model" for names, path in models.items()} | {("start", 0): str(POLICY)}
+        samplings = [(*model, "eval", 1.0) for model in models]
+        samplings += [("start", 0, *others) for others in product(("eval", "train"), TEMPERATURES)]
         jobs = {}
-        for ((model, seed), path), prompts, temperature in product(models.items(), ("eval", "train"), TEMPERATURES):
-            if model != "start" and prompts == "train" or model in ("grpo", "ppo") and temperature != 1:
-                continue
+        for model, seed, prompts, temperature in samplings:
+            path = POLICY if model == "start" else f"{folder}/{model}{seed}/model"
             # With learning rate 0 a run only samples. Its one rollout is written to rollouts.jsonl.
             flags = f"{COMMON} --model-path {path} --learning-rate 0 --save-rollouts --rloo-k {SAMPLES} --seed 1"
             flags += f" --dataset {BENCHMARK}/default/{prompts}.jsonl --total-episodes {256 * SAMPLES}"
@@ -180,10 +183,8 @@ def kl_to_start(rollouts: list[dict], episode: list[int]) -> list[float]:
 def constant_runs(episodes: int) -> list[dict]:
     """The three scripts at a constant rate. The held-out score is that of samples, in every fourth iteration."""
     flags = f"{COMMON} --lr-scheduler-type constant --eval-temperature 1 --eval-every 4 --total-episodes {episodes}"
-    runs = product(SCRIPTS, OTHER_SEEDS)
-    return run_named(
-        {(script, f"{flags} --seed {seed}"): dict(script=script, seed=seed) for script, seed in runs}, to_curve
-    )
+    runs = [dict(script=script, seed=seed) for script, seed in product(SCRIPTS, OTHER_SEEDS)]
+    return run_named({(run["script"], f"{flags} --seed {run['seed']}"): run for run in runs}, to_curve)
 
 
 def fit(episode: np.ndarray, score: np.ndarray) -> tuple[float, float, float]:
