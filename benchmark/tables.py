@@ -395,19 +395,16 @@ def over_seeds(values, digits: int = 2) -> str:
 
 def claims_coin() -> str:
     """Random and true rewards, and the best constant answer."""
-    answers = {
-        name: [json.loads(line)["answer"] for line in open(ROOT / f"benchmark/default/{name}.jsonl")]
-        for name in ("train", "eval")
-    }
-    constant = answers["eval"].count(max(set(answers["train"]), key=answers["train"].count)) / len(answers["eval"])
+    answers = [json.loads(line)["answer"] for line in open(ROOT / "benchmark/default/eval.jsonl")]
+    constant = max(map(answers.count, answers)) / len(answers)
     before = [f"{mean(row[name][0] for row in claims('coin')):.2f}" for name in ("scores", "best_of_k")]
     rows = [["best constant answer", "", *[f"{constant:.2f}"] * 4], ["before training", "", *before * 2]]
-    for (reward, updates), some in grouped(claims("coin"), "reward", "updates").items():
+    for (reward, updates), some in sorted(grouped(claims("coin"), "reward", "updates").items()):
         cells = []
         for script in ("rloo", "grpo"):
             runs = [row for row in some if row["script"] == script]
             cells += [over_seeds(row[name][1] for row in runs) for name in ("scores", "best_of_k")]
-        rows.append([reward, updates, *cells])
+        rows.append([f"`{reward}`", updates, *cells])
     head = [f"{script}: {what}" for script in ("RLOO", "GRPO") for what in ("right", "pass@16")]
     return markdown(["reward", "updates", *head], rows)
 
@@ -439,19 +436,22 @@ def over_questions(values: list[float], prompts: list[str]) -> tuple[float, floa
 
 
 def claims_passes() -> str:
-    """pass@m before and after training, at temperature 1, and the paired difference at m = 16."""
+    """pass@m before and after training, and the paired change at m = 16 from the start at its best temperature."""
     prompts = sorted(json.loads(line)["prompt"] for line in open(ROOT / "benchmark/default/eval.jsonl"))
-    passes = {}  # of each model and m, for each question the mean over the seeds
-    for model in ("start", *SCRIPTS):
-        runs = [row["right"] for row in claims("passes", model=model, temperature=1.0, prompts="eval")]
-        for m in (1, 2, 4, 8, 16):
-            passes[model, m] = [mean(pass_at(m, right, 32) for right in question) for question in zip(*runs)]
+
+    def passes(model, temperature, m):  # of each question, the mean over the seeds
+        runs = [row["right"] for row in claims("passes", model=model, temperature=temperature, prompts="eval")]
+        return [mean(pass_at(m, right, 32) for right in question) for question in zip(*runs)]
+
+    best = max(claims("passes", prompts="train"), key=lambda row: mean(pass_at(16, x, 32) for x in row["right"]))
+    best = best["temperature"]
     rows = []
-    for model in ("start", *SCRIPTS):
-        cells = ["{:.3f} ± {:.3f}".format(*over_questions(passes[model, m], prompts)) for m in (1, 2, 4, 8, 16)]
-        change = [after - before for after, before in zip(passes[model, 16], passes["start", 16])]
-        cells.append("" if model == "start" else "{:+.3f} ± {:.3f}".format(*over_questions(change, prompts)))
-        rows.append(["before" if model == "start" else model, *cells])
+    models = {"before": ("start", 1.0), f"before, temperature {best}": ("start", best)}
+    for name, model in (models | {f"after {script}": (script, 1.0) for script in SCRIPTS}).items():
+        cells = ["{:.2f} ± {:.2f}".format(*over_questions(passes(*model, m), prompts)) for m in (1, 2, 4, 8, 16)]
+        change = [after - before for after, before in zip(passes(*model, 16), passes("start", best, 16))]
+        cells.append("{:+.3f} ± {:.3f}".format(*over_questions(change, prompts)) if name.startswith("after") else "")
+        rows.append([name, *cells])
     return markdown(["m", *(1, 2, 4, 8, 16), "change at 16"], rows)
 
 
@@ -490,13 +490,18 @@ def claims_methods() -> str:
     least = {name: min(row[name][-1] for row in runs) for name in ("episode", "seconds", "kl")}
     rows = []
     for method, some in grouped(runs, "method").items():
-        cells = [over_seeds((at(row, name, least[name]) for row in some), 3) for name in least]
+        cells = [f"{mean(row['seconds'][-1] for row in some):.1f}"]
+        cells += [over_seeds((at(row, name, least[name]) for row in some), 3) for name in least]
         rung = {"filtered": "REINFORCE"}.get(method, method)
         for ends in ([row["held_out"][-1] for row in x] for x in (some, ladder(measured="learning", rung=rung))):
             cells.append(math.ceil(2 * (2.8 * stdev(ends) / 0.02) ** 2))
         rows.append([method, *cells])
-    head = [f"{least['episode']:,} episodes", f"{least['seconds']:.1f} CPU seconds", f"a KL of {least['kl']:.2f} nats"]
-    return markdown(["right answers at", *head, "seeds for 0.02", "on the ladder"], rows)
+    head = [
+        f"at {least['episode']:,} episodes",
+        f"at {least['seconds']:.1f} CPU seconds",
+        f"at a KL of {least['kl']:.2f}",
+    ]
+    return markdown(["right answers", "CPU seconds", *head, "seeds for 0.02", "on the ladder"], rows)
 
 
 def claims_curve() -> str:

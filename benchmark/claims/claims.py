@@ -80,7 +80,7 @@ def ends(result: dict) -> dict:
 def run_coin() -> list[dict]:
     """The coin where the clip cannot act, where it acts, and where it is off; and the true reward."""
     four = "--num-mini-batches 4"
-    settings = {(f"{REWARDS}:coin", "1"): "", (f"{REWARDS}:coin", "4"): four, ("exact_match", "1"): ""}
+    settings = {("exact_match", "1"): "", (f"{REWARDS}:coin", "1"): "", (f"{REWARDS}:coin", "4"): four}
     settings[f"{REWARDS}:coin", "4, no clip"] = f"{four} --cliprange 1000"
     jobs = {}
     for (reward, updates), script, seed in product(settings, ("rloo", "grpo"), SEEDS):
