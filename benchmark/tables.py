@@ -439,29 +439,26 @@ def claims_passes() -> str:
     """pass@m before and after training, and the paired change at m = 16 from the start at its best temperature."""
     prompts = sorted(json.loads(line)["prompt"] for line in open(ROOT / "benchmark/default/eval.jsonl"))
 
-    def passes(model, temperature, m):  # of each question, the mean over the seeds
-        runs = [row["right"] for row in claims("passes", model=model, temperature=temperature, prompts="eval")]
+    def passes(m, **wanted):  # of each question, the mean over the seeds
+        runs = [row["right"] for row in claims("passes", **wanted)]
         return [mean(pass_at(m, right, 32) for right in question) for question in zip(*runs)]
 
-    best = max(claims("passes", prompts="train"), key=lambda row: mean(pass_at(16, x, 32) for x in row["right"]))
-    best = best["temperature"]
+    def start(m):  # at the temperature that is best on training prompts
+        temperatures = {row["temperature"] for row in claims("passes", prompts="train")}
+        best = max(temperatures, key=lambda x: mean(passes(m, prompts="train", temperature=x)))
+        return passes(m, model="start", prompts="eval", temperature=best)
+
+    samples = {
+        name: lambda m, model=name: passes(m, model=model, prompts="eval", temperature=1.0)
+        for name in ("start", *SCRIPTS)
+    }
     rows = []
-    models = {"before": ("start", 1.0), f"before, temperature {best}": ("start", best)}
-    for name, model in (models | {f"after {script}": (script, 1.0) for script in SCRIPTS}).items():
-        cells = ["{:.2f} ± {:.2f}".format(*over_questions(passes(*model, m), prompts)) for m in (1, 2, 4, 8, 16)]
-        change = [after - before for after, before in zip(passes(*model, 16), passes("start", best, 16))]
-        cells.append("{:+.3f} ± {:.3f}".format(*over_questions(change, prompts)) if name.startswith("after") else "")
+    for name, of in (samples | {"start, best temperature": start}).items():
+        cells = ["{:.2f} ± {:.2f}".format(*over_questions(of(m), prompts)) for m in (1, 2, 4, 8, 16)]
+        change = [after - before for after, before in zip(of(16), start(16))]
+        cells.append("{:+.3f} ± {:.3f}".format(*over_questions(change, prompts)) if name in SCRIPTS else "")
         rows.append([name, *cells])
     return markdown(["m", *(1, 2, 4, 8, 16), "change at 16"], rows)
-
-
-def claims_temperature() -> str:
-    """Right samples at each temperature of sampling, before training."""
-    rows = []
-    for name, prompts in (("training prompts", "train"), ("held-out prompts", "eval")):
-        runs = {row["temperature"]: row["right"] for row in claims("passes", model="start", prompts=prompts)}
-        rows.append([name, *(f"{mean(runs[temperature]) / 32:.2f}" for temperature in sorted(runs))])
-    return markdown(["temperature", *sorted(runs)], rows)
 
 
 def at(row: dict, name: str, where: float) -> float:
@@ -511,8 +508,7 @@ def claims_curve() -> str:
         quarter = claims("first_quarter", script=script)
         [predicted] = [row for row in quarter if "predicted_for" in row]
         ends = [[row["held_out"][-1] for row in x if "seed" in row] for x in (quarter, claims("whole", script=script))]
-        prediction = with_interval(predicted["score"], 0).split(" ")[0]
-        prediction += f" ({predicted['low']:.3f} to {predicted['high']:.3f})"
+        prediction = f"{predicted['score']:.3f} ({predicted['low']:.3f} to {predicted['high']:.3f})"
         rows.append([script, over_seeds(ends[0], 3), prediction, over_seeds(ends[1], 3)])
     return markdown(["right samples", "after 4,096 episodes", "predicted for 16,384", "measured"], rows)
 
@@ -521,7 +517,7 @@ def claims_curve() -> str:
 TABLES = [default_task, hardware, kills, smollm2, kl_term, speed, evidence]
 TABLES += [ladder_learning, ladder_gradients, ladder_baselines, failure, variants, engine]
 TABLES += [mini_batch, differences, replay, learning]
-TABLES += [claims_coin, claims_form, claims_passes, claims_temperature, claims_rates, claims_methods, claims_curve]
+TABLES += [claims_coin, claims_form, claims_passes, claims_rates, claims_methods, claims_curve]
 TABLES = {function.__name__: function for function in TABLES}
 
 

@@ -140,6 +140,13 @@ def test_the_fit_finds_a_sigmoid():
     assert found["low"] == found["high"] == found["score"]
 
 
+def test_every_control_names_its_environment():
+    rows = tables.load("claims/claims.json")
+    environments = {row["control"]: row["environment"] for row in rows if "environment" in row}
+    assert environments.keys() == {row["control"] for row in rows} == claims.CONTROLS.keys()
+    assert {tuple(names) for names in environments.values()} == {tuple(claims.environment())}
+
+
 @one_text
 def test_the_kl_is_that_of_a_run_with_a_reference(script, run):
     data = str(HERE / "benchmark/default/train.jsonl")

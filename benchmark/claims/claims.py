@@ -1,15 +1,7 @@
 """The controls of docs/claims.md on the built-in task: what a claim about a method needs beside its own runs.
 
     python benchmark/claims/claims.py                      # all of them, an hour and a half on one core
-    python benchmark/claims/claims.py coin passes          # only these, the others are kept
-
-    coin           a reward that is a coin, beside the true one
-    form           a reward for the format alone (needs the policy of benchmark/ablations/make_policy.py)
-    passes         samples of held-out answers before and after training, and at other temperatures
-    rates          five learning rates for each method
-    methods        the methods at their best rates, on other seeds
-    first_quarter  the first 4,096 episodes at a constant rate, and the curve that they predict
-    whole          all 16,384 episodes; refuses to run before there is a prediction
+    python benchmark/claims/claims.py coin passes          # only these (see CONTROLS), the others are kept
 
 Runs go one after another, so their CPU seconds can be compared. Writes claims.json, a run a line.
 """
@@ -61,7 +53,6 @@ def exactly(completions, answer, **_) -> list[float]:
     return [float(completion == right) for completion, right in zip(completions, answer)]
 
 
-# ================================================== running ==================================================
 def run_named(jobs: dict[tuple, dict], finish) -> list[dict]:
     """Run the jobs -> for each a row with its names and what `finish(result)` keeps of it."""
     return run_all(list(jobs), lambda job, result: jobs[job] | finish(result), processes=1)
@@ -91,7 +82,7 @@ def run_coin() -> list[dict]:
 
 
 def run_form() -> list[dict]:
-    """A policy that writes spaces after half of its answers is rewarded for the format, or for the answer in it."""
+    """The policy of ablations/make_policy.py writes spaces. It is rewarded for the format, or for answers in it."""
     policy, jobs = BENCHMARK / "ablations" / "policy", {}
     for reward, judge, seed in product(("digits", "exactly"), ("exact_match", f"{REWARDS}:exactly"), SEEDS):
         flags = f"{SHORT} {SAMPLED} --model-path {policy} --response-length 16 --seed {seed}"
@@ -141,6 +132,8 @@ def of_methods(rates: dict[str, tuple], seeds, flags: str, finish) -> list[dict]
 
 
 def run_rates() -> list[dict]:
+    """Each method at five rates -> the score of training, over the last ten iterations."""
+
     def finish(result):
         return dict(score=round(float(np.mean([row["objective/scores"] for row in result["metrics"][-10:]])), 4))
 
@@ -190,7 +183,7 @@ def constant_runs(episodes: int) -> list[dict]:
 def fit(episode: np.ndarray, score: np.ndarray) -> tuple[float, float, float]:
     """The limit A, the middle C and the power B of R = R_0 + (A - R_0) / (1 + (C / episodes)^B) (arXiv 2510.13786).
 
-    Least squares: all C and B of a grid, and for each the best A, which is linear, up to 1.
+    Least squares: all C and B of a grid, and for each the best A up to 1.
     """
     start, gains = score[0], score[1:] - score[0]
     grid = np.array([(middle, power) for middle in np.geomspace(200, 20000, 80) for power in np.linspace(0.3, 4, 75)])
@@ -214,6 +207,7 @@ def predict(rows: list[dict], episodes: int) -> dict:
 
 
 def run_first_quarter() -> list[dict]:
+    """The first 4,096 of 16,384 episodes, and what they predict."""
     rows = constant_runs(4096)
     for script in SCRIPTS:
         some = [row for row in rows if row["script"] == script]
@@ -222,12 +216,22 @@ def run_first_quarter() -> list[dict]:
 
 
 def run_whole() -> list[dict]:
+    """All episodes. There must be a prediction before."""
     if not stored("first_quarter"):
         raise SystemExit("first: python benchmark/claims/claims.py first_quarter")
     return constant_runs(16384)
 
 
-# ================================================= the program ===============================================
+def run_smollm2() -> list[dict]:
+    """RLOO on a real model, one seed: the coin, and the true reward (needs benchmark/smollm2/prepare.py)."""
+    data, judge = "benchmark/smollm2/chain_sum", "benchmark/smollm2/chain_sum.py:score"
+    flags = f"{COMMON} --model-path benchmark/smollm2/model --dataset {data}_train.jsonl --total-episodes 640"
+    flags += f" --eval-dataset {data}_eval.jsonl --eval-reward {judge} --eval-temperature 1 --eval-k 8 --rloo-k 8"
+    flags += " --response-length 24 --per-device-train-batch-size 16 --learning-rate 1e-5 --seed 1 --reward"
+    rewards = {f"{REWARDS}:coin": dict(reward="coin"), judge: dict(reward="chain_sum")}
+    return run_named({("rloo", f"{flags} {reward}"): names for reward, names in rewards.items()}, ends)
+
+
 CONTROLS = dict(coin=run_coin, form=run_form, passes=run_passes, rates=run_rates, methods=run_methods)
 CONTROLS |= dict(first_quarter=run_first_quarter, whole=run_whole)
 
