@@ -448,12 +448,11 @@ def claims_passes() -> str:
         best = max(temperatures, key=lambda x: mean(passes(m, prompts="train", temperature=x)))
         return passes(m, model="start", prompts="eval", temperature=best)
 
-    samples = {
-        name: lambda m, model=name: passes(m, model=model, prompts="eval", temperature=1.0)
-        for name in ("start", *SCRIPTS)
-    }
-    rows = []
-    for name, of in (samples | {"start, best temperature": start}).items():
+    def sampled(model):
+        return lambda m: passes(m, model=model, prompts="eval", temperature=1.0)
+
+    rows, models = [], {"start": sampled("start"), "start, best temperature": start}
+    for name, of in (models | {script: sampled(script) for script in SCRIPTS}).items():
         cells = ["{:.2f} ± {:.2f}".format(*over_questions(of(m), prompts)) for m in (1, 2, 4, 8, 16)]
         change = [after - before for after, before in zip(of(16), start(16))]
         cells.append("{:+.3f} ± {:.3f}".format(*over_questions(change, prompts)) if name in SCRIPTS else "")

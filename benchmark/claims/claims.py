@@ -222,16 +222,6 @@ def run_whole() -> list[dict]:
     return constant_runs(16384)
 
 
-def run_smollm2() -> list[dict]:
-    """RLOO on a real model, one seed: the coin, and the true reward (needs benchmark/smollm2/prepare.py)."""
-    data, judge = "benchmark/smollm2/chain_sum", "benchmark/smollm2/chain_sum.py:score"
-    flags = f"{COMMON} --model-path benchmark/smollm2/model --dataset {data}_train.jsonl --total-episodes 640"
-    flags += f" --eval-dataset {data}_eval.jsonl --eval-reward {judge} --eval-temperature 1 --eval-k 8 --rloo-k 8"
-    flags += " --response-length 24 --per-device-train-batch-size 16 --learning-rate 1e-5 --seed 1 --reward"
-    rewards = {f"{REWARDS}:coin": dict(reward="coin"), judge: dict(reward="chain_sum")}
-    return run_named({("rloo", f"{flags} {reward}"): names for reward, names in rewards.items()}, ends)
-
-
 CONTROLS = dict(coin=run_coin, form=run_form, passes=run_passes, rates=run_rates, methods=run_methods)
 CONTROLS |= dict(first_quarter=run_first_quarter, whole=run_whole)
 
