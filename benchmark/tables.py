@@ -512,11 +512,23 @@ def claims_curve() -> str:
     return markdown(["right samples", "after 4,096 episodes", "predicted for 16,384", "measured"], rows)
 
 
+def claims_smollm2() -> str:
+    """A real model: before and after training, and without training the mean of the same two evaluations."""
+    rows = []
+    for row in claims("smollm2"):
+        pairs = [row["scores"], row["best_of_k"]]
+        if row["reward"] == "none":
+            pairs = [[mean(pair)] for pair in pairs]
+        rows.append([row["reward"], row["temperature"], *(" -> ".join(f"{x:.2f}" for x in pair) for pair in pairs)])
+    return markdown(["reward", "temperature", "right", "pass@8"], rows)
+
+
 # ============================================ writing ========================================================
 TABLES = [default_task, hardware, kills, smollm2, kl_term, speed, evidence]
 TABLES += [ladder_learning, ladder_gradients, ladder_baselines, failure, variants, engine]
 TABLES += [mini_batch, differences, replay, learning]
 TABLES += [claims_coin, claims_form, claims_passes, claims_rates, claims_methods, claims_curve]
+TABLES += [claims_smollm2]
 TABLES = {function.__name__: function for function in TABLES}
 
 

@@ -34,7 +34,6 @@ RATES = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4)
 METHODS = {"RLOO": "rloo", "GRPO": "grpo", "PPO": "ppo", "filtered": "reinforce"}  # scripts; the last one is patched
 
 
-# ================================================== rewards ==================================================
 TOSSES = np.random.default_rng(0)  # A hash of the text would be no coin: it could be learned.
 
 
@@ -59,12 +58,10 @@ def run_named(jobs: dict[tuple, dict], finish) -> list[dict]:
 
 
 def ends(result: dict) -> dict:
-    """The held-out score before and after, the share of questions with a right sample, and what the clip did."""
+    """The held-out score before and after, that of the best sample of each question, and the clipped ratios."""
     first, *_, last = result["evaluations"]
-    trained = result["metrics"][1:]
     found = {name: [round(row[f"eval/{name}"], 4) for row in (first, last)] for name in ("scores", "best_of_k")}
-    found["entropy"] = [round(row["policy/entropy_avg"], 4) for row in (trained[0], trained[-1])]
-    clipped = [row["policy/clipfrac_avg"] for row in trained if "policy/clipfrac_avg" in row]
+    clipped = [row["policy/clipfrac_avg"] for row in result["metrics"] if "policy/clipfrac_avg" in row]
     return found | dict(clipped=round(float(np.mean(clipped)), 5))
 
 
@@ -117,7 +114,6 @@ def right_answers(result: dict) -> dict:
     return dict(right=[right for _, right in sorted(counts.items())])
 
 
-# =============================================== the methods =================================================
 def of_methods(rates: dict[str, tuple], seeds, flags: str, finish) -> list[dict]:
     """Run each method at its rates. Filtered: REINFORCE with scores 0 and 1, so wrong answers have no loss."""
     with tempfile.TemporaryDirectory() as folder:
@@ -143,8 +139,9 @@ def run_rates() -> list[dict]:
 def run_methods() -> list[dict]:
     """Each method at the rate with the highest mean score in training."""
     scores = Counter()
-    for row in stored("rates"):
-        scores[row["method"], row["rate"]] += row["score"]
+    for row in json.loads(RESULT.read_text()):
+        if row["control"] == "rates" and "score" in row:
+            scores[row["method"], row["rate"]] += row["score"]
     best = {method: (max(RATES, key=lambda rate: scores[method, rate]),) for method in METHODS}
     return of_methods(best, OTHER_SEEDS, "--eval-every 4 --save-rollouts", to_curve)
 
@@ -172,7 +169,6 @@ def kl_to_start(rollouts: list[dict], episode: list[int]) -> list[float]:
     return [0.0, *(round(float(np.mean(sums[a:b])), 4) for a, b in zip(episode, episode[1:]))]
 
 
-# ============================================ a predicted curve ==============================================
 def constant_runs(episodes: int) -> list[dict]:
     """The three scripts at a constant rate. The held-out score is that of samples, in every fourth iteration."""
     flags = f"{COMMON} --lr-scheduler-type constant --eval-temperature 1 --eval-every 4 --total-episodes {episodes}"
@@ -181,10 +177,7 @@ def constant_runs(episodes: int) -> list[dict]:
 
 
 def fit(episode: np.ndarray, score: np.ndarray) -> tuple[float, float, float]:
-    """The limit A, the middle C and the power B of R = R_0 + (A - R_0) / (1 + (C / episodes)^B) (arXiv 2510.13786).
-
-    Least squares: all C and B of a grid, and for each the best A up to 1.
-    """
+    """A, C and B of R = R_0 + (A - R_0) / (1 + (C / episodes)^B) (arXiv 2510.13786), by least squares on a grid."""
     start, gains = score[0], score[1:] - score[0]
     grid = np.array([(middle, power) for middle in np.geomspace(200, 20000, 80) for power in np.linspace(0.3, 4, 75)])
     shapes = 1 / (1 + (grid[:, :1] / episode[1:]) ** grid[:, 1:])  # [grid, points]
@@ -217,26 +210,37 @@ def run_first_quarter() -> list[dict]:
 
 def run_whole() -> list[dict]:
     """All episodes. There must be a prediction before."""
-    if not stored("first_quarter"):
+    if not any("predicted_for" in row for row in json.loads(RESULT.read_text())):
         raise SystemExit("first: python benchmark/claims/claims.py first_quarter")
     return constant_runs(16384)
 
 
+def run_smollm2() -> list[dict]:
+    """RLOO on a real model, one seed (needs smollm2/prepare.py): a coin, the true reward, and other temperatures."""
+    path, jobs = "benchmark/smollm2/chain_sum", {}
+    flags = (
+        f"{COMMON} --model-path benchmark/smollm2/model --dataset {path}_train.jsonl --per-device-train-batch-size 16"
+    )
+    flags += (
+        f" --eval-dataset {path}_eval.jsonl --eval-reward {path}.py:score --eval-k 8 --rloo-k 8 --response-length 24"
+    )
+    settings = [("coin", 640, 1e-5, 1.0), ("chain_sum", 640, 1e-5, 1.0), ("none", 8, 0.0, 0.7), ("none", 8, 0.0, 0.3)]
+    for name, episodes, rate, temperature in settings:
+        own = f"--total-episodes {episodes} --learning-rate {rate} --eval-temperature {temperature} --seed 1"
+        reward = f"{REWARDS}:coin" if name == "coin" else f"{path}.py:score"
+        jobs["rloo", f"{flags} {own} --reward {reward}"] = dict(reward=name, temperature=temperature)
+    return run_named(jobs, ends)
+
+
 CONTROLS = dict(coin=run_coin, form=run_form, passes=run_passes, rates=run_rates, methods=run_methods)
-CONTROLS |= dict(first_quarter=run_first_quarter, whole=run_whole)
-
-
-def stored(control: str) -> list[dict]:
-    rows = json.loads(RESULT.read_text()) if RESULT.exists() else []
-    return [row for row in rows if row["control"] == control and "environment" not in row]
+CONTROLS |= dict(first_quarter=run_first_quarter, whole=run_whole, smollm2=run_smollm2)
 
 
 def main():
     time.perf_counter = time.process_time  # The scripts' seconds are CPU seconds now, in each forked run.
     for name in sys.argv[1:] or CONTROLS:
         rows = [dict(environment=environment()), *CONTROLS[name]()]
-        others = json.loads(RESULT.read_text()) if RESULT.exists() else []
-        others = [row for row in others if row["control"] != name]
+        others = [row for row in json.loads(RESULT.read_text()) if row["control"] != name]
         write_lines(RESULT, others + [dict(control=name) | row for row in rows])
 
 
