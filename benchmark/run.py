@@ -104,10 +104,10 @@ def import_script(script: str):
 def run_forked(job: tuple) -> dict:
     """`run(*job)` inside this process, which has imported the libraries already: a start costs nothing.
 
-    A job is a script, its flags, and functions that change the script before it starts. `rloo ladder/reinforce.patch`
-    is a script with a patch.
+    A job is a script, its flags, functions that change the script before it starts, and where given the folder that
+    keeps the run. `rloo ladder/reinforce.patch` is a script with a patch.
     """
-    script, flags, *edits = job
+    script, flags, *more = job
     # OMP_NUM_THREADS comes too late for a program that imports torch before it calls `run_all`.
     importlib.import_module("torch").set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
@@ -115,24 +115,25 @@ def run_forked(job: tuple) -> dict:
         try:
             name, *patch = script.split()
             module = import_script(str(copy_script(Path(folder), name, *patch)) if patch else name)
-            for edit in edits:
+            for edit in filter(callable, more):
                 edit(module)
-            module.main(tyro.cli(module.Args, args=[*flags.split(), "--output-dir", f"{folder}/run"]))
+            output_dir = next((x for x in more if isinstance(x, str)), f"{folder}/run")
+            module.main(tyro.cli(module.Args, args=[*flags.split(), "--output-dir", output_dir]))
         except (Exception, SystemExit):
             raise RuntimeError(
                 f"{script} {flags}\n{traceback.format_exc()}{Path(log.name).read_text()[-4000:]}"
             ) from None
-        return read_run(f"{folder}/run")
+        return read_run(output_dir) | dict(output=Path(log.name).read_text())
 
 
-def run_all(jobs: list[tuple], finish=lambda job, result: result) -> list:
+def run_all(jobs: list[tuple], finish=lambda job, result: result, processes: int | None = None) -> list:
     """`run_forked` of every job, as many at once as there are cores -> what `finish(job, result)` makes of each."""
     os.chdir(ROOT)
     os.environ |= DEFAULTS
     for library in ("accelerate", "transformers.models.llama.modeling_llama", "torch.utils.checkpoint"):
         importlib.import_module(library)
     results = []
-    with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as pool:
+    with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
         for job, result in zip(jobs, pool.imap(run_forked, jobs, chunksize=1)):
             results.append(finish(job, result))
             print(f"{' '.join(job[:2])}: done", file=sys.stderr, flush=True)

@@ -29,11 +29,12 @@ def load(path: str):
     return json.loads((ROOT / "benchmark" / path).read_text())
 
 
-def grouped(rows: list[dict], name: str) -> dict[str, list[dict]]:
-    """The rows by their entry of this name."""
+def grouped(rows: list[dict], *names: str) -> dict:
+    """The rows by their entry of this name, or by several, as tuples."""
     groups = {}
     for row in rows:
-        groups.setdefault(row[name], []).append(row)
+        key = row[names[0]] if len(names) == 1 else tuple(row[name] for name in names)
+        groups.setdefault(key, []).append(row)
     return groups
 
 
@@ -389,10 +390,153 @@ def learning() -> str:
     return markdown(["sampled score", "Tally", "TRL", "difference (95 %)", "Welch's p"], rows)
 
 
+# ============================================== docs/claims.md ==============================================
+def claims(control: str, **wanted) -> list[dict]:
+    """The rows of a control that have these entries."""
+    rows = [row for row in load("claims/claims.json") if row["control"] == control and "environment" not in row]
+    return [row for row in rows if all(row.get(name) == x for name, x in wanted.items())]
+
+
+def over_seeds(values, digits: int = 2) -> str:
+    return "{:.{}f} ± {:.{}f}".format(*(x for y in mean_and_band(values) for x in (y, digits)))
+
+
+def claims_coin() -> str:
+    """Random and true rewards, and the best constant answer."""
+    answers = [json.loads(line)["answer"] for line in open(ROOT / "benchmark/default/eval.jsonl")]
+    constant = max(map(answers.count, answers)) / len(answers)
+    before = [f"{mean(row[name][0] for row in claims('coin')):.2f}" for name in ("scores", "best_of_k")]
+    rows = [["best constant answer", "", *[f"{constant:.2f}"] * 4], ["before training", "", *before * 2]]
+    for (reward, updates), some in sorted(grouped(claims("coin"), "reward", "updates").items()):
+        cells = []
+        for script in ("rloo", "grpo"):
+            runs = [row for row in some if row["script"] == script]
+            cells += [over_seeds(row[name][1] for row in runs) for name in ("scores", "best_of_k")]
+        rows.append([f"`{reward}`", updates, *cells])
+    head = [f"{script}: {what}" for script in ("RLOO", "GRPO") for what in ("right", "pass@16")]
+    return markdown(["reward", "updates", *head], rows)
+
+
+def claims_form() -> str:
+    """Held-out answers after a reward for the format alone."""
+    judges = ("exact_match", "exactly")
+    first = [mean(row["scores"][0] for row in claims("form", judge=judge)) for judge in judges]
+    rows = [["before training", *(f"{x:.2f}" for x in first)]]
+    for reward in ("digits", "exactly"):
+        cells = [over_seeds(row["scores"][1] for row in claims("form", reward=reward, judge=j)) for j in judges]
+        rows.append([f"`{reward}`", *cells])
+    return markdown(["reward", "right answer, in any format", "right answer in the format"], rows)
+
+
+def pass_at(m: int, right: int, samples: int) -> float:
+    """The chance that at least one of m samples is right, unbiased, from `samples` samples of which `right` are."""
+    return 1 - math.comb(samples - right, m) / math.comb(samples, m)
+
+
+def over_questions(values: list[float], prompts: list[str]) -> tuple[float, float]:
+    """The mean, and half of its 95 % interval. The question a+b and its mirror b+a are one cluster."""
+    middle, clusters = mean(values), {}
+    for prompt, value in zip(prompts, values, strict=True):
+        pair = tuple(sorted(prompt.rstrip("=").split("+")))
+        clusters[pair] = clusters.get(pair, 0) + value - middle
+    variance = sum(x**2 for x in clusters.values()) * len(clusters) / (len(clusters) - 1) / len(values) ** 2
+    return middle, 1.96 * variance**0.5
+
+
+def claims_passes() -> str:
+    """pass@m before and after training, and the paired change at m = 16 from the start at its best temperature."""
+    prompts = sorted(json.loads(line)["prompt"] for line in open(ROOT / "benchmark/default/eval.jsonl"))
+
+    def passes(m, **wanted):  # of each question, the mean over the seeds
+        runs = [row["right"] for row in claims("passes", **wanted)]
+        return [mean(pass_at(m, right, 32) for right in question) for question in zip(*runs)]
+
+    def start(m):  # at the temperature that is best on training prompts
+        temperatures = {row["temperature"] for row in claims("passes", prompts="train")}
+        best = max(temperatures, key=lambda x: mean(passes(m, prompts="train", temperature=x)))
+        return passes(m, model="start", prompts="eval", temperature=best)
+
+    def sampled(model):
+        return lambda m: passes(m, model=model, prompts="eval", temperature=1.0)
+
+    rows, models = [], {"start": sampled("start"), "start, best temperature": start}
+    for name, of in (models | {script: sampled(script) for script in SCRIPTS}).items():
+        cells = ["{:.2f} ± {:.2f}".format(*over_questions(of(m), prompts)) for m in (1, 2, 4, 8, 16)]
+        change = [after - before for after, before in zip(of(16), start(16))]
+        cells.append("{:+.3f} ± {:.3f}".format(*over_questions(change, prompts)) if name in SCRIPTS else "")
+        rows.append([name, *cells])
+    return markdown(["m", *(1, 2, 4, 8, 16), "change at 16"], rows)
+
+
+def at(row: dict, name: str, where: float) -> float:
+    """The held-out score of a curve where its entry `name` first reaches a value, on a straight line between points."""
+    points = list(zip(row[name], row["held_out"]))
+    for (x, score), (next_x, next_score) in zip(points, points[1:]):
+        if next_x >= where:
+            return score + (next_score - score) * (where - x) / (next_x - x)
+    return points[-1][1]
+
+
+def claims_rates() -> str:
+    """The score of training at each rate."""
+    rates = sorted({row["rate"] for row in claims("rates")})
+    rows = []
+    for method, some in grouped(claims("rates"), "method").items():
+        scores = {rate: mean(row["score"] for row in some if row["rate"] == rate) for rate in rates}
+        best = max(scores.values())
+        rows.append([method, *(f"**{x:.3f}**" if x == best else f"{x:.3f}" for x in scores.values())])
+    return markdown(["score of training", *map(small, rates)], rows)
+
+
+def claims_methods() -> str:
+    """The methods at their best rates: right answers where one budget is equal, and the seeds that 0.02 needs."""
+    runs = claims("methods")
+    least = {name: min(row[name][-1] for row in runs) for name in ("episode", "seconds", "kl")}
+    rows = []
+    for method, some in grouped(runs, "method").items():
+        cells = [f"{mean(row['seconds'][-1] for row in some):.1f}"]
+        cells += [over_seeds((at(row, name, least[name]) for row in some), 3) for name in least]
+        rung = {"filtered": "REINFORCE"}.get(method, method)
+        for ends in ([row["held_out"][-1] for row in x] for x in (some, ladder(measured="learning", rung=rung))):
+            cells.append(math.ceil(2 * (2.8 * stdev(ends) / 0.02) ** 2))
+        rows.append([method, *cells])
+    head = [
+        f"at {least['episode']:,} episodes",
+        f"at {least['seconds']:.1f} CPU seconds",
+        f"at a KL of {least['kl']:.2f}",
+    ]
+    return markdown(["right answers", "CPU seconds", *head, "seeds for 0.02", "on the ladder"], rows)
+
+
+def claims_curve() -> str:
+    """What the first quarter predicted, and what came."""
+    rows = []
+    for script in SCRIPTS:
+        quarter = claims("first_quarter", script=script)
+        [predicted] = [row for row in quarter if "predicted_for" in row]
+        ends = [[row["held_out"][-1] for row in x if "seed" in row] for x in (quarter, claims("whole", script=script))]
+        prediction = f"{predicted['score']:.3f} ({predicted['low']:.3f} to {predicted['high']:.3f})"
+        rows.append([script, over_seeds(ends[0], 3), prediction, over_seeds(ends[1], 3)])
+    return markdown(["right samples", "after 4,096 episodes", "predicted for 16,384", "measured"], rows)
+
+
+def claims_smollm2() -> str:
+    """A real model: before and after training, and without training the mean of the same two evaluations."""
+    rows = []
+    for row in claims("smollm2"):
+        pairs = [row["scores"], row["best_of_k"]]
+        if row["reward"] == "none":
+            pairs = [[mean(pair)] for pair in pairs]
+        rows.append([row["reward"], row["temperature"], *(" -> ".join(f"{x:.2f}" for x in pair) for pair in pairs)])
+    return markdown(["reward", "temperature", "right", "pass@8"], rows)
+
+
 # ============================================ writing ========================================================
 TABLES = [default_task, hardware, kills, smollm2, real_tasks, kl_term, speed, evidence]
 TABLES += [ladder_learning, ladder_gradients, ladder_baselines, failure, variants, engine]
 TABLES += [mini_batch, differences, replay, learning]
+TABLES += [claims_coin, claims_form, claims_passes, claims_rates, claims_methods, claims_curve]
+TABLES += [claims_smollm2]
 TABLES = {function.__name__: function for function in TABLES}
 
 

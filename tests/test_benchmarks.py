@@ -4,10 +4,12 @@ import math
 import re
 import shlex
 import sys
+from itertools import combinations
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tables
 import tyro
 from conftest import (
     HERE,
@@ -25,6 +27,7 @@ from conftest import (
     write_jsonl,
 )
 
+claims = import_file(HERE / "benchmark" / "claims" / "claims.py")
 plot = import_file(HERE / "benchmark" / "plot.py")
 win_rate = import_file(HERE / "benchmark" / "win_rate.py")
 gsm8k = import_file(HERE / "benchmark" / "gsm8k" / "gsm8k.py")
@@ -110,6 +113,52 @@ def test_plot_draws_seeds_as_one_curve(script, run, tmp_path):
     assert values.tolist() == [[row["objective/scores"] for row in rows] for rows in (first, second)]
     plot.main(plot.Args(folders=(a, b, c), output=tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_pass_at_m_is_the_mean_over_all_choices():
+    """Of m samples, over all choices of them: the share in which at least one is right."""
+    for right, samples in ((0, 4), (1, 6), (3, 6), (6, 6)):
+        scores = [1] * right + [0] * (samples - right)
+        for m in range(1, samples + 1):
+            choices = [max(chosen) for chosen in combinations(scores, m)]
+            assert tables.pass_at(m, right, samples) == pytest.approx(np.mean(choices))
+
+
+def test_mirrored_questions_are_one_cluster():
+    """A second copy of each question, mirrored, tells nothing new: the interval stays as wide."""
+    prompts, values = ["12+34=", "56+78=", "90+11="], [0.0, 1.0, 0.25]
+    mirrored = ["34+12=", "78+56=", "11+90="]
+    expected = np.mean(values), 1.96 * np.std(values, ddof=1) / 3**0.5
+    assert tables.over_questions(values, prompts) == pytest.approx(expected)
+    assert tables.over_questions(values * 2, prompts + mirrored) == pytest.approx(expected)
+
+
+def test_the_fit_finds_a_sigmoid():
+    episode = np.arange(0, 4097, 256)
+    shape = np.append(0, 1 / (1 + (900 / episode[1:]) ** 1.4))
+    rows = [dict(episode=episode.tolist(), held_out=(0.25 + 0.65 * shape).tolist())] * 3
+    found = claims.predict(rows, 16384)
+    assert found["score"] == pytest.approx(0.25 + 0.65 / (1 + (900 / 16384) ** 1.4), abs=2e-3)
+    assert [found[name] for name in ("limit", "middle", "power")] == pytest.approx([0.9, 900, 1.4], rel=0.03)
+    assert found["low"] == found["high"] == found["score"]
+
+
+def test_every_control_names_its_environment():
+    rows = tables.load("claims/claims.json")
+    environments = {row["control"]: row["environment"] for row in rows if "environment" in row}
+    assert environments.keys() == {row["control"] for row in rows} == claims.CONTROLS.keys()
+    assert all(environments.values())
+
+
+@one_text
+def test_the_kl_is_that_of_a_run_with_a_reference(script, run):
+    data = str(HERE / "benchmark/default/train.jsonl")
+    flags = dict(model_path=str(claims.POLICY), dataset=data, reward="exact_match", kl_coef=0.01, learning_rate=1e-3)
+    flags |= dict(k=4, batch_size=64, total_episodes=128, num_mini_batches=1, num_ppo_epochs=1, response_length=8)
+    _, metrics, folder = run(script, **flags, temperature=1.0)
+    kl = claims.kl_to_start(read_jsonl(folder / "rollouts.jsonl"), [0, 64, 128])
+    logged = [row["objective/kl"] for row in metrics if "objective/kl" in row]
+    assert kl == pytest.approx([0, *logged], abs=1e-3) and kl[2] > 0.01
 
 
 @pytest.mark.slow
