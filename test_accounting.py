@@ -45,7 +45,7 @@ def script(request):
 
 # =========================================== 1  worked cases ============================================
 # Each case has what is given, and every count that follows from it. Where they are not given, num_mini_batches,
-# num_ppo_epochs and world_size (the number of processes) are 1, and per_device_train_batch_size is 64.
+# num_ppo_epochs and world_size (the number of processes) are 1, per_device_train_batch_size is 64, warmup_steps is 0.
 # PPO samples one completion of each prompt. So the cases with k = 1 are for PPO, and the others for the other scripts.
 # fmt: off
 WORKED_CASES = {
@@ -105,6 +105,14 @@ WORKED_CASES = {
         dict(num_prompts=10, k=2, num_train_epochs=1.0, batch_size=10, world_size=3, per_device_train_batch_size=3),
         dict(prompts=10, episodes=20, prompts_per_iteration=5, mini_batch_size=10, iterations=2,
              last_batch_size=10, steps=2, epochs=1.0, gradient_accumulation_steps=2)),
+    "a share of warm-up": (  # 490 * 4 = 1960 episodes are 31 steps. 0.1 * 31 = 3.1 is rounded up: 4 steps.
+        dict(num_prompts=490, k=4, num_train_epochs=1.0, batch_size=64, warmup_steps=0.1),
+        dict(prompts=490, episodes=1960, prompts_per_iteration=16, mini_batch_size=64, iterations=31,
+             last_batch_size=40, steps=31, warmup_steps=4, epochs=1.0, gradient_accumulation_steps=1)),
+    "only an evaluation": (  # 0 episodes need no prompt, no iteration and no step.
+        dict(num_prompts=10, k=2, total_episodes=0, batch_size=8),
+        dict(prompts=0, episodes=0, prompts_per_iteration=4, mini_batch_size=8, iterations=0,
+             last_batch_size=0, steps=0, epochs=0.0, gradient_accumulation_steps=1)),
 }
 # fmt: on
 
@@ -122,6 +130,7 @@ def script_and_case(beginning="", slow=None):
 def test_worked_cases(script, case):
     """The script computes exactly the counts of the table. So does the count with cards below."""
     given, counts = WORKED_CASES[case]
+    counts = dict(warmup_steps=0) | counts
     flags = dict(num_mini_batches=1, num_ppo_epochs=1, per_device_train_batch_size=64, world_size=1) | given
     num_prompts, world_size = flags.pop("num_prompts"), flags.pop("world_size")
     args = make_args(script, **flags)
@@ -148,9 +157,9 @@ def count_iterations(args, num_prompts):
     else:
         while prompts * args.k < args.total_episodes:
             prompts += 1
-    batches = [0]
+    batches = []
     for _ in range(prompts):
-        if batches[-1] == args.batch_size:
+        if not batches or batches[-1] == args.batch_size:
             batches.append(0)
         batches[-1] += args.k
     iterations = []
@@ -166,14 +175,18 @@ def count_with_cards(args, num_prompts, world_size):
     episodes = sum(episodes for episodes, _ in iterations)
     mini_batch_size = max(deal(args.batch_size, args.num_mini_batches))
     process_share = max(deal(mini_batch_size, world_size))
+    steps, warmup_steps = sum(steps for _, steps in iterations), 0
+    while warmup_steps < args.warmup_steps * (steps if args.warmup_steps < 1 else 1):
+        warmup_steps += 1
     return dict(
         prompts=episodes // args.k,
         episodes=episodes,
         prompts_per_iteration=args.batch_size // args.k,
         mini_batch_size=mini_batch_size,
         iterations=len(iterations),
-        last_batch_size=iterations[-1][0],
-        steps=sum(steps for _, steps in iterations),
+        last_batch_size=iterations[-1][0] if iterations else 0,
+        steps=steps,
+        warmup_steps=warmup_steps,
         epochs=episodes / args.k / num_prompts,
         gradient_accumulation_steps=math.ceil(process_share / args.per_device_train_batch_size),
     )
@@ -186,7 +199,8 @@ def random_case(rng):
     flags["batch_size"] = math.lcm(k, num_mini_batches) * rng.choice([1, 2, 3, 5])
     flags["per_device_train_batch_size"] = rng.choice([1, 2, 3, 5, 64])
     flags["num_train_epochs"] = rng.choice([1.0, 2.0, 3.0, 0.5, 1.5, 0.01, 2.25, 1 / 3])
-    flags["total_episodes"] = rng.choice([None, None, 1, 17, 100, 999])
+    flags["total_episodes"] = rng.choice([None, None, 0, 1, 17, 100, 999])
+    flags["warmup_steps"] = rng.choice([0, 3, 0.1, 1 / 3, 0.99])
     return flags, rng.choice([1, 2, 5, 7, 17, 100, 490]), rng.randint(1, 8)
 
 
@@ -334,10 +348,11 @@ def schedule_rates(name, learning_rate, warmup_steps, steps):
 def test_schedule_is_transformers_own_over_exactly_the_steps(script, run, monkeypatch, updates, schedule):
     """Every update has its own rate of the schedule. The log has the last rate of an iteration."""
     calls = conftest.record_calls(monkeypatch, transformers, "get_scheduler")
-    warmup_steps = 0 if schedule == "constant" else 3
+    asked = {"constant": 0, "linear": 0.2}.get(schedule, 3)
     flags = dict(k=3, batch_size=6, num_mini_batches=2, num_ppo_epochs=2, num_train_epochs=1.0, response_length=1)
-    flags |= dict(lr_scheduler_type=schedule, warmup_steps=warmup_steps, kl_coef=0.0)
+    flags |= dict(lr_scheduler_type=schedule, warmup_steps=asked, kl_coef=0.0)
     args, metrics, _ = run(script, **flags)
+    warmup_steps = math.ceil(asked * metrics[-1]["step"]) if asked < 1 else asked
     rates, final = schedule_rates(schedule, args.learning_rate, warmup_steps, metrics[-1]["step"])
     assert [update.lr for update in updates] == pytest.approx(rates, rel=1e-9)
     assert [row["lr"] for row in metrics] == pytest.approx([rates[row["step"] - 1] for row in metrics], rel=1e-9)

@@ -16,6 +16,7 @@ import math
 import re
 from pathlib import Path
 from statistics import fmean as mean
+from statistics import stdev
 
 from draw import mean_and_band
 
@@ -175,6 +176,29 @@ A real model learns | SmolLM2-135M on sums: {right_before:.2f} of held-out answe
 It is fast | beside TRL 1.16 on a CPU: {", ".join(times)} its episodes per second, with {min(memory):.0f} to {max(memory):.0f} % of its memory | [speed](benchmark/README.md#speed)
 """  # noqa: E501
     return markdown(["claim", "measured", "where"], [line.split(" | ") for line in rows.strip().splitlines()])
+
+
+# ============================================= docs/recipes.md ==============================================
+REFUSED = {  # a part of the message, and what it means
+    "padded rows": "refused: padding changes what they compute",
+    "head_logits": "refused: the head does more than the scripts know",
+    "give log-probabilities": "refused before the first update: sampling and training disagree",
+}
+
+
+def architectures() -> str:
+    """How each architecture ended. One with a part for text stands for that part, where both ended alike."""
+    ends = {}
+    for row in load("hardware/architectures.json")[1:]:
+        reasons = [how for part, how in REFUSED.items() if part in row.get("message", "")]
+        other = "refused: an error of the library" if row["ended"] == "refused" else row["ended"]
+        ends[row["model_type"]] = reasons[0] if reasons else other
+    names = {}
+    for name, end in ends.items():
+        if ends.get(name.removesuffix("_text")) != end or not name.endswith("_text"):
+            names.setdefault(end, []).append(name)
+    rows = [[f"{end} ({len(some)})", ", ".join(some)] for end, some in sorted(names.items(), key=lambda x: -len(x[1]))]
+    return markdown(["how it ended", "`model_type`"], rows)
 
 
 # ============================================== docs/ladder.md ==============================================
@@ -398,7 +422,7 @@ def claims(control: str, **wanted) -> list[dict]:
 
 
 def over_seeds(values, digits: int = 2) -> str:
-    return "{:.{}f} ± {:.{}f}".format(*(x for y in mean_and_band(values) for x in (y, digits)))
+    return "{:.{}f} ± {:.{}f}".format(*(x for y in mean_and_band(list(values)) for x in (y, digits)))
 
 
 def claims_coin() -> str:
@@ -534,7 +558,7 @@ def claims_smollm2() -> str:
 # ============================================ writing ========================================================
 TABLES = [default_task, hardware, kills, smollm2, real_tasks, kl_term, speed, evidence]
 TABLES += [ladder_learning, ladder_gradients, ladder_baselines, failure, variants, engine]
-TABLES += [mini_batch, differences, replay, learning]
+TABLES += [architectures, mini_batch, differences, replay, learning]
 TABLES += [claims_coin, claims_form, claims_passes, claims_rates, claims_methods, claims_curve]
 TABLES += [claims_smollm2]
 TABLES = {function.__name__: function for function in TABLES}

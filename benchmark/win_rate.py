@@ -76,7 +76,10 @@ def complete(language_model, tokenizer, prompts: list[list[int]], uniforms, temp
 def sample(args: Args, flag: str, path: str, index: int, k: int = 1) -> tuple[list[str], float, list[int]]:
     """k completions of every prompt, the share that ended, and their lengths in tokens. index: of the random numbers"""
     tokenizer = AutoTokenizer.from_pretrained(path)
-    language_model = rloo.load_model(flag, path, AutoModelForCausalLM, torch.float32)
+    if (Path(path) / "adapter_config.json").exists():  # with the base model that the adapters name
+        language_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    else:
+        language_model = rloo.load_model(flag, path, AutoModelForCausalLM, torch.float32)
     language_model = language_model.to("cuda" if torch.cuda.is_available() else "cpu")
     prompts = [prompt.token_ids for prompt in load_prompts(args, tokenizer) for _ in range(k)]
     uniforms = rloo.keyed_rng(args.seed, rloo.EVALUATION, index).random((len(prompts), args.response_length))
@@ -125,7 +128,8 @@ def main(args: Args) -> tuple[float, float, float]:
     """Sample, judge, print and write -> the win rate and its interval."""
     rloo.transformers.utils.logging.disable_progress_bar()
     judge = exact_match if args.judge == "exact_match" else rloo.load_reward("--judge", args.judge)
-    rows = list(rloo.read_rows(args.dataset))[: args.num_prompts]
+    prompts = load_prompts(args, AutoTokenizer.from_pretrained(args.model))
+    rows = [prompt.row for prompt in prompts]
     column = args.baseline.removeprefix("column:") if args.baseline.startswith("column:") else None
     if column is not None and column not in rows[0]:
         raise ValueError(f"--baseline {args.baseline}: the columns of {args.dataset} are {', '.join(rows[0])}")

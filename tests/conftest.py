@@ -145,6 +145,8 @@ SHAPE = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_atte
 SHAPE |= dict(max_position_embeddings=64)
 GROUPED = SHAPE | dict(num_key_value_heads=1, head_dim=8)
 GPT2_SHAPE = dict(n_embd=16, n_layer=2, n_head=2, n_positions=64)
+BART_SHAPE = dict(d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2)
+MAMBA = dict(attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False)
 GEMMA3_LAYERS = ["sliding_attention", "full_attention"]
 ARCHITECTURES = {
     "llama": (transformers.LlamaConfig, SHAPE),
@@ -156,6 +158,13 @@ ARCHITECTURES = {
     "mistral": (transformers.MistralConfig, SHAPE | dict(num_key_value_heads=1, sliding_window=4)),
     "gemma2": (transformers.Gemma2Config, GROUPED | dict(sliding_window=4)),
     "gemma3": (transformers.Gemma3TextConfig, GROUPED | dict(sliding_window=4, layer_types=GEMMA3_LAYERS)),
+    # Padding changes what BART's decoder gives. Jamba cannot go on from the cache of a shared prompt.
+    "bart": (transformers.BartConfig, BART_SHAPE | dict(max_position_embeddings=64, init_std=0.4)),
+    "jamba": (transformers.JambaConfig, GROUPED | MAMBA | dict(num_experts=2)),
+    # The trunk of this one gives 8 numbers for a token. The next one draws experts at random in train mode.
+    "opt": (transformers.OPTConfig, SHAPE | dict(word_embed_proj_dim=8, do_layer_norm_before=False, init_std=0.4)),
+    "phimoe": (transformers.PhimoeConfig, GROUPED | dict(num_local_experts=2, router_jitter_noise=0.5)),
+    "bert": (transformers.BertConfig, SHAPE),
 }
 
 
@@ -190,6 +199,7 @@ def save_classifier(folder, labels=1, pad_token_id=PAD, seed=3, tokenizer=None, 
 
 
 REWARDS = '''
+import os, pathlib
 import numpy, torch
 
 def letters(prompts, completions, **_):
@@ -227,6 +237,9 @@ def five(prompts, **_):
 
 calls = 0
 
+async def answer():
+    return [1.0]
+
 def second_call(value):
     """A reward function that works at its first call and fails at its second."""
     def faulty(prompts, completions, **_):
@@ -235,16 +248,29 @@ def second_call(value):
         values = letters(prompts, completions)
         if calls == 2 and value == "raises":
             raise KeyError("the verifier is gone")
-        if calls == 2 and value == "wrong count":
-            return values[1:]
-        if calls == 2 and value in ("empty", "reserved"):
-            return {"reward_model": values} if value == "reserved" else {}
-        return values[:-1] + [value] if calls == 2 else values
+        if calls == 2 and value == "coroutine":
+            return answer()
+        faults = {"wrong count": values[1:], "empty": {}, "reserved": {"reward_model": values}, "forgotten": None}
+        faults |= {"unequal": {"a": values, "b": values[1:]}, "rows": [{"score": value} for value in values]}
+        if calls == 2:
+            return faults[value] if value in faults else values[:-1] + [value]
+        return values
     return faulty
 
-nan, inf, none = second_call(float("nan")), second_call(float("inf")), second_call(None)
+def stops_once(prompts, completions, **_):
+    """The reward `letters`. Its third call in the first program raises an error."""
+    global calls
+    calls += 1
+    stopped = pathlib.Path(__file__).with_name("stopped_" + os.environ.get("RANK", "0"))
+    if calls == 3 and not stopped.exists():
+        stopped.touch()
+        raise KeyError("stopped")
+    return letters(prompts, completions)
+
+nan, inf, huge, none = second_call(float("nan")), second_call(float("inf")), second_call(1e39), second_call(None)
 text, raises, wrong_count = second_call("one"), second_call("raises"), second_call("wrong count")
-empty, reserved = second_call("empty"), second_call("reserved")
+empty, reserved, rows = second_call("empty"), second_call("reserved"), second_call("rows")
+unequal, forgotten, coroutine = second_call("unequal"), second_call("forgotten"), second_call("coroutine")
 '''
 
 
@@ -499,3 +525,12 @@ def same_on(run, world, tmp_path):
         return metrics, printed
 
     return same_on
+
+
+def launch_twice(start, folder, flags):
+    """Start a run that its reward stops in the third call, and then start it again. start: a function of the flags"""
+    flags = flags | dict(reward=f"{folder / 'rewards.py'}:stops_once", resume=True)
+    stopped, resumed = start(flags), start(flags)
+    assert stopped.returncode != 0 and "KeyError: 'stopped'" in stopped.stderr, stopped.stderr
+    assert resumed.returncode == 0, resumed.stderr
+    return resumed

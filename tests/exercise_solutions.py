@@ -13,7 +13,7 @@ import rloo
 
 
 def count_run(num_prompts, world_size, **flags):
-    plan = rloo.batch_arithmetic(SimpleNamespace(total_episodes=None, **flags), num_prompts, world_size)
+    plan = rloo.batch_arithmetic(SimpleNamespace(total_episodes=None, warmup_steps=0, **flags), num_prompts, world_size)
     return vars(plan)
 
 

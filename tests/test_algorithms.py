@@ -12,11 +12,13 @@ from conftest import (
     distance,
     encode,
     flat,
+    make_model,
     only,
     plain_logprobs,
     read_jsonl,
     record_calls,
     save_classifier,
+    save_model,
     weights_of,
 )
 from plain import DENOMINATORS, plain_gradient
@@ -315,6 +317,9 @@ def test_ppo_writes_its_value_model(script, run, tmp_path):
     expected = (hidden @ trained["weight"].T + trained["bias"]).squeeze(1)
     assert row["values"] == pytest.approx(expected.tolist(), abs=1e-5)
     assert not (run(script, **flags, lora_r=2)[2] / "value_model").exists()
+    path = save_model(tmp_path / "opt", make_model("opt"))  # Its trunk gives 8 numbers for a token, not hidden_size.
+    head = load_file(run(script, **flags, model_path=path)[2] / "value_model" / "value_head.safetensors")
+    assert head["weight"].shape == (1, 8)
 
 
 @only("ppo")
@@ -385,9 +390,11 @@ def test_ppo_scales_scores_by_all_scores_so_far(script, run):
 
 
 @only("ppo")
-def test_equal_scores_have_no_deviation_to_divide_by(script, run, world):
-    """All scores so far are 5. --score-scaling leaves them as they are, and does not divide by a rounding error."""
-    metrics = run(script, reward=world.reward("five"), score_scaling=True)[1]
+def test_equal_scores_have_no_deviation_to_divide_by(script, run, world, capsys):
+    """All scores so far are 5. --score-scaling leaves them as they are, and does not divide by a rounding error. A line
+    says that they are equal, once."""
+    metrics = run(script, reward=world.reward("five"), score_scaling=True, batch_size=3)[1]
+    assert capsys.readouterr().out.count("all scores are 5: nothing to learn from yet\n") == 1
     assert [row["objective/scores"] for row in metrics] == [5.0] * len(metrics)
 
 

@@ -37,7 +37,8 @@ def make_every_episode_count(monkeypatch, script):
 
 
 def trained_episodes(calls):
-    return sum(len(call.inputs["prompts"]) for call in calls if call.training)
+    """Of the passes of a run. The check of a model before the run gives no inputs by name."""
+    return sum(len(call.inputs["prompts"]) for call in calls if call.training and call.inputs)
 
 
 @only("rloo", "grpo")
@@ -92,18 +93,6 @@ def test_all_advantages_zero_is_a_step_of_zero_gradients(script, run, world, mon
         assert row["grad_norm"] == row["loss/policy_avg"] == 0
         assert not {"val/ratio", "val/ratio_var", "policy/approxkl_avg", "policy/clipfrac_avg"} & row.keys()
         assert "val/sampling_logprob_difference" not in row
-
-
-@pytest.mark.parametrize("fault", ["nan", "inf"])
-@one_text
-def test_a_score_that_is_not_finite_stops_the_run(script, run, world, updates, tmp_path, fault):
-    """The message names iteration and prompt. No update of that iteration is made, and no model is written."""
-    flags = dict(output_dir=str(tmp_path / "out"), batch_size=6, num_train_epochs=2)
-    with pytest.raises(ValueError, match=rf"iteration 2: the score of a completion of '[^']+' is {fault}"):
-        run(script, reward=world.reward(fault), **flags)
-    assert len(updates) == 1  # iteration 1's
-    assert len(read_jsonl(tmp_path / "out" / "metrics.jsonl")) == 1
-    assert not (tmp_path / "out" / "model").exists()
 
 
 @pytest.mark.parametrize("norm", [math.inf, math.nan])

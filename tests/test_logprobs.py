@@ -133,20 +133,20 @@ def sample_off_by(script, monkeypatch, amount, first=0):
     monkeypatch.setattr(script, "sample", off)
 
 
-@pytest.mark.parametrize("first, amount", [(0, 0.01), (1, 0.01), (0, math.nan)])
+@pytest.mark.parametrize("dtype, first, amount", [("float32", 0, 0.01), ("float32", 1, 0.01), ("bfloat16", 1, 0.6)])
 @one_text
-def test_a_sampler_that_is_not_the_training_pass_stops_the_run(script, run, monkeypatch, updates, first, amount):
-    """In float32 the run stops before the first update of an iteration, and names the difference. NaN is too large."""
+def test_a_sampler_that_is_not_the_training_pass_stops_the_run(script, run, monkeypatch, updates, dtype, first, amount):
+    """The run stops before the first update of an iteration, and names the difference."""
     sample_off_by(script, monkeypatch, amount, first)
-    with pytest.raises(RuntimeError, match=rf"sampling and training give log-probabilities {amount} apart"):
-        run(script, batch_size=6, num_ppo_epochs=2, kl_coef=0.0)
-    assert len(updates) == 2 * first
+    with pytest.raises(RuntimeError, match=rf"sampling and training give log-probabilities (up to )?{amount}\d* apart"):
+        run(script, dtype=dtype, batch_size=6, kl_coef=0.0)
+    assert len(updates) == first
 
 
-@pytest.mark.parametrize("dtype, amount", [("float32", 5e-4), ("bfloat16", 0.1)])
+@pytest.mark.parametrize("dtype, amount", [("float32", 5e-4), ("bfloat16", 0.4)])
 @one_text
 def test_a_small_difference_is_only_logged(script, run, monkeypatch, dtype, amount):
-    """In bfloat16 the two differ by rounding. There no difference stops the run."""
+    """In bfloat16 the two differ by more rounding."""
     sample_off_by(script, monkeypatch, amount)
     metrics = run(script, dtype=dtype)[1]
     assert all(amount / 2 < row["val/sampling_logprob_difference"] < 2 * amount for row in metrics)
@@ -155,7 +155,9 @@ def test_a_small_difference_is_only_logged(script, run, monkeypatch, dtype, amou
 def test_bfloat16_runs_and_keeps_weights_in_float32(script, run, world, monkeypatch):
     """Forward passes are in bfloat16. The weights that are trained stay in float32."""
     passes = record_calls(monkeypatch, torch.nn.functional, "linear")
-    loaded = record_calls(monkeypatch, script, "load_model")
+    loaded, check = record_calls(monkeypatch, script, "load_model"), script.check_padding
+    # This check of a model, before the run, is in the type in which the model is held.
+    monkeypatch.setattr(script, "check_padding", lambda *args: check(*args) or passes.clear())
     _, metrics, output_dir = run(script, dtype="bfloat16", ref_model_path=world.reference, num_train_epochs=2)
     assert {call.result.dtype for call in passes} == {torch.bfloat16}
     dtypes = {call.args[0]: call.result.dtype for call in loaded}
@@ -174,6 +176,7 @@ def test_gradient_checkpointing_recomputes(script, run, monkeypatch):
     """Every pass of a layer with gradient is made twice. test_processes.py shows that the run is the same."""
     passes, layer = [], transformers.models.llama.modeling_llama.LlamaMLP
     forward = layer.forward  # counted as it begins: torch ends a recomputation as soon as it has what it needs
+    monkeypatch.setattr(script, "check_padding", lambda *args: None)  # Its passes are before the run.
     monkeypatch.setattr(layer, "forward", lambda *args: passes.append(torch.is_grad_enabled()) or forward(*args))
     counts = []
     for gradient_checkpointing in (False, True):
@@ -203,6 +206,9 @@ def test_lora_is_the_policy_with_its_adapter(script, run, world, monkeypatch):
         adapted = peft.PeftModel.from_pretrained(model, output_dir / "model").eval()
         assert (adapted(prompt).logits - first).abs().max() > 0.01
     assert not os.path.exists(output_dir / "model" / "model.safetensors")
+    assert '"lora_alpha": 4,' in (output_dir / "model" / "adapter_config.json").read_text()
+    with pytest.raises(ValueError, match="--model-path .*: holds LoRA adapters; docs/recipes.md"):
+        run(script, model_path=str(output_dir / "model"))
     assert metrics[0]["objective/kl"] == pytest.approx(0, abs=1e-5) and abs(metrics[-1]["objective/kl"]) > 1e-4
     again = run(script, **flags)[2]
     assert (again / "rollouts.jsonl").read_text() == (output_dir / "rollouts.jsonl").read_text()
@@ -214,6 +220,7 @@ CHANGED_LOGITS = {
     "cohere": (transformers.CohereConfig, GROUPED | dict(logit_scale=0.25)),
     "cohere2": (transformers.Cohere2Config, GROUPED | dict(logit_scale=3.0)),
     "granite": (transformers.GraniteConfig, SHAPE | dict(logits_scaling=4.0)),
+    "mpt": (transformers.MptConfig, dict(d_model=16, n_heads=2, n_layers=2, max_seq_len=64)),  # logit_scale is None
 }
 
 

@@ -6,7 +6,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from conftest import distance, make_model, only, read_jsonl, record_calls, save_model, weights_of
+from conftest import distance, encode, make_model, only, read_jsonl, record_calls, save_model, weights_of
 from plain import DENOMINATORS, plain_gradient
 
 UNSURE = """
@@ -170,14 +170,15 @@ def test_a_run_without_any_score(script, run, world, unsure, capsys):
         assert line["val/num_unscored"] == 12 - 3 * (line is metrics[-1]) and line["grad_norm"] == 0
         assert not {"objective/scores", "reward/", "val/ratio"} & line.keys()
         assert all(math.isfinite(value) for value in line.values())
-    assert metrics[-1]["eval/num_unscored"] == 5 and not {"eval/scores", "eval/best_of_k"} & metrics[-1].keys()
+    assert metrics[-1]["eval/num_unscored"] == 5 and not {"eval/scores", "eval/best_of_1"} & metrics[-1].keys()
     assert {row["score"] for row in read_jsonl(output_dir / "rollouts.jsonl")} == {None}
     assert "NaN" not in (output_dir / "rollouts.jsonl").read_text()  # but null, which is valid JSON
 
 
 @pytest.mark.parametrize("k, temperature", [(1, 0.0), (2, 1.0)])
 def test_evaluation_without_some_scores(script, run, world, unsure, monkeypatch, k, temperature):
-    """eval/scores is the mean over the completions with a score, and eval/num_unscored counts the others."""
+    """eval/scores is the mean over the completions with a score, and eval/num_unscored counts the others. The best of k
+    is that of the prompts whose completions all have one."""
     flags = dict(eval_reward=unsure(), eval_dataset=world.dataset(20, seed=2), eval_k=k, eval_temperature=temperature)
     calls = record_calls(monkeypatch, script, "score_episodes")
     _, metrics, _ = run(script, **flags)
@@ -188,11 +189,11 @@ def test_evaluation_without_some_scores(script, run, world, unsure, monkeypatch,
         letters = len(set(text)) + 0.3 * text.count("1") - 0.1 * len(text) * (len(prompt) % 3)
         scores.append(None if "a" in text else letters)
     groups = [[s for s in scores[i : i + k] if s is not None] for i in range(0, len(scores), k)]
-    best = [max(group) for group in groups if group]
+    best = [max(group) for group in groups if len(group) == k]
     scored = [score for score in scores if score is not None]
     assert 0 < len(best) < 20 and len(texts) == 20 * k
     assert metrics[0]["eval/scores"] == pytest.approx(np.mean(scored), rel=1e-5)
-    assert metrics[0]["eval/best_of_k"] == pytest.approx(np.mean(best), rel=1e-5)
+    assert metrics[0][f"eval/best_of_{k}"] == pytest.approx(np.mean(best), rel=1e-5)
     assert metrics[0]["eval/num_unscored"] == 20 * k - len(scored)
     assert "objective/scores" in metrics[1] and metrics[1]["val/num_unscored"] == 0
 
@@ -220,10 +221,11 @@ def test_ppo_refuses_an_episode_without_a_score(script, run, world, updates, tmp
     assert len(named) == 1 and "--reward gave None, and PPO needs a number for each completion" in str(raised.value)
 
 
-def test_a_kl_of_nan_is_not_a_missing_score(script, run, world, tmp_path, updates):
-    """A broken reference stops the run before the first update."""
+@pytest.mark.parametrize("flag", ["model_path", "ref_model_path"])
+def test_nan_of_a_model_is_not_a_missing_score(script, run, tmp_path, updates, flag):
+    """A broken policy or reference stops the run, in sampling or before the first update."""
     model = make_model("llama", seed=1)
-    model.lm_head.weight.data[5] = NAN
-    with pytest.raises(RuntimeError, match="gave nan"):
-        run(script, ref_model_path=save_model(tmp_path / "broken", model), kl_coef=0.1)
+    model.model.embed_tokens.weight.data[encode("=")] = math.inf
+    with pytest.raises(RuntimeError, match="a model gives nan; are its weights whole"):
+        run(script, **{flag: save_model(tmp_path / "broken", model)}, kl_coef=0.1)
     assert not updates

@@ -1,13 +1,12 @@
 """The scripts on another device. It is simulated_device.py, which refuses what a GPU refuses."""
 
 import math
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import HERE, MODULES, base_flags, compare_runs, launch, read_jsonl, result_of
+from conftest import HERE, MODULES, base_flags, compare_runs, launch, launch_twice, read_jsonl, result_of
 
 NEEDED = "_setup_privateuseone_for_python_backend"
 LACKING = not hasattr(torch.utils.backend_registration, NEEDED) or not hasattr(torch._C, "_acc")
@@ -30,19 +29,20 @@ def launch_on_device(script, folder, flags):
 
 
 def run_on_device(script, world, output_dir, **flags):
-    """A run with the flags of the fixture `run`, on the device."""
-    finished = launch_on_device(script, output_dir.parent, base_flags(world) | flags | dict(output_dir=output_dir))
+    """A run with the flags of the fixture `run`, on the device. Returns its folder and its flags."""
+    flags = base_flags(world) | flags | dict(output_dir=output_dir)
+    finished = launch_on_device(script, output_dir.parent, flags)
     assert finished.returncode == 0 and finished.stdout.startswith("1 x sim"), finished.stdout + finished.stderr
+    return output_dir.parent, flags
 
 
 def test_float32(script, run, world, tmp_path):
     """The device computes what the CPU computes. A run that goes on from a checkpoint is the run that never stopped."""
     flags = TWO_UPDATES | dict(eval_dataset=world.dataset(3, seed=4), reward_model_path=world.classifier)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    run_on_device(script, world, whole, **flags)
+    folder, given = run_on_device(script, world, whole, **flags)
     compare_runs(run(script, **flags)[2], whole)
-    shutil.copytree(whole, resumed, ignore=shutil.ignore_patterns("model", "iteration_00000002"))
-    run_on_device(script, world, resumed, **flags, resume=True)
+    launch_twice(lambda flags: launch_on_device(script, folder, flags), folder, given | dict(output_dir=resumed))
     assert result_of(resumed) == result_of(whole)
 
 

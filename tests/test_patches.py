@@ -71,7 +71,7 @@ def promise(name: str, script: str, **flags):
 @promise("reinforce", "rloo", kl_coef=0.0)
 def scores_are_the_advantages(module, rows, world, updates, **_):
     """The gradient is the mean of -score * grad log p(y)."""
-    assert [row["advantage"] for row in rows] == [row["score"] for row in rows]
+    assert [row["advantage"] for row in rows] == pytest.approx([row["score"] for row in rows])
     expected = plain_gradient(world.llama, rows, token_weights(MODULES["rloo"], rows))
     assert distance(expected, updates[0].gradients) < 1e-4
     with pytest.raises(ValueError, match="only one update"):
@@ -197,8 +197,8 @@ def test_the_lines_of_papers(run, world, tmp_path, monkeypatch):
     assert [row["advantage"] for row in rows] == pytest.approx((advantages / advantages.std()).tolist(), abs=1e-3)
     flags = dict(kl_coef=0.0, whiten_advantages=False, total_episodes=12)  # At the start, values are 0.
     for row in read_jsonl(run(ppo, **flags)[2] / "rollouts.jsonl"):
-        assert row["returns"] == [row["score"]] * len(row["token_ids"])
-        assert row["advantage"] == [0.0] * (len(row["token_ids"]) - 1) + [row["score"]]
+        assert row["returns"] == pytest.approx([row["score"]] * len(row["token_ids"]))
+        assert row["advantage"] == pytest.approx([0.0] * (len(row["token_ids"]) - 1) + [row["score"]])
     rollouts, losses = (conftest.record_calls(monkeypatch, entropy, name) for name in ("generate", "grpo_loss"))
     run(entropy, ref_model_path=world.reference, total_episodes=12)
     batch, is_high = rollouts[0].result, losses[0].args[2].mask

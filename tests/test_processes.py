@@ -10,12 +10,14 @@ from conftest import (
     compare_runs,
     flat,
     launch,
+    launch_twice,
     launched,
     make_args,
     one_text,
     only,
     read_jsonl,
     record_calls,
+    result_of,
     weights_of,
 )
 
@@ -112,16 +114,14 @@ def test_two_processes_drop_the_same_updates(script, same_on, world, program):
 
 @only("rloo", "ppo")
 @pytest.mark.slow
-def test_fsdp2_is_the_run_of_one_process(script, same_on, tmp_path):
-    """With weights sharded over two processes a run is the same, and its model/ loads. So is a resumed run."""
+def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
+    """With weights sharded over two processes a run that was stopped and resumed is the same, and its model/ loads."""
     flags = STRADDLING | dict(per_device_train_batch_size=1, save_every=2)
-    same_on(script, 2, flags, FSDP2)
-    if script.__name__ == "rloo":
-        (tmp_path / "out" / "model").rename(tmp_path / "model")
-        newest = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]
-        (newest / "state.json").unlink()
-        _, printed = same_on(script, 2, flags, FSDP2, resume=True)
-        assert "--resume: 2 iterations are done" in printed
+    output_dir = run(script, **flags)[2]
+    flags = base_flags(world) | flags | dict(output_dir=tmp_path / "out")
+    finished = launch_twice(lambda flags: launch(script, 2, tmp_path, flags, program=FSDP2), tmp_path, flags)
+    assert "--resume: 2 iterations are done" in finished.stdout
+    compare_runs(output_dir, tmp_path / "out")
 
 
 @only("rloo", "grpo")
@@ -148,7 +148,8 @@ def test_short_completions_take_as_many_passes(script, run, world, monkeypatch):
 @only("rloo")
 @pytest.mark.slow
 def test_lora_on_two_processes(script, run, world, tmp_path):
-    """The first weights of LoRA adapters are random. They are the same on every process, and on one process."""
+    """The first weights of LoRA adapters are random. They are the same on every process, and on one process. A resumed
+    run is the run that never stopped."""
     import peft
 
     flags = STRADDLING | dict(lora_r=2, learning_rate=0.01, model_path=world.mild)
@@ -160,6 +161,11 @@ def test_lora_on_two_processes(script, run, world, tmp_path):
     weights = [peft.utils.load_peft_weights(str(folder / "model"), device="cpu") for folder in folders]
     adapters = [flat(tensors.values()) for tensors in weights]
     assert adapters[0].norm() > 0.1 and (adapters[0] - adapters[1]).norm() / adapters[0].norm() < 1e-3
+    flags = base_flags(world) | flags | dict(per_device_train_batch_size=3, save_every=1)
+    flags["output_dir"] = tmp_path / "resumed"
+    finished = launch_twice(lambda flags: launch(script, 2, tmp_path, flags), tmp_path, flags)
+    assert "--resume: 2 iterations are done" in finished.stdout
+    assert result_of(tmp_path / "resumed") == result_of(tmp_path / "out")
 
 
 @only("rloo")
@@ -227,7 +233,8 @@ def test_the_launchers_mixed_precision_is_the_default_of_dtype(script, run, monk
     for flags, dtype in ((dict(), "bfloat16"), (dict(dtype="float32"), "float32")):
         capsys.readouterr()
         output_dir = run(script, num_ppo_epochs=1, num_mini_batches=1, **flags)[2]
-        assert capsys.readouterr().out.splitlines()[0] == f"1 x cpu, {dtype}; writing to {output_dir}"
+        first = f"1 x cpu, {dtype}, --learning-rate 0.003, --response-length 6; writing to {output_dir}"
+        assert capsys.readouterr().out.splitlines()[0] == first
         assert f"dtype: {dtype}\n" in (output_dir / "args.yaml").read_text()
         assert {weights.dtype for weights in weights_of(output_dir / "model")} == {torch.float32}
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")

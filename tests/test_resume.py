@@ -1,19 +1,24 @@
 """Killed runs. A run that was killed and started again gives the same results as a run that was never stopped."""
 
 import json
+import multiprocessing
 import os
 import pickle
+import re
 import resource
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import filelock
 import pytest
 import torch
 import yaml
 from conftest import HERE, contents, one_text, only, read_jsonl, result_of, write_jsonl
+from safetensors.torch import load_file
 
 # four iterations of two updates, the last one of three episodes
 SAVING = dict(save_every=1, total_episodes=21, num_mini_batches=2, batch_size=6, num_sample_generations=4)
@@ -143,15 +148,79 @@ def test_kill_and_resume(script, tmp_path):
 def test_a_killed_start_does_not_stand_in_the_way(script, run, world, monkeypatch, tmp_path, expected):
     """The run was killed while it wrote args.yaml. The same command starts it again. Files of others are not cut."""
     own = Path(write_jsonl(tmp_path / "metrics.jsonl", [{"mine": 1}]))
-    script.load_state(SimpleNamespace(resume=True), SimpleNamespace(is_main_process=True, print=print), tmp_path, 7)
+    script.load_state(SimpleNamespace(resume=True), SimpleNamespace(is_main_process=True, print=print), tmp_path, [])
     assert own.stat().st_size > 0
     flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
     with monkeypatch.context() as patch:
         kill_before(patch, Path, "write_text", 1, lambda path, _: path.stem == "args", write_half)
         with pytest.raises(Killed):
             run(script, **flags)
+    # The next start fails before its first metrics. Then the folder is free for a run with other flags.
+    stopped_after(script, run, monkeypatch, tmp_path / "out", 0, **SAVING | dict(learning_rate=1.0))
+    run(script, **flags | dict(resume=False))
+    assert result_of(tmp_path / "out") == expected
+
+
+@one_text
+def test_a_folder_belongs_to_one_process(script, run, world, tmp_path, expected):
+    """Another process is refused as long as the first one lives. SIGKILL gives the folder back."""
+    flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
+    fork = multiprocessing.get_context("fork")
+    has_begun = fork.Event()
+
+    def first():
+        script.draw_prompts = lambda *args: has_begun.set() or time.sleep(600)
+        run(script, **flags)
+
+    process = fork.Process(target=first, daemon=True)
+    process.start()
+    assert has_begun.wait(60)
+    with pytest.raises(filelock.Timeout, match=str(tmp_path / "out" / ".lock")):
+        run(script, **flags)
+    process.kill(), process.join()
     run(script, **flags)
     assert result_of(tmp_path / "out") == expected
+
+
+class Malicious(str):
+    """A path that becomes a folder when it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, (str(self),)
+
+
+DAMAGES = [  # a file of the newest checkpoint, and what it holds then
+    *[("model.safetensors", bytes(100)), ("optimizer.bin", b""), ("state.json", b"")],
+    *[("optimizer.bin", pickle.dump), ("optimizer.bin", torch.save)],
+]
+
+
+@one_text
+def test_damaged_files(script, run, world, monkeypatch, tmp_path, expected):
+    """A newest checkpoint that is damaged is named, and no pickle in it is executed. Without it the run goes on from
+    the one before. A run also goes on without the end of its logs."""
+    flags = flags_of(script, world) | dict(resume=True)
+    malicious = Malicious(tmp_path / "struck")
+    pickle.loads(pickle.dumps(malicious))
+    (tmp_path / "struck").rmdir()  # The side effect works where pickles are loaded.
+    stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
+    newest = stopped / "checkpoints" / "iteration_00000002"
+    for name, damage in DAMAGES:
+        whole = (newest / name).read_bytes()
+        with open(newest / name, "wb") as file:
+            damage(malicious, file) if callable(damage) else file.write(damage)
+        with pytest.raises(RuntimeError, match=f"{newest} is damaged; remove it, and --resume takes the one before"):
+            run(script, output_dir=str(stopped), **flags)
+        (newest / name).write_bytes(whole)
+    assert not (tmp_path / "struck").exists()
+    cut, empty = (shutil.copytree(stopped, tmp_path / name) for name in ("cut", "empty"))
+    (cut / "metrics.jsonl").write_bytes((cut / "metrics.jsonl").read_bytes().splitlines(True)[0])
+    (empty / "metrics.jsonl").unlink()
+    shutil.rmtree(newest)
+    for folder in (stopped, cut, empty):
+        run(script, output_dir=str(folder), **flags)
+        assert result_of(folder)[1] == expected[1] and b"\0" not in (folder / "metrics.jsonl").read_bytes()
+    assert result_of(stopped) == expected
 
 
 @only("rloo", "ppo")
@@ -198,20 +267,22 @@ def test_the_newest_two_checkpoints_are_kept(script, run, monkeypatch, tmp_path)
 
 
 @one_text
-def test_a_finished_run_makes_no_step(script, run, capsys, updates):
-    """A finished run that is started again says so, and changes nothing."""
-    output_dir = run(script, **SAVING)[2]
+def test_a_finished_run_makes_no_step(script, run, world, capsys, caplog, updates):
+    """A finished run that is started again says so, and changes nothing. Saving tied weights gives no warning."""
+    flags = SAVING | dict(model_path=world.gpt2)
+    output_dir = run(script, **flags)[2]
+    assert "shared" not in caplog.text
     before = contents(output_dir)
     updates.clear(), capsys.readouterr()
-    run(script, output_dir=str(output_dir), resume=True, **SAVING)
+    run(script, output_dir=str(output_dir), resume=True, **flags)
     assert not updates and contents(output_dir) == before
     assert f"nothing to do: the run is finished, its model is in {output_dir / 'model'}" in capsys.readouterr().out
 
 
 @one_text
 def test_another_run_is_refused(script, run, world, monkeypatch, tmp_path, expected):
-    """A folder that holds a run needs --resume. With it a flag that would make another run is refused by name, and so
-    is a dataset that grew. Nothing is changed. A flag that an older script did not know had its default."""
+    """A folder that holds a run or a model needs --resume. With it a flag that would make another run is refused by
+    name, and so is a dataset with other rows. Nothing is changed. A flag that is newer than the run had its default."""
     dataset = Path(shutil.copy(world.dataset(7), tmp_path / "growing.jsonl"))
     flags = flags_of(script, world) | dict(dataset=str(dataset))
     stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
@@ -228,13 +299,17 @@ def test_another_run_is_refused(script, run, world, monkeypatch, tmp_path, expec
     is_refused(f"--output-dir {stopped}: .*another script, which has --flag.of.another")
     (stopped / "args.yaml").write_text(yaml.safe_dump(older))
     is_refused(f"--output-dir {stopped}: already holds a run; --resume", resume=False)
+    taken = tmp_path / "taken"  # The run's model would replace the one that is there.
+    (taken / "model").mkdir(parents=True)
+    is_refused(f"--output-dir {taken}: already holds a run", resume=False, output_dir=str(taken))
     others = dict(learning_rate=1.0, seed=9, num_train_epochs=5.0, reward="exact_match", response_length=7, lora_r=2)
     others |= dict(dataset=world.dataset(7, seed=5), kl_coef=0.1, num_mini_batches=1, temperature=0.9, weight_decay=0.5)
     for flag, value in others.items():
         is_refused(f"--{flag.replace('_', '-')} {value}: the run in {stopped} has ", **{flag: value})
     text = dataset.read_text()
-    dataset.write_text(text + text)
-    is_refused("--dataset: 14 prompts, but the run had 7")
+    for other, count in ((text + text, 14), (text.replace('"answer": "1"', '"answer": "2"'), 7)):
+        dataset.write_text(other)
+        is_refused(f"--dataset: {count} prompts, SHA-256 .*, but the run had 7 prompts, SHA-256 ")
     dataset.write_text(text)
     run(script, output_dir=str(stopped), resume=True, **flags)
     assert result_of(stopped) == expected
@@ -261,34 +336,12 @@ def test_a_resumed_lora_run_is_the_run_that_never_stopped(script, run, monkeypat
     """The adapters and their optimizer are in the checkpoint. The base model is not."""
     flags = SAVING | dict(lora_r=2, learning_rate=0.02)
     stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
+    kept = load_file(stopped / "checkpoints" / "iteration_00000002" / "model.safetensors")
+    assert kept and all(re.search("lora_|value_head", name) for name in kept)
     run(script, output_dir=str(stopped), resume=True, **flags)
     unbroken = run(script, **flags)[2]
     assert [name for name in result_of(unbroken)[1]] == ["adapter_model.safetensors"]
     assert result_of(stopped) == result_of(unbroken)
-
-
-class Malicious:
-    """An object that creates a folder when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
-@only("rloo")
-@pytest.mark.parametrize("write", [pickle.dump, torch.save], ids=["pickle", "torch"])
-def test_a_pickle_in_a_checkpoint_is_never_executed(script, run, monkeypatch, tmp_path, write):
-    """optimizer.bin is replaced by a pickle with a side effect."""
-    pickle.loads(pickle.dumps(Malicious(tmp_path / "control")))
-    assert (tmp_path / "control").exists()  # The side effect works where pickles are loaded.
-    stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **SAVING)
-    with open(stopped / "checkpoints" / "iteration_00000002" / "optimizer.bin", "wb") as file:
-        write(Malicious(tmp_path / "struck"), file)
-    with pytest.raises(pickle.UnpicklingError):
-        run(script, output_dir=str(stopped), resume=True, **SAVING)
-    assert not (tmp_path / "struck").exists()
 
 
 @only("rloo")

@@ -38,7 +38,7 @@ def record(**inputs):
 '''
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}{{ '=' if m['role'] == 'user' else '' }}{% endfor %}"
-    "{{ '-' if add_generation_prompt else '' }}"
+    "{{ '-' if add_generation_prompt else mark }}"
 )
 
 
@@ -122,13 +122,38 @@ def test_rewards_may_be_lists_arrays_tensors_or_parts(script, run, world):
     assert [row["score"] for row in rows] == [len(row["completion"]) + row["completion"].count("1") for row in rows]
 
 
+@only("rloo", "grpo")
+def test_large_scores_keep_their_differences(script, run, monkeypatch):
+    """2^24, 2^24 + 1 and 2^24 + 2 are three scores. In float32 they would be two."""
+    large = [2.0**24, 2.0**24 + 1, 2.0**24 + 2]
+    monkeypatch.setattr(script, "load_reward", lambda *_: lambda prompts, **_: large * (len(prompts) // 3))
+    rows = read_jsonl(run(script, kl_coef=0)[2] / "rollouts.jsonl")
+    step = 1.5 if script.__name__ == "rloo" else 1 / 1.0001
+    assert [row["advantage"] for row in rows] == pytest.approx([-step, 0, step] * 7)
+
+
 @one_text
+def test_the_kl_alone_may_be_the_reward(script, run, world):
+    """--reward none with a --ref-model-path: all scores are 0."""
+    rows = read_jsonl(run(script, reward="none", ref_model_path=world.reference)[2] / "rollouts.jsonl")
+    kl = torch.tensor([sum(row["logprobs"]) - sum(row["ref_logprobs"]) for row in rows])
+    assert {row["score"] for row in rows} == {0.0} and kl.std() > 0.5
+    assert [row["advantage"] for row in rows] == pytest.approx(script.rloo_advantages(-0.05 * kl, 3).tolist(), abs=1e-5)
+
+
+@one_text
+@pytest.mark.filterwarnings("ignore:coroutine")
 def test_a_faulty_reward_stops_the_run(script, run, world, updates, tmp_path):
-    """What the reward raises is raised as it is. A wrong number of scores is named. No update of that iteration is
-    made."""
-    faults = {"raises": (KeyError, "the verifier is gone"), "wrong_count": (ValueError, "iteration 2: .* returned")}
-    faults |= {"text": (ValueError, "could not convert"), "empty": (ValueError, "iteration 2: .* returned 0 scores")}
-    faults |= {"reserved": (ValueError, "--reward: no part may have the name reward_model")}
+    """What the reward raises is raised as it is. What it returns is named, with the iteration. No update of that
+    iteration is made. In float32 the score `huge` would be inf."""
+    returned = dict(wrong_count="5 scores for 6", empty="0 scores", forgotten="None", coroutine="<coroutine object")
+    faults = {name: (ValueError, f"iteration 2: --reward +returned {words}") for name, words in returned.items()}
+    gave = dict(nan="nan", inf="inf", huge=r"1e\+39", text="'one'", rows="{'score': ")
+    for name, score in gave.items():
+        faults[name] = ValueError, f"iteration 2: --reward +gave a completion of '[^']+' the score {score}"
+    faults["unequal"] = ValueError, "iteration 2: --reward b returned 5 scores for 6 completions"
+    faults["reserved"] = ValueError, "--reward: no part may have the name reward_model"
+    faults["raises"] = KeyError, "the verifier is gone"
     for fault, (kind, message) in faults.items():
         updates.clear()
         out = tmp_path / fault
@@ -235,7 +260,8 @@ def test_reward_model_of_another_vocabulary_reads_the_text(script, run, world, t
     reader = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
     reader.chat_template = CHAT_TEMPLATE.replace("'='", "'+'") + "<eos>" * ends_with_eos
     path, model = save_classifier(tmp_path / "rm", tokenizer=reader)
-    rows = [{"prompt": prompt} for prompt in ("1+1=", user("22"), user("3"))]
+    rows = [{"prompt": "1+1="}]
+    rows += [{"prompt": user(text), "chat_template_kwargs": {"mark": "9"}} for text in ("22", "3")]
     flags = dict(model_path=chat_policy(world, tmp_path / "policy"), kl_coef=0, batch_size=36, num_train_epochs=4)
     flags |= dict(dataset=write_jsonl(tmp_path / "chat.jsonl", rows), reward="none", reward_model_path=path)
     rollouts = read_jsonl(run(script, **flags)[2] / "rollouts.jsonl")
@@ -243,16 +269,18 @@ def test_reward_model_of_another_vocabulary_reads_the_text(script, run, world, t
     assert len({row["token_ids"][-1] == EOS for row in rollouts}) == 2
     for row in rollouts:
         is_chat, has_ended = row["prompt"].endswith("-"), row["token_ids"][-1] == EOS
-        token_ids = [vocab[character] for character in row["prompt"].replace("=-", "+") + row["completion"]]
+        text = row["prompt"].replace("=-", "+") + row["completion"] + "9" * is_chat
+        token_ids = [vocab[character] for character in text]
         token_ids += [vocab["<eos>"]] if has_ended or (is_chat and ends_with_eos) else []
         assert row["score"] == pytest.approx(plain_score(model, token_ids), abs=1e-5)
 
 
 @one_text
-@pytest.mark.parametrize("labels", [3, None])
+@pytest.mark.parametrize("labels", [3, None, 1])
 def test_a_reward_model_without_a_head_of_one_label_is_refused(script, run, world, tmp_path, labels):
-    """The error names the head, and nothing is written. None: a model without a head."""
-    path = save_classifier(tmp_path / "rm", labels=labels)[0] if labels else world.reference
-    with pytest.raises(ValueError, match=r"--reward-model-path .*score.weight"):
+    """The error names the head, and nothing is written. None: a model without a head. 1: BERT's has another name."""
+    architecture, fault = ("bert", "does not score") if labels == 1 else ("llama", "score.weight")
+    path = save_classifier(tmp_path / "rm", labels, architecture=architecture)[0] if labels else world.reference
+    with pytest.raises(ValueError, match=rf"--reward-model-path .*{fault}"):
         run(script, reward="none", reward_model_path=path, output_dir=str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

@@ -1,5 +1,6 @@
 """Sampling: the same as transformers' `generate`, the exact distribution, groups, ends of episodes, random numbers."""
 
+import itertools
 import math
 import random
 from types import SimpleNamespace
@@ -191,11 +192,15 @@ def test_every_eos_is_found(script):
 
     def found(config_ids, generation_ids, tokenizer_id, stop):
         policy = SimpleNamespace(config=SimpleNamespace(eos_token_id=config_ids))
+        policy.config.get_text_config = lambda: policy.config
+        policy.get_input_embeddings = lambda: torch.nn.Embedding(8, 1)
         policy.generation_config = SimpleNamespace(eos_token_id=generation_ids)
         return script.find_eos_ids(policy, SimpleNamespace(eos_token_id=tokenizer_id), stop)
 
     assert found(1, [1, 5], 7, 3) == [1, 3, 5, 7]
     assert found(None, None, None, None) == []
+    with pytest.raises(ValueError, match="--stop-token-id 8: the model has no such token"):
+        found(1, 1, 1, 8)
     assert found(None, 0, None, None) == [0] and found([2], None, 2, 2) == [2]
 
 
@@ -254,7 +259,7 @@ def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
     last = metrics[-1]["iteration"]
     expected = [i for i in range(last + 1) if i % 2 == 0 or i == last]
     assert [row["iteration"] for row in metrics if "eval/scores" in row] == expected
-    assert set(metrics[0]) == {"iteration", "step", "episode", "epoch", "eval/scores", "eval/best_of_k", UNSCORED}
+    assert set(metrics[0]) == {"iteration", "step", "episode", "epoch", "eval/scores", "eval/best_of_1", UNSCORED}
     letters = script.load_reward("--reward", world.reward("letters"))
     for row, path in ((metrics[0], world.llama), (metrics[-1], output_dir / "model")):
         model, completions = AutoModelForCausalLM.from_pretrained(path).eval(), []
@@ -265,6 +270,25 @@ def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
             completions.append("".join(VOCAB[t] for t in tokens if t not in (PAD, EOS)))
         scores = letters(prompts=make_prompts(5, seed=9), completions=completions)
         assert row["eval/scores"] == pytest.approx(np.mean(scores), rel=1e-5)
+
+
+@one_text
+def test_the_best_of_m_is_the_mean_over_all_choices(script, run, world):
+    """m of the k scores of a prompt are chosen without replacement. Prompts with missing scores are left out."""
+    for k, counts in ((1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8])):
+        scores = torch.randn(4, k, generator=torch.Generator().manual_seed(k)).round(decimals=1).double()
+        scores[2, 0] = math.nan
+        expected = {}
+        for m in counts:
+            choices = [max(group) for row in scores[[0, 1, 3]].tolist() for group in itertools.combinations(row, m)]
+            expected[f"eval/best_of_{m}"] = pytest.approx(np.mean(choices))
+        assert script.best_of(scores) == expected
+    flags = dict(eval_dataset=world.dataset(5, seed=9), eval_k=4, eval_temperature=1.0, reward=world.reward("parts"))
+    for row in run(script, **flags)[1][::2]:
+        assert row["eval/best_of_1"] == pytest.approx(row["eval/scores"])
+        assert row["eval/best_of_1"] < row["eval/best_of_2"] < row["eval/best_of_4"]
+        assert row["eval/reward/length"] + row["eval/reward/ones"] == pytest.approx(row["eval/scores"])
+        assert 0 < row["eval/reward/ones"] < row["eval/reward/length"]
 
 
 @one_text

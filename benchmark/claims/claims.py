@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import BENCHMARK, POLICY, SCRIPTS, copy_script, environment, run_all, write_lines
+from run import BENCHMARK, POLICY, SCRIPTS, copy_script, machine, run_all, write_lines
 
 RESULT = Path(__file__).with_suffix(".json")
 REWARDS = "benchmark/claims/claims.py"
@@ -60,7 +60,9 @@ def run_named(jobs: dict[tuple, dict], finish) -> list[dict]:
 def ends(result: dict) -> dict:
     """The held-out score before and after, that of the best sample of each question, and the clipped ratios."""
     first, *_, last = result["evaluations"]
-    found = {name: [round(row[f"eval/{name}"], 4) for row in (first, last)] for name in ("scores", "best_of_k")}
+    best = [name for name in first if name.startswith("eval/best_of_")][-1]  # of all samples of a question
+    names = {"scores": "eval/scores", "best_of_k": best}
+    found = {kept: [round(row[name], 4) for row in (first, last)] for kept, name in names.items()}
     clipped = [row["policy/clipfrac_avg"] for row in result["metrics"] if "policy/clipfrac_avg" in row]
     return found | dict(clipped=round(float(np.mean(clipped)), 5))
 
@@ -239,7 +241,7 @@ CONTROLS |= dict(first_quarter=run_first_quarter, whole=run_whole, smollm2=run_s
 def main():
     time.perf_counter = time.process_time  # The scripts' seconds are CPU seconds now, in each forked run.
     for name in sys.argv[1:] or CONTROLS:
-        rows = [dict(environment=environment()), *CONTROLS[name]()]
+        rows = [dict(environment=machine()), *CONTROLS[name]()]
         others = [row for row in json.loads(RESULT.read_text()) if row["control"] != name]
         write_lines(RESULT, others + [dict(control=name) | row for row in rows])
 

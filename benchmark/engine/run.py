@@ -95,7 +95,7 @@ def long_task(folder: Path) -> str:
     reward = "def score(completions, **_):\n    return [len(set(text)) for text in completions]\n"
     (folder / "many_digits.py").write_text(reward)
     flags = f"--model-path {policy} --dataset {folder / 'prompts.jsonl'} --reward {folder / 'many_digits.py'}:score"
-    return f"{flags} --total-episodes 1024 --learning-rate 1e-3 --lr-scheduler-type constant"
+    return f"{flags} --total-episodes 1024 --response-length 8 --learning-rate 1e-3 --lr-scheduler-type constant"
 
 
 def start(script: Path, flags: str, folder: Path, processes: int = 1, kills: int = 0) -> str | None:

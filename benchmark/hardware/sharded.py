@@ -74,6 +74,12 @@ def worker(script: str, flags: list[str]):
         rates.append(engine.get_lr()[0])
         return take_step(engine, *args)
 
+    def keep_checkpoints(accelerator, policy, output_dir, *more):  # which a finished run removes
+        if accelerator.is_main_process:
+            shutil.copytree(output_dir / "checkpoints", output_dir / "kept")
+        finish(accelerator, policy, output_dir, *more)
+
+    finish, module.finish = module.finish, keep_checkpoints
     DeepSpeedEngine._take_model_step = noted_step
     names = ("all_gather_into_tensor", "all_gather")
     gathers = count_gathers(module, (partition, "_dist_allgather_fn"), *((partition.dist, name) for name in names))
@@ -97,6 +103,7 @@ def resumes_bitwise(script: str, folder: Path, stage: int) -> bool:
     resumed = folder.with_name(folder.name + "_resumed")
     shutil.copytree(folder, resumed)
     shutil.rmtree(resumed / "model")
+    (resumed / "kept").rename(resumed / "checkpoints")
     shutil.rmtree(resumed / "checkpoints" / "iteration_00000004")
     run_sharded(script, resumed, stage, "--resume")
     one, two = ((path / "model" / "model.safetensors").read_bytes() for path in (folder, resumed))

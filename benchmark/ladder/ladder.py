@@ -100,7 +100,7 @@ def gradient_rows(folder: Path) -> list[dict]:
     """Measure the gradients of each rung at the start and half-way -> a row for each rung and set of prompts."""
     half = folder / "half_way"  # The learning rate is constant, so this is the first half of a whole run.
     run("ppo", f"--seed 1 --total-episodes {EPISODES // 2} --num-sample-generations 0 {COMMON}", half)
-    policy = f"--model-path {half / 'model'}"
+    policy = f"--model-path {half / 'model'} --response-length 8"
     rows = []
     for weights in ("start", "half-way"):
         for prompts in [*SETS, "fresh"]:

@@ -80,6 +80,7 @@ def compare(script: str, name: str, rows: list[dict], folder: Path) -> dict:
     """The rewards of a rollout of Tally's, by both programs."""
     spec = f"trl.rewards:{name}" if name in OWN else f"{HERE / 'trl_rewards.py'}:{name}"
     flags = f"--model-path {folder / 'model'} --dataset {folder / 'prompts.jsonl'} --reward {spec} --save-rollouts "
+    flags += "--learning-rate 1e-4 "
     flags += f"--total-episodes {EPISODES} --batch-size {EPISODES} --response-length {RESPONSE_LENGTH}"
     result = run(script, flags)
     rollout, mean = result["rollouts"], result["metrics"][-1]["objective/scores"]

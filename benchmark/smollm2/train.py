@@ -59,7 +59,7 @@ def to_result(script: str, seed: int) -> dict:
     curve = {"script": script, "seed": seed, "flags": f"{FLAGS} {MORE[script]}", "seconds": round(rows[-1]["seconds"])}
     for name in ("episode", "objective/scores", "objective/kl", "val/num_eos_tokens", "response_length_mean"):
         curve[name] = [round(row[name], 4) for row in rows[1:]]
-    for name in ("episode", "eval/scores", "eval/best_of_k"):
+    for name in ("episode", "eval/scores", f"eval/best_of_{EVAL_K}"):
         curve[name.replace("episode", "eval_episode")] = [round(row[name], 4) for row in rows if "eval/scores" in row]
     return curve | {"after": held_out(folder / "model")}
 

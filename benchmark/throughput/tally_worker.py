@@ -93,7 +93,7 @@ def measure(job: dict) -> dict:
         function = getattr(module, name)
 
         def clocked(*args, **inputs):
-            if torch.is_grad_enabled():  # a pass of training
+            if torch.is_grad_enabled() or not steps:  # a pass of training, or the check of a model at its load
                 return function(*args, **inputs)
             started = now(job)
             result = function(*args, **inputs)
