@@ -30,7 +30,7 @@ os.environ.pop("CI", None)  # With it pytest shows the whole difference of two r
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent
-OWN_CHECKS = "sampling and training give log-probabilities", "this model gives other results in padded rows"
+OWN_CHECKS = "sampling and training give log-probabilities", "other results in padded rows", "`head_logits` does not"
 LIBRARIES = ["accelerate", "tyro", "datasets", "torch.utils.checkpoint", "torch.testing"]
 LIBRARIES += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "gpt_neox", "gpt2")]
 
@@ -110,7 +110,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("baseline has the episode itself", "rloo",
      "baselines = (groups.nan_to_num().sum(1, keepdim=True) - groups) / others",
      "baselines = groups.nanmean(1, keepdim=True)", ALGORITHMS + "rloo_advantages_by_hand"),
-    ("KL sign, RLOO", "rloo", "rewards = scores - args.kl_coef * kl", "rewards = scores + args.kl_coef * kl",
+    ("KL sign, RLOO", "rloo", "(scores - args.kl_coef * kl)", "(scores + args.kl_coef * kl)",
      MISSING + "gradient_without_some_scores[0.2-rloo]"),
     ("dr_grpo divided by the mean length", "grpo", "(included.sum().clamp(min=1) * args.response_length)",
      "(included.sum().clamp(min=1) * lengths.float().mean())", GRPO_LOSSES + "[dr_grpo-False-token-grpo]"),
