@@ -70,6 +70,7 @@ def flags(job: dict) -> list[str]:
     words += f" --total-episodes {job['steps'] * job['batch']} --batch-size {job['batch']}"
     words += f" --per-device-train-batch-size {job['micro_batch']} --response-length {job['completion_tokens']}"
     words += f" --kl-coef {job['kl_coef']} --learning-rate {job['learning_rate']} --dtype {job['dtype']}"
+    words += " --save-every None"
     words += f" --temperature 1 --max-grad-norm 1 --num-sample-generations 0 --seed {job['seed']}"
     own = {"rloo": "--rloo-k {k}", "grpo": "--num-generations {k}", "ppo": "--num-ppo-epochs {updates}"}
     return f"{words} {own[job['algorithm']].format(**job)} --output-dir {job['output_dir']}".split()
