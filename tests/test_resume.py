@@ -244,8 +244,11 @@ def test_only_the_runs_own_lines_are_cut(script, run, world, monkeypatch, tmp_pa
     after = contents(output_dir)
     assert before.pop("args.yaml") != after.pop("args.yaml")  # It says `resume: true` now.
     assert after == before
+    mine_too = output_dir / "checkpoints" / "mine.txt"
+    mine_too.write_text("kept")
     run(script, output_dir=str(output_dir), resume=True, **flags)
     assert result_of(output_dir) == expected
+    assert mine_too.exists() and len(list(mine_too.parent.iterdir())) == 1  # A finished run removes its own.
     assert contents(output_dir).items() >= mine.items()
 
 
@@ -299,6 +302,9 @@ def test_another_run_is_refused(script, run, world, monkeypatch, tmp_path, expec
     is_refused(f"--output-dir {stopped}: .*another script, which has --flag.of.another")
     (stopped / "args.yaml").write_text(yaml.safe_dump(older))
     is_refused(f"--output-dir {stopped}: already holds a run; --resume", resume=False)
+    (stopped / "metrics.jsonl").rename(tmp_path / "metrics.jsonl")  # The checkpoints are still there.
+    is_refused("already holds a run", resume=False)
+    (tmp_path / "metrics.jsonl").rename(stopped / "metrics.jsonl")
     taken = tmp_path / "taken"  # The run's model would replace the one that is there.
     (taken / "model").mkdir(parents=True)
     is_refused(f"--output-dir {taken}: already holds a run", resume=False, output_dir=str(taken))
