@@ -206,17 +206,11 @@ class Batch:
     pass_lengths: torch.Tensor  # [episodes], prompt and longest completion of the group, in tokens
 
 
-@dataclass
-class LossInputs:
+class LossInputs(NamedTuple):
     """What the loss reads besides the new log-probabilities."""
 
     old_logprobs: torch.Tensor | None  # [episodes, response]; None: p_old is p_new
     advantages: torch.Tensor  # [episodes]
-
-    def select(self, episodes: torch.Tensor) -> "LossInputs":
-        """The inputs of some episodes, by their indices."""
-        rows = {name: x if x is None else x[episodes] for name, x in vars(self).items()}
-        return LossInputs(**rows)
 
 
 class LossOutputs(NamedTuple):
@@ -238,19 +232,11 @@ def rloo_advantages(rewards, k: int):
     # The own score is left out: a baseline that depends on the own completion would add a bias.
     others = (~no_score).sum(1, keepdim=True) - 1  # how many, [groups, 1]
     baselines = (groups.nan_to_num().sum(1, keepdim=True) - groups) / others  # [groups, k]
-    # Equal rewards must give exactly 0, but a mean is rounded. A group's only scored episode has no
-    # others: it gets 0, too. `equal_groups` finds both.
-    all_equal = equal_groups(groups)  # [groups, 1]
-    return (groups - baselines).masked_fill(all_equal | no_score, 0.0).flatten()
-
-
-def equal_groups(groups) -> torch.Tensor:
-    """True for a group whose scores are all equal. groups: [groups, k], nan where there is no score
-
-    Returns [groups, 1].
-    """
+    # Equal scores must give exactly 0, but a mean is rounded. A group's only scored episode has no
+    # others: it gets 0, too.
     highest = groups.nan_to_num(nan=-math.inf).amax(1, keepdim=True)
-    return (groups.isnan() | (groups == highest)).all(1, keepdim=True)
+    all_equal = (no_score | (groups == highest)).all(1, keepdim=True)  # [groups, 1]
+    return (groups - baselines).masked_fill(all_equal | no_score, 0.0).flatten()
 
 
 def rloo_loss(args: Args, logprobs, inputs: LossInputs) -> LossOutputs:
@@ -292,11 +278,9 @@ def main(args: Args):
 
     accelerator = start_accelerator(args)
     output_dir = open_output_dir(args, accelerator)
-    if output_dir is None:  # The run is finished.
-        return
     longest = max(len(prompt.token_ids) for prompt in prompts + eval_prompts)
     longest += args.response_length - 1  # The last token is no input.
-    scorers, eval_scorers = load_scorers(args, tokenizer, longest, accelerator.device)
+    scorers, eval_scorers = load_scorers(args, accelerator, tokenizer)
     policy = load_policy(args, accelerator, tokenizer, longest)
     reference = load_reference(args, accelerator, policy, longest)  # None: there is no KL
 
@@ -326,9 +310,8 @@ def main(args: Args):
         first = (iteration - 1) * plan.prompts_per_iteration  # prompts that were drawn before
         positions = draw_prompts(args.seed, len(prompts), first, num_episodes // args.k)
         drawn = [prompts[position] for position in positions]  # [groups]
-        shape = (len(drawn), args.k, args.response_length)
-        uniforms = keyed_rng(args.seed, SAMPLING, iteration).random(shape)  # a number per token
-        batch = generate(args, accelerator, policy, drawn, uniforms, args.temperature)
+        rng = keyed_rng(args.seed, SAMPLING, iteration)
+        batch = generate(args, accelerator, policy, drawn, args.k, rng, args.temperature)
 
         # ---- 4b  score
         scores, parts = score_episodes(accelerator, batch, scorers, f"iteration {iteration}")
@@ -367,7 +350,7 @@ def main(args: Args):
                     with exchange_gradients(accelerator, policy, now=micro_batch.is_last):
                         episodes = micro_batch.episodes
                         logprobs = run_pass(policy, token_logprobs, batch, episodes)
-                        outputs = rloo_loss(args, logprobs, loss_inputs.select(episodes))
+                        outputs = rloo_loss(args, logprobs, select_rows(loss_inputs, episodes))
                         losses = outputs.losses  # [episodes]; a second loss is added here
                         # Divide by the size of the whole mini-batch, not of this micro-batch. So
                         # neither micro-batches nor processes change the gradient.
@@ -402,7 +385,7 @@ def main(args: Args):
         metrics["time/train_s"] = now - train_start
         metrics |= rollout_metrics(batch, scores, parts) | mean_metrics(updates)
         if reference is not None:
-            metrics["objective/kl"] = (batch.logprobs - ref_logprobs).sum(1).mean().item()
+            metrics["objective/kl"] = kl.mean().item()
 
         # ---- 4f  evaluate and save
         if eval_prompts and is_due(args.eval_every or plan.iterations, iteration, plan):
@@ -410,7 +393,7 @@ def main(args: Args):
         write_metrics(accelerator, output_dir, metrics, state, progress)
         columns = {"score": scores} | parts | {"logprobs": batch.logprobs}
         columns |= {"advantage": advantages, "ref_logprobs": ref_logprobs}
-        write_rollouts(args, accelerator, output_dir, plan, metrics, state, batch, columns)
+        write_rollouts(args, accelerator, output_dir, plan, metrics, batch, columns)
         state |= {"iteration": iteration, "step": step}
         if is_due(args.save_every, iteration, plan):
             save_checkpoint(accelerator, state, output_dir)
@@ -425,16 +408,15 @@ def main(args: Args):
 # ======================================== 5  the model =======================================
 # run_inside(model, f, ..) calls f(model, ..), run_pass makes one pass of some episodes in this way,
 # and run_passes makes all passes of a batch, shared by the processes, without gradient.
-def generate(args: Args, accelerator, policy, drawn, uniforms, temperature: float) -> Batch:
+def generate(args: Args, accelerator, policy, drawn, k: int, rng, temperature: float) -> Batch:
     """Sample k completions of every prompt. Each process samples a share, and then gets them all.
 
     An inference engine takes the place of `sample` here. First give it the new weights. It returns
-    the same tensors. It may ignore `uniforms`, and return 0 as entropies.
-    drawn: [groups]; uniforms: [groups, k, response], a random number in [0, 1) for each token
+    the same tensors. It may ignore the random numbers, and return 0 as entropies. drawn: [groups]
     """
-    k = uniforms.shape[1]
     prompts = [prompt for prompt in drawn for _ in range(k)]  # [episodes], group by group
-    uniforms = torch.from_numpy(uniforms).flatten(0, 1).to(accelerator.device)
+    uniforms = torch.from_numpy(rng.random((len(prompts), args.response_length)))
+    uniforms = uniforms.to(accelerator.device)  # [episodes, response], a number for each token
     prompt_lengths = torch.tensor([len(prompt.token_ids) for prompt in prompts])
     size = args.per_device_rollout_batch_size or len(prompts)
     model = accelerator.unwrap_model(policy)
@@ -582,10 +564,10 @@ def read_rows(path: str):
     """The lines of a .jsonl file, or the rows of a Hub dataset NAME:SPLIT or NAME:CONFIG:SPLIT."""
     if path.endswith(".jsonl"):
         return Path(path).read_bytes().rstrip().splitlines()
-    names = re.split(r":(?![^\[]*\])", path)  # at colons that are not in brackets
-    if len(names) == 1:
-        names.append("train")
-    return importlib.import_module("datasets").load_dataset(*names[:-1], split=names[-1])
+    *names, split = re.split(r":(?![^\[]*\])", path)  # at colons that are not in brackets
+    if not names:
+        raise ValueError(f"{path}: must be a .jsonl file, or a Hub dataset as NAME:SPLIT")
+    return importlib.import_module("datasets").load_dataset(*names, split=split)
 
 
 def load_prompts(args: Args, path: str | None, reward: str, tokenizer) -> list[Prompt]:
@@ -624,12 +606,10 @@ def make_prompt(row: bytes | dict, reward: str, tokenizer) -> Prompt:
         raise ValueError("needs a `prompt`: text, or a list of chat messages")
     if reward == "exact_match" and "answer" not in row:
         raise ValueError("needs an `answer`, for the reward exact_match")
-    if not row.keys().isdisjoint(("prompts", "completions", "completion_ids")):
-        raise ValueError("prompts, completions and completion_ids cannot be columns of a row")
     is_chat = isinstance(text, list)
     if is_chat:
-        settings = dict(tokenize=False, add_generation_prompt=True)
-        settings |= row.get("chat_template_kwargs") or {}
+        settings = row.get("chat_template_kwargs") or {}
+        settings = dict(tokenize=False, add_generation_prompt=True) | settings
         text = tokenizer.apply_chat_template(text, **settings)
     # A chat template writes the special tokens itself.
     token_ids = tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
@@ -645,34 +625,30 @@ def exact_match(completions: list, answer: list, **_) -> list[float]:
 
 
 def load_reward(flag: str, spec: str):
-    """The function that exact_match, FILE.py:FUNCTION or package.module:FUNCTION names."""
-    if spec == "exact_match":
-        return exact_match
-    path, _, function = spec.rpartition(":")
-    if not path:
+    """The function that exact_match, FILE.py:FUNCTION, package.module:FUNCTION or none names."""
+    built_in = {"exact_match": exact_match, "none": lambda prompts, **_: [0.0] * len(prompts)}
+    if spec in built_in:
+        return built_in[spec]
+    module, _, function = spec.rpartition(":")
+    if not module:
         raise ValueError(f"{flag} {spec}: must be exact_match, FILE.py:FUNCTION or none")
-    if not path.endswith(".py"):
-        return getattr(importlib.import_module(path), function)
-    file = Path(path).resolve(strict=True)
-    # The file may import its neighbours. The folder comes last, so that it hides no library.
-    sys.path.append(str(file.parent))
-    module = importlib.import_module(file.stem)
-    if Path(getattr(module, "__file__", "")).resolve() != file:
-        raise ValueError(f"{flag} {spec}: Python already knows another module {file.stem}")
-    return getattr(module, function)
+    if module.endswith(".py"):
+        file = Path(module).resolve(strict=True)
+        # The file may import its neighbours. The folder comes last, so that it hides no library.
+        sys.path.append(str(file.parent))
+        module = file.stem
+    return getattr(importlib.import_module(module), function)
 
 
-def load_scorers(args: Args, tokenizer, longest: int, device) -> tuple[dict, dict]:
+def load_scorers(args: Args, accelerator, tokenizer) -> tuple[dict, dict]:
     """The scorers of training and of evaluations, by flag. The scores that they give are added.
 
     A scorer is a function of a batch and a range of its episodes. It returns lists of scores, by
     name. --eval-reward replaces all scorers of training.
     """
-    scorers = {}
-    if args.reward != "none":
-        scorers["--reward"] = partial(call_reward, load_reward("--reward", args.reward))
+    scorers = {"--reward": partial(call_reward, load_reward("--reward", args.reward))}
     if args.reward_model_path is not None:
-        scorers["--reward-model-path"] = load_reward_model(args, tokenizer, longest, device)
+        scorers["--reward-model-path"] = load_reward_model(args, accelerator, tokenizer)
     if args.eval_reward is None:
         return scorers, scorers
     reward = load_reward("--eval-reward", args.eval_reward)
@@ -694,32 +670,29 @@ def score_episodes(accelerator, batch: Batch, scorers: dict, where: str):
         for flag, scorer in scorers.items():
             for name, values in scorer(batch, episodes).items():
                 source = f"{where}: {flag} {name}".rstrip()
-                check_scores(source, values, batch.prompts[first : first + size])
-                parts[name] = values
-    rows = [{name: values[i] for name, values in parts.items()} for i in range(len(episodes))]
-    rows = gather_object(rows)
-    for row in rows:
-        if list(row) != list(rows[0]):
-            both = f"{list(rows[0])} and {list(row)}"
-            raise ValueError(f"{where}: the parts of the score depend on the process: {both}")
-    # In an array of numbers, None is nan.
-    table = np.array([list(row.values()) for row in rows], dtype=float)  # [episodes, parts]
-    table = torch.from_numpy(table).to(accelerator.device)
-    has_no_score = table.isnan().all(1) & (table.shape[1] > 0)  # without a scorer all scores are 0
-    scores = table.nansum(1).masked_fill(has_no_score, math.nan)
-    return scores, {f"reward/{name}": part for name, part in zip(rows[0], table.unbind(1)) if name}
+                parts[name] = check_scores(source, values, batch.prompts[first : first + size])
+    shares = [share for share in gather_object([parts]) if share]  # of processes with episodes
+    names = list(shares[0])
+    for share in shares:
+        if list(share) != names:
+            raise ValueError(
+                f"{where}: the parts of the score are {list(share)} here, {names} there"
+            )
+    columns = [np.concatenate([share[name] for share in shares]) for name in names]
+    table = torch.from_numpy(np.stack(columns)).to(accelerator.device)  # [parts, episodes]
+    scores = table.nansum(0).masked_fill(table.isnan().all(0), math.nan)
+    return scores, {f"reward/{name}": part for name, part in zip(names, table) if name}
 
 
-def check_scores(source: str, values, prompts: list[Prompt]):
-    """Refuse what is not a list with a finite number, or None, for each of the prompts."""
-    if not hasattr(values, "__len__"):
-        raise ValueError(f"{source} returned {values!r}, and not a list of scores")
-    if len(values) != len(prompts):
-        raise ValueError(f"{source} returned {len(values)} scores for {len(prompts)} completions")
+def check_scores(source: str, values, prompts: list[Prompt]) -> np.ndarray:
+    """The scores of some prompts as numbers, None as nan. Each must be None or a finite number."""
+    if not hasattr(values, "__len__") or len(values) != len(prompts):
+        raise ValueError(f"{source} returned {values!r:.80}, and not {len(prompts)} scores")
     for value, prompt in zip(values, prompts):
         is_number = hasattr(value, "__float__") and abs(float(value)) < 1e38  # float32 holds it
         if value is not None and not is_number:
             raise ValueError(f"{source} gave a completion of {prompt.text!r} the score {value!r}")
+    return np.array(values, dtype=float)
 
 
 def call_reward(function, batch: Batch, episodes: range) -> dict[str, list]:
@@ -737,32 +710,26 @@ def call_reward(function, batch: Batch, episodes: range) -> dict[str, list]:
         row |= {"prompts": prompt, "completions": completion, "completion_ids": batch.token_ids[i]}
         rows.append(row)
     scores = function(**{name: [row[name] for row in rows] for name in row})
-    parts = {"": scores}
-    if isinstance(scores, dict) and scores:
-        parts = dict(scores)
-    if "reward_model" in parts:
-        raise ValueError("--reward: no part may have the name reward_model; it is the model's part")
-    return parts
+    if not isinstance(scores, dict):
+        return {"": scores}
+    if not scores or "reward_model" in scores:
+        raise ValueError("--reward: its dict must have parts, and none may be named reward_model")
+    return scores
 
 
-def load_reward_model(args: Args, tokenizer, longest: int, device):
+def load_reward_model(args: Args, accelerator, tokenizer):
     """A classifier with one label, as a scorer.
 
     It reads token ids, the EOS included, where it has the policy's vocabulary. Otherwise it reads
     the text, and its own EOS is appended where the episode ended.
     """
     path = args.reward_model_path
-    auto_class = transformers.AutoModelForSequenceClassification
-    dtype = getattr(torch, args.dtype)
     its_tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     same_vocabulary = its_tokenizer.get_vocab() == tokenizer.get_vocab()
-    longest += 1  # It reads the last token, too.
-    if not same_vocabulary:
-        longest = 0  # In other tokens the length is not known.
-    flag = "--reward-model-path"
-    model = load_model(flag, path, auto_class, dtype, longest, num_labels=1).to(device)
-    if not hasattr(model, "score"):
-        raise ValueError(f"{flag} {path}: {type(model).__name__} does not score the last token")
+    auto_class = transformers.AutoModelForSequenceClassification
+    dtype = getattr(torch, args.dtype)
+    model = load_model(path, auto_class, dtype, accelerator.device, num_labels=1)
+    head = model.score  # of the last token; a model that scores its first token has no `score`
 
     @torch.no_grad()
     def reward_model(batch: Batch, episodes: range) -> dict[str, list]:
@@ -773,9 +740,9 @@ def load_reward_model(args: Args, tokenizer, longest: int, device):
         scores = []
         size = args.per_device_train_batch_size
         for first in range(0, len(rows), size):
-            tokens, mask = pad_left(rows[first : first + size], device)
+            tokens, mask = pad_left(rows[first : first + size], accelerator.device)
             hidden = run_tokens(model.base_model, tokens, mask)[:, -1]  # padding is on the left
-            scores += model.score(hidden).float().squeeze(-1).tolist()
+            scores += head(hidden).float().squeeze(-1).tolist()
         return {"reward_model": scores}
 
     return reward_model
@@ -783,18 +750,17 @@ def load_reward_model(args: Args, tokenizer, longest: int, device):
 
 def retokenize(tokenizer, batch: Batch, i: int) -> list[int]:
     """Episode i of the batch in the tokens of another tokenizer."""
-    prompt = batch.prompts[i]
-    completion = batch.completions[i]
-    if isinstance(prompt.row["prompt"], list):
-        messages = prompt.row["prompt"] + [{"role": "assistant", "content": completion}]
-        settings = prompt.row.get("chat_template_kwargs") or {}
-        row = tokenizer.apply_chat_template(messages, return_dict=True, **settings)["input_ids"]
+    row = batch.prompts[i].row
+    if isinstance(row["prompt"], list):
+        messages = row["prompt"] + [{"role": "assistant", "content": batch.completions[i]}]
+        settings = row.get("chat_template_kwargs") or {}
+        tokens = tokenizer.apply_chat_template(messages, return_dict=True, **settings)["input_ids"]
     else:
-        row = tokenizer(prompt.text + completion)["input_ids"]
+        tokens = tokenizer(batch.prompts[i].text + batch.completions[i])["input_ids"]
     eos = tokenizer.eos_token_id
-    if batch.ended[i] and eos is not None and row[-1:] != [eos]:
-        row = row + [eos]
-    return row
+    if batch.ended[i] and eos is not None and tokens[-1:] != [eos]:
+        tokens = tokens + [eos]
+    return tokens
 
 
 # ==================== 7  random numbers, and the work of each process ====================
@@ -827,9 +793,7 @@ def draw_prompts(seed: int, num_prompts: int, first: int, count: int) -> list[in
     return stream[first % num_prompts :][:count]
 
 
-def draw_mini_batches(
-    args: Args, iteration: int, ppo_epoch: int, num_episodes: int
-) -> tuple[torch.Tensor, ...]:
+def draw_mini_batches(args: Args, iteration: int, ppo_epoch: int, num_episodes: int) -> tuple:
     """The mini-batches of one PPO epoch: the groups in a new order, cut into near-equal pieces.
 
     For example, k = 2 and two groups, with the episodes 0 1 and 2 3. In the order 1, 0 they are
@@ -868,14 +832,17 @@ def gather_rows(accelerator, passes: list, episodes: torch.Tensor):
 
     passes: for each pass of this process its micro-batch, and a tensor, or a tuple or dict of them
     """
-    micro_batches = [(micro_batch.episodes, micro_batch.is_real) for micro_batch, _ in passes]
-    tensors = [tensors for _, tensors in passes]
-    everything = (concatenate(micro_batches), concatenate(tensors))
-    (passed, is_real), tensors = accelerator.gather(everything)
+    rows = [(micro_batch[:2], tensors) for micro_batch, tensors in passes]
+    (passed, is_real), tensors = accelerator.gather(concatenate(rows))
     real = is_real.nonzero().flatten()
     row_of = passed.new_zeros(int(passed.max()) + 1)  # of an episode, among the rows of all passes
     row_of[passed[real]] = real
-    return recursively_apply(lambda tensor: tensor[row_of[episodes]], tensors)
+    return select_rows(tensors, row_of[episodes])
+
+
+def select_rows(tensors, rows):
+    """Some rows of a tensor, or of each tensor in a tuple or dict. What is None stays None."""
+    return recursively_apply(lambda tensor: tensor[rows], tensors)
 
 
 def run_pass(model, function, batch: Batch, episodes: torch.Tensor):
@@ -973,17 +940,16 @@ class KVCache(transformers.DynamicCache):
     """
 
     def update(self, keys, values, layer_idx, *args, **kwargs):
-        if torch.is_grad_enabled():
-            return super().update(keys, values, layer_idx, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        samples = not torch.is_grad_enabled()
         device_type = keys.device.type
-        if torch.is_autocast_enabled(device_type):
+        if samples and torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
             keys = keys.to(dtype)
             values = values.to(dtype)
-        layer = self.layers[layer_idx]
         # Layers of other types keep only some tokens, for instance those of a sliding window.
         is_plain = type(layer) is transformers.cache_utils.DynamicLayer
-        if not is_plain or not layer.is_initialized or keys.shape[2] > 1:
+        if not (samples and is_plain and layer.is_initialized and keys.shape[2] == 1):
             return super().update(keys, values, layer_idx, *args, **kwargs)
         layer.keys = append_token(layer.keys, keys)
         layer.values = append_token(layer.values, values)
@@ -996,13 +962,12 @@ def append_token(old, new):
     The result is the beginning of a larger tensor. The next token is written into this tensor.
     """
     rows, heads, count, size = old.shape
-    room = old.stride(1) // old.stride(2)  # the tokens for which there is memory
-    if room > count:
-        larger = old.as_strided((rows, heads, room, size), old.stride())
-    else:
-        larger = torch.cat([old, old.new_empty((rows, heads, 8 + count // 4, size))], dim=2)
-    larger[:, :, count : count + 1] = new
-    return larger[:, :, : count + 1]
+    if old.stride(1) == count * size:  # The memory is full.
+        room = old.new_empty((rows, heads, 8 + count // 4, size))
+        old = torch.cat([old, room], dim=2)
+    longer = old.as_strided((rows, heads, count + 1, size), old.stride())
+    longer[:, :, count:] = new
+    return longer
 
 
 def run_tokens(network, tokens, mask, cache=None, **settings) -> torch.Tensor:
@@ -1081,12 +1046,11 @@ def in_pieces(model, function, hidden, tokens):
     if hasattr(head.weight, "ds_id"):
         # ZeRO-3 gathers the head at every call, so all processes must make as many calls.
         count = max(gather_object([count]))
+    if count > 1:
+        function = partial(checkpoint, function, use_reentrant=False)
     pieces = zip(hidden.flatten(0, 1).tensor_split(count), tokens.flatten().tensor_split(count))
-    if count == 1:
-        results = [function(*piece) for piece in pieces]
-    else:
-        results = [checkpoint(function, *piece, use_reentrant=False) for piece in pieces]
-    return recursively_apply(lambda rows: rows.unflatten(0, tokens.shape), concatenate(results))
+    results = concatenate([function(*piece) for piece in pieces])
+    return recursively_apply(lambda rows: rows.unflatten(0, tokens.shape), results)
 
 
 def head_logits(model, hidden) -> torch.Tensor:
@@ -1103,18 +1067,15 @@ def head_logits(model, hidden) -> torch.Tensor:
     return logits
 
 
-def load_model(
-    flag: str, path: str, auto_class, dtype: torch.dtype, longest: int = 0, **config_changes
-):
-    """`from_pretrained` with all dropout off. longest: tokens of the longest row that it will read
+def load_model(path: str, auto_class, dtype: torch.dtype, device, longest: int = 0, **changes):
+    """`from_pretrained` with all dropout off, on the device.
 
-    Every weight must be in the checkpoint, in the right shape. Otherwise it would be random.
+    Every weight must be in the checkpoint. Otherwise it would be random.
+    longest: tokens of the longest row that the model will read; changes: of its config
     """
     if (Path(path) / "adapter_config.json").exists():
-        raise ValueError(
-            f"{flag} {path}: holds LoRA adapters; docs/recipes.md says how to merge them"
-        )
-    config = transformers.AutoConfig.from_pretrained(path, **config_changes)
+        raise ValueError(f"{path} holds LoRA adapters; docs/recipes.md says how to merge them")
+    config = transformers.AutoConfig.from_pretrained(path, **changes)
     rates = {}
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
@@ -1122,70 +1083,71 @@ def load_model(
             rates[name] = value
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest > (positions or math.inf):
-        needed = f"with the longest prompt {longest} tokens"
-        raise ValueError(f"--response-length: {needed}, but {flag} has {positions} positions")
-    model, info = auto_class.from_pretrained(
-        path, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
-    )
-    mismatched = [name for name, *_ in info["mismatched_keys"]]
-    for name in sorted(info["missing_keys"]) + sorted(mismatched):
-        raise ValueError(f"{flag} {path}: {name} is missing in its weights, or has another shape")
+        needed = f"the longest prompt and --response-length need {longest}"
+        raise ValueError(f"{path} has {positions} positions; {needed}")
+    settings = dict(config=config, dtype=dtype, output_loading_info=True)
+    model, info = auto_class.from_pretrained(path, **settings)
+    if info["missing_keys"]:
+        raise ValueError(f"{path}: its weights lack {sorted(info['missing_keys'])}")
     model.dropout_rates = rates  # The config gets them back when the model is saved.
     # Gradient checkpointing works only in train mode. Without dropout nothing there is random.
-    return model.train()
+    return model.to(device).train()
 
 
-def check_padding(accelerator, flag: str, model, function):
-    """Refuse a model that gives other results in padded rows. Two short rows show it.
+def check_model(accelerator, model, function):
+    """Refuse a model that needs more than masks and positions, or that changes its logits.
 
-    If only shared prompts are wrong, each episode gets a row of its own.
+    Two short rows show it. If only shared prompts are wrong, each episode gets a row of its own.
     function: token_logprobs or token_values
     """
+    network = model.language_model
+    shares_prompts = model.shares_prompts
     tokens = torch.arange(10, device=accelerator.device).view(2, 5)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     prompts = [[1, 2], [3, 4, 5, 6]]
-    network = model.language_model
-    is_float32 = network.dtype == torch.float32
-    logits = head_logits(model, run_tokens(network.get_decoder(), tokens, mask))
-    difference = (logits - run_tokens(network, tokens, mask)).abs().mean()
-    if not difference < (1e-2 if is_float32 else 0.3):
-        raise ValueError(f"{flag}: `head_logits` does not know what this model does to its logits")
-    shares_prompts = model.shares_prompts
-    model.shares_prompts = False
 
-    def outputs_of(*rows):
-        outputs = function(model, *rows)
+    def run_rows(rows: list[int], shared: bool):
+        model.shares_prompts = shared
+        outputs = function(model, [prompts[i] for i in rows], tokens[rows], mask[rows])
         if isinstance(outputs, tuple):  # A changed function may also return entropies.
             outputs = outputs[0]
         return outputs
 
-    alone = torch.cat([outputs_of([prompts[i]], tokens[[i]], mask[[i]]) for i in (0, 1)])
+    alone = torch.cat([run_rows([i], shared=False) for i in (0, 1)])
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     for shared in (shares_prompts, False):
-        model.shares_prompts = shared
-        outputs = outputs_of(prompts, tokens, mask)
+        outputs = run_rows([0, 1], shared)
         try:  # Some models change their cache in place, which has no gradient.
             torch.autograd.grad(outputs.sum(), trained[:1], allow_unused=True)
         except RuntimeError:
             continue
-        difference = (outputs - alone).abs()
-        if difference.max() < 1e-3 or not is_float32 and difference.mean() < 0.3:
-            if shared != shares_prompts:
-                accelerator.print(f"{flag}: this model needs a row for each episode", flush=True)
-            return
-    raise ValueError(f"{flag}: this model gives other results in padded rows")
+        if is_rounding(outputs - alone, network.dtype):
+            break
+    else:
+        raise ValueError(f"{network.name_or_path} gives other results in padded rows")
+    if shared != shares_prompts:
+        accelerator.print(f"{network.name_or_path} needs a row for each episode", flush=True)
+    logits = head_logits(model, run_tokens(network.get_decoder(), tokens, mask))
+    if not is_rounding(logits - run_tokens(network, tokens, mask), network.dtype):
+        raise ValueError(f"{network.name_or_path} does something to its logits, see `head_logits`")
+
+
+def is_rounding(difference: torch.Tensor, dtype: torch.dtype) -> bool:
+    """True if numbers that should be equal are no further apart than rounding moves them."""
+    if dtype == torch.float32:
+        return bool(difference.abs().max() < 1e-3)
+    return bool(difference.abs().mean() < 0.3)
 
 
 def load_policy(args: Args, accelerator, tokenizer, longest: int) -> CompletionModel:
     """The model that is trained."""
-    flag = "--model-path"
     dtype = torch.float32 if args.lora_r is None else getattr(torch, args.dtype)
     auto_class = transformers.AutoModelForCausalLM
-    model = load_model(flag, args.model_path, auto_class, dtype, longest)
+    model = load_model(args.model_path, auto_class, dtype, accelerator.device, longest)
     eos_ids = find_eos_ids(model, tokenizer, args.stop_token_id)
-    model = prepare_for_training(args, model.to(accelerator.device), 1)
+    model = prepare_for_training(args, model, index=1)
     policy = CompletionModel(model, tokenizer, eos_ids, args)
-    check_padding(accelerator, flag, policy, token_logprobs)
+    check_model(accelerator, policy, token_logprobs)
     return policy
 
 
@@ -1219,27 +1181,24 @@ def load_reference(args: Args, accelerator, policy: CompletionModel, longest: in
                 return policy(call)
 
         return policy_without_adapters
-    flag = "--ref-model-path"
     path = args.ref_model_path or args.model_path
     dtype = getattr(torch, args.dtype)
     auto_class = transformers.AutoModelForCausalLM
-    model = load_model(flag, path, auto_class, dtype, longest).to(accelerator.device)
-    theirs = policy.language_model.get_input_embeddings().weight.shape
-    if model.get_input_embeddings().weight.shape[0] != theirs[0]:
-        raise ValueError(f"{flag} {path}: its vocabulary is not the policy's")
+    model = load_model(path, auto_class, dtype, accelerator.device, longest)
+    if model.config.vocab_size != policy.language_model.config.vocab_size:
+        raise ValueError(f"--ref-model-path {path}: its vocabulary is not the policy's")
     reference = CompletionModel(model, policy.tokenizer, policy.eos_ids, args)
-    check_padding(accelerator, flag, reference, token_logprobs)
+    check_model(accelerator, reference, token_logprobs)
     return reference
 
 
 def find_eos_ids(model, tokenizer, stop_token_id: int | None) -> list[int]:
     """Every token that ends an episode: of the model, the tokenizer, and --stop-token-id."""
-    if (stop_token_id or 0) >= model.get_input_embeddings().weight.shape[0]:
+    if (stop_token_id or 0) >= model.get_input_embeddings().num_embeddings:
         raise ValueError(f"--stop-token-id {stop_token_id}: the model has no such token")
     eos_ids = {tokenizer.eos_token_id, stop_token_id}
     for config in (model.config.get_text_config(), model.generation_config):
-        ids = config.eos_token_id
-        eos_ids |= set(ids) if isinstance(ids, list) else {ids}
+        eos_ids |= set(np.ravel(config.eos_token_id).tolist())  # one, several, or None
     return sorted(eos_ids - {None})
 
 
@@ -1247,37 +1206,25 @@ def find_eos_ids(model, tokenizer, stop_token_id: int | None) -> list[int]:
 JSONL_FILES = ("metrics.jsonl", "rollouts.jsonl")
 
 
-def evaluate(
-    args: Args, accelerator, policy, prompts: list[Prompt], scorers: dict, iteration: int
-) -> dict:
-    """The mean score of completions of the evaluation prompts, and that of the best of several.
+def evaluate(args: Args, accelerator, policy, prompts: list, scorers: dict, iteration: int) -> dict:
+    """The mean score of the evaluation prompts, and the expected best of m of --eval-k completions.
 
     Completions without a score are left out, and counted.
     """
-    shape = (len(prompts), args.eval_k, args.response_length)
-    uniforms = keyed_rng(args.seed, EVALUATION, iteration).random(shape)
-    batch = generate(args, accelerator, policy, prompts, uniforms, args.eval_temperature)
+    k = args.eval_k
+    rng = keyed_rng(args.seed, EVALUATION, iteration)
+    batch = generate(args, accelerator, policy, prompts, k, rng, args.eval_temperature)
     scores, parts = score_episodes(accelerator, batch, scorers, f"evaluation {iteration}")
     metrics = {"eval/scores": scores.nanmean().item()}
     metrics["eval/num_unscored"] = int(scores.isnan().sum())
     for name, part in parts.items():
         metrics[f"eval/{name}"] = part.nanmean().item()
-    return metrics | best_of(scores.view(-1, args.eval_k))
-
-
-def best_of(scores: torch.Tensor) -> dict:
-    """The expected best of m scores of a prompt, drawn from its k scores without replacement.
-
-    For scores of 0 and 1 this is pass@m (arXiv 2107.03374, eq. 1). scores: [prompts, k]
-    """
-    k = scores.shape[1]
-    scores = scores[~scores.isnan().any(1)].sort(1).values  # prompts with all scores, low to high
-    metrics = {}
+    groups = scores.view(-1, k)
+    groups = groups[~groups.isnan().any(1)].sort(1).values  # prompts with all scores, low to high
     for m in [2**i for i in range(k) if 2**i < k] + [k]:
-        # Score i is the best one of comb(i, m - 1) draws.
+        # Of all choices of m scores, comb(i, m - 1) have score i as the best (2107.03374, eq. 1).
         weights = [math.comb(i, m - 1) / math.comb(k, m) for i in range(k)]
-        best = scores @ scores.new_tensor(weights)  # [prompts]
-        metrics[f"eval/best_of_{m}"] = best.mean().item()
+        metrics[f"eval/best_of_{m}"] = (groups @ groups.new_tensor(weights)).mean().item()
     return metrics
 
 
@@ -1356,57 +1303,44 @@ def write_metrics(accelerator, output_dir: Path, metrics: dict, state: dict, pro
     metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
     accelerator.log(metrics, step=metrics["episode"])
     append_jsonl(accelerator, output_dir / "metrics.jsonl", [metrics])
-    for name, metric in (("sampled", "objective/scores"), ("held-out", "eval/scores")):
-        if metric in metrics:
-            state.setdefault(f"first {name}", metrics[metric])
-            state[f"last {name}"] = metrics[metric]
-    last = {name: f"{state[name]:.3g}" for name in state if name.startswith("last ")}
-    progress.set_postfix(last)
+    for name in ("eval/scores", "objective/scores"):
+        if name in metrics:
+            first = state["first_scores"].setdefault(name, metrics[name])
+            state["scores"][name] = f"{first:.3f} -> {metrics[name]:.3f}"
+    progress.set_postfix(state["scores"])
 
 
 def write_rollouts(
-    args: Args,
-    accelerator,
-    output_dir: Path,
-    plan,
-    metrics: dict,
-    state: dict,
-    batch,
-    columns: dict,
+    args: Args, accelerator, output_dir: Path, plan, metrics: dict, batch: Batch, tensors: dict
 ):
     """Append all episodes to rollouts.jsonl where asked, and now and then show a few of them.
 
-    columns: tensors [episodes] or [episodes, response], by name; None is null
+    tensors: [episodes] or [episodes, response], by name; None is null
     """
-    rows = []
-    for i, prompt in enumerate(batch.prompts):
-        row = {"iteration": metrics["iteration"], "index": i, "prompt": prompt.text}
-        rows.append(row | {"completion": batch.completions[i], "token_ids": batch.token_ids[i]})
-    for name, tensor in columns.items():
+    count = len(batch.prompts)
+    columns = {"iteration": [metrics["iteration"]] * count, "index": range(count)}
+    columns["prompt"] = [prompt.text for prompt in batch.prompts]
+    columns |= {"completion": batch.completions, "token_ids": batch.token_ids}
+    for name, tensor in tensors.items():
         if tensor is None:
-            entries = [None] * len(rows)
+            columns[name] = [None] * count
         elif tensor.dim() == 2:
-            entries = trim_rows(tensor, batch.lengths)
+            columns[name] = trim_rows(tensor, batch.lengths)
         else:
-            entries = [None if math.isnan(entry) else entry for entry in tensor.tolist()]
-        for row, entry in zip(rows, entries):
-            row[name] = entry
+            columns[name] = [None if math.isnan(entry) else entry for entry in tensor.tolist()]
+    rows = [dict(zip(columns, entries)) for entries in zip(*columns.values())]
     if args.save_rollouts:
         append_jsonl(accelerator, output_dir / "rollouts.jsonl", rows)
-    scores = columns["score"]
-    is_first = accelerator.is_main_process and "all_equal" not in state
-    if is_first and (scores == scores[0]).all():
-        state["all_equal"] = True
-        tqdm.write(f"all scores are {scores[0]:g}: nothing to learn from yet")
     # This is true --num-sample-generations times in a run, at equal distances.
     wanted = args.num_sample_generations
     if not accelerator.is_main_process or metrics["iteration"] * wanted % plan.iterations >= wanted:
         return
-    names = ["prompt", "completion", "score"] + [n for n in columns if n.startswith("reward/")]
-    samples = [[row[name] for name in names] for row in rows[:: args.k][:4]]  # one of a group
-    for i, (prompt, completion, *_) in enumerate(samples):
-        shown = ", ".join(f"{name} {columns[name][i * args.k]:.4g}" for name in names[2:])
-        tqdm.write(f"episode {metrics['episode']}: {prompt!r} -> {completion!r}, {shown}")
+    names = ["prompt", "completion", "score", *(x for x in columns if x.startswith("reward/"))]
+    samples = []
+    for row in rows[:: args.k][:4]:  # one completion of each of four groups
+        shown = {name: row[name] for name in names}
+        samples.append(list(shown.values()))
+        tqdm.write(f"episode {metrics['episode']}: {shown}")
     for tracker in accelerator.trackers:
         if hasattr(tracker, "log_table"):
             tracker.log_table("samples", columns=names, data=samples, step=metrics["episode"])
@@ -1429,9 +1363,7 @@ def save_checkpoint(accelerator, state: dict, output_dir: Path):
     files = [output_dir / name for name in JSONL_FILES]
     state["jsonl_sizes"] = {file.name: file.stat().st_size for file in files if file.exists()}
     (unfinished / "state.json").write_text(json.dumps(state))
-    folder = checkpoints / f"iteration_{state['iteration']:08d}"
-    shutil.rmtree(folder, ignore_errors=True)  # An older script may have left half of one.
-    unfinished.rename(folder)
+    unfinished.rename(checkpoints / f"iteration_{state['iteration']:08d}")
     for old in sorted(checkpoints.glob("iteration_*"))[:-2]:
         shutil.rmtree(old.rename(unfinished))
 
@@ -1445,35 +1377,33 @@ def load_state(args: Args, accelerator, output_dir: Path, prompts: list[Prompt])
     if accelerator.is_main_process:
         output_dir.mkdir(parents=True, exist_ok=True)
         # It raises where another process holds the lock. A killed process gives it back.
-        accelerator.lock = filelock.FileLock(output_dir / ".lock", blocking=False)
-        accelerator.lock.acquire()
-    run_id = f"{output_dir.name}-{int(time.time())}"
+        accelerator.lock = filelock.FileLock(output_dir / ".lock", blocking=False).acquire()
     rows = repr([prompt.row for prompt in prompts]).encode()
     dataset = f"{len(prompts)} prompts, SHA-256 {hashlib.sha256(rows).hexdigest()[:12]}"
+    run_id = f"{output_dir.name}-{int(time.time())}"
     state = {"iteration": 0, "step": 0, "dataset": dataset, "run_id": run_id}
+    state |= {"first_scores": {}, "scores": {}, "jsonl_sizes": {}}
     if not args.resume:
         return state
     for file in sorted(output_dir.glob("checkpoints/iteration_*/state.json"))[-1:]:
-        try:
-            state |= json.loads(file.read_text())
-            accelerator.load_state(str(file.parent))
-        except Exception as error:
-            advice = "remove it, and --resume takes the one before it"
-            raise RuntimeError(f"{file.parent} is damaged; {advice}") from error
+        accelerator.print(f"--resume from {file.parent}; remove it if it is damaged", flush=True)
+        state |= json.loads(file.read_text())
+        accelerator.load_state(str(file.parent))
         if state["dataset"] != dataset:
             raise ValueError(f"--dataset: {dataset}, but the run had {state['dataset']}")
-    if accelerator.is_main_process and (output_dir / "args.yaml").exists():  # They are the run's.
-        for name in JSONL_FILES:
-            file = output_dir / name
-            if file.exists():
-                size = state.get("jsonl_sizes", {}).get(name, 0)
-                os.truncate(file, min(size, file.stat().st_size))
-    accelerator.print(f"--resume: {state['iteration']} iterations are done", flush=True)
+    for name in JSONL_FILES:
+        file = output_dir / name
+        if accelerator.is_main_process and file.exists():
+            size = state["jsonl_sizes"].get(name, 0)
+            os.truncate(file, min(size, file.stat().st_size))
     return state
 
 
 def finish(accelerator, policy, output_dir: Path, plan: SimpleNamespace, state: dict):
     """Write policy and tokenizer, give the folder its name when it is whole, and sum the run up."""
+    summary = f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs"
+    for name, change in state["scores"].items():
+        summary += f"; {name} {change}"
     state_dict = accelerator.get_state_dict(policy)
     if accelerator.is_main_process and plan.steps > 0:
         weights = {}
@@ -1485,22 +1415,12 @@ def finish(accelerator, policy, output_dir: Path, plan: SimpleNamespace, state: 
         model.language_model.config.update(model.language_model.dropout_rates)
         model.language_model.save_pretrained(folder, state_dict=weights)
         model.tokenizer.save_pretrained(folder)
-        folder.rename(output_dir / "model")
-    summary = f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs"
-    for name in ("held-out", "sampled"):
-        if f"first {name}" in state:
-            change = f"{state[f'first {name}']:.3f} -> {state[f'last {name}']:.3f}"
-            summary += f"; {name} score {change}"
-    if plan.steps > 0:
-        summary += f"; model in {output_dir / 'model'}"
+        summary += f"; model in {folder.rename(output_dir / 'model')}"
     accelerator.print(summary, flush=True)
     accelerator.wait_for_everyone()  # Another process may still be reading a checkpoint.
-    checkpoints = output_dir / "checkpoints"
-    if accelerator.is_main_process and checkpoints.exists():
-        for folder in checkpoints.glob("iteration_*"):
+    if accelerator.is_main_process:
+        for folder in output_dir.glob("checkpoints/iteration_*"):
             shutil.rmtree(folder)
-        with contextlib.suppress(OSError):  # Files of the user stay.
-            checkpoints.rmdir()
 
 
 # ===================================== 10  sharded models =====================================
@@ -1544,58 +1464,54 @@ def configure_deepspeed(accelerator, args: Args):
 
 # ======================================== 11  checks ========================================
 # --learning-rate of the built-in policy, of any other, and of LoRA adapters.
-RATES = (1e-4, 1e-6, 1e-5)
+RATES = {"built-in": 1e-4, "other": 1e-6, "LoRA": 1e-5}
 
 # Flags that may change when a run is resumed. They change memory, or what is shown and kept.
-FREE_FLAGS = set("output_dir resume save_every plan gradient_checkpointing log_with".split())
-FREE_FLAGS |= set("eval_dataset eval_every eval_temperature eval_k eval_reward".split())
-FREE_FLAGS |= {"per_device_train_batch_size", "per_device_rollout_batch_size"}
-FREE_FLAGS |= {"num_sample_generations", "save_rollouts"}
+FREE_FLAGS = (
+    "output_dir resume save_every plan gradient_checkpointing log_with eval_dataset eval_every "
+    "eval_temperature eval_k eval_reward per_device_train_batch_size per_device_rollout_batch_size "
+    "num_sample_generations save_rollouts"
+).split()
 
-# The same text in all scripts, so it also lists flags that only another script has.
-MAY_BE_0 = set("seed warmup_steps num_sample_generations stop_token_id learning_rate".split())
-MAY_BE_0 |= set("weight_decay kl_coef cliprange eval_temperature missing_eos_penalty".split())
-MAY_BE_0 |= {"cliprange_high", "cliprange_value", "vf_coef", "gamma", "lam", "total_episodes"}
+# Numbers outside of 0 < number < inf that a flag may be. The same text in all scripts, so it also
+# lists flags that only another script has.
+MAY_BE_0 = (
+    "seed warmup_steps num_sample_generations stop_token_id learning_rate weight_decay kl_coef "
+    "cliprange cliprange_high cliprange_value eval_temperature missing_eos_penalty vf_coef gamma "
+    "lam total_episodes"
+)
+MAY_BE = dict.fromkeys(MAY_BE_0.split(), 0) | {"max_grad_norm": math.inf}
 
 
 def fill_in_defaults(args: Args):
     """Set the flags whose default depends on the launcher or on another flag."""
     if args.dtype is None:
-        launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        if launcher not in ("no", "bf16"):
-            raise ValueError(f"--dtype must be given: the launcher's {launcher} is not supported")
+        launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
         args.dtype = "bfloat16" if launcher == "bf16" else "float32"
     if args.eval_dataset is None and args.dataset == Args.dataset:
         args.eval_dataset = str(DEFAULT / "eval.jsonl")
-    defaults = {"learning_rate": RATES[0], "response_length": 8}
-    if Path(args.model_path).resolve() != Path(Args.model_path).resolve():
-        rate = RATES[1] if args.lora_r is None else RATES[2]
-        defaults = {"learning_rate": rate, "response_length": 256}
-    flags = Path(args.output_dir or "") / "args.yaml"
-    if args.resume and flags.exists():  # The run's own values, given or not
-        defaults |= yaml.safe_load(flags.read_text())
-    for name in ("learning_rate", "response_length"):
-        if getattr(args, name) is None:
-            setattr(args, name, defaults[name])
+    kind = "other" if args.lora_r is None else "LoRA"
+    if Path(args.model_path).resolve() == Path(Args.model_path).resolve():
+        kind = "built-in"
+    if args.learning_rate is None:
+        args.learning_rate = RATES[kind]
+    if args.response_length is None:
+        args.response_length = 8 if kind == "built-in" else 256
 
 
 def check_flags(args: Args):
     """Refuse flags that are out of range, or that contradict each other. tyro shows the message."""
     for name, value in vars(args).items():
-        if type(value) in (int, float):
-            bound = "at least 0" if name in MAY_BE_0 else "above 0"
-            is_high_enough = value >= 0 if name in MAY_BE_0 else value > 0  # False for nan
-            if not is_high_enough or (math.isinf(value) and name != "max_grad_norm"):
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{flag} must be {bound}, and finite, not {value}")
+        is_number = type(value) in (int, float)
+        if is_number and not 0 < value < math.inf and value != MAY_BE.get(name):
+            raise ValueError(f"--{name.replace('_', '-')} {value} is out of range")
     multiple = math.lcm(args.k, args.num_mini_batches)
-    path = args.eval_dataset or "none.jsonl"
     trackers = [None, *map(str, accelerate.tracking.get_available_trackers())]
     faults = {  # a message, and whether it is true
         "--rloo-k must be at least 2: the others are the baseline": args.rloo_k < 2,
         "--dtype bfloat16 with more than one update per batch: rounding alone would clip a third of"
         " the ratios, see docs/metrics.md": args.dtype == "bfloat16" and args.updates_per_batch > 1,
-        f"--batch-size must be a multiple of {multiple}, for whole groups and mini-batches": (
+        f"--batch-size: groups and mini-batches need a multiple of {multiple}": (
             args.batch_size % multiple != 0
         ),
         "--reward none needs a --reward-model-path or a --ref-model-path": (
@@ -1606,15 +1522,8 @@ def check_flags(args: Args):
             args.eval_dataset is None
             and (args.eval_every or args.eval_reward or args.eval_k > 1 or args.total_episodes == 0)
         ),
-        "--dataset: only .jsonl, or a Hub dataset as NAME:SPLIT": (
-            args.dataset.endswith((".json", ".csv", ".parquet"))
-        ),
-        "--eval-dataset must be a .jsonl file, or a Hub dataset as NAME:SPLIT": (
-            not path.endswith(".jsonl") and ":" not in path
-        ),
-        "--eval-k needs an --eval-temperature above 0, or all are equal": (
-            args.eval_k > 1 and args.eval_temperature == 0
-        ),
+        "--eval-k needs an --eval-temperature above 0": args.eval_k > 1
+        and not args.eval_temperature,
         "--warmup-steps needs --lr-scheduler-type constant_with_warmup": (
             args.warmup_steps > 0 and args.lr_scheduler_type == "constant"
         ),
@@ -1638,73 +1547,60 @@ def start_accelerator(args: Args) -> accelerate.Accelerator:
     )
     # accelerate can start one process where several were asked for, or several that are alone.
     asked_for_more = {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
-    expected = int(os.environ.get("WORLD_SIZE", 1 + asked_for_more))
-    if accelerator.num_processes != expected:
-        advice = "without GPUs use ACCELERATE_USE_CPU=true torchrun"
-        raise RuntimeError(f"fewer processes than launched; {advice}")
+    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1 + asked_for_more)):
+        raise RuntimeError("fewer processes than launched; without GPUs, launch as shown above")
     if accelerator.distributed_type == accelerate.DistributedType.DEEPSPEED:
         configure_deepspeed(accelerator, args)
     return accelerator
 
 
-def open_output_dir(args: Args, accelerator) -> Path | None:
-    """The folder of the run, the same on all processes. None if the run is finished.
+def open_output_dir(args: Args, accelerator) -> Path:
+    """The folder of the run, the same on all processes. If the run is finished, stop here.
 
     Only --resume may use a folder with a run, and only with flags that do not make it another run.
     """
-    name = (
-        args.output_dir
-        or f"runs/{Path(__file__).stem}__{args.seed}__{int(time.time())}__{os.getpid()}"
-    )
-    output_dir = Path(gather_object([name])[0])  # the clocks of two processes may differ
+    name = f"runs/{Path(__file__).stem}__{args.seed}__{int(time.time())}__{os.getpid()}"
+    # The clocks of two processes may differ.
+    output_dir = Path(gather_object([args.output_dir or name])[0])
     device = accelerator.device.type
-    processes = f"{accelerator.num_processes} x {device}, {args.dtype}"
     chosen = f"--learning-rate {args.learning_rate:g}, --response-length {args.response_length}"
-    accelerator.print(f"{processes}, {chosen}; writing to {output_dir}", flush=True)
-    if device == "cuda" and args.dtype == "float32":
-        promise = "float32 gives the same run on any number of processes"
-        accelerator.print(f"{promise}; --dtype bfloat16 is several times faster", flush=True)
-    model = output_dir / "model"
-    flags = output_dir / "args.yaml"
-    names = ("metrics.jsonl", "checkpoints", "model")
-    has_begun = any((output_dir / name).exists() for name in names)
-    if has_begun and not args.resume:
-        raise ValueError(f"--output-dir {output_dir}: already holds a run; --resume continues it")
-    if has_begun and flags.exists():
-        defaults = {name: getattr(Args, name) for name in vars(args)}  # of flags that are newer
-        for name, value in (defaults | yaml.safe_load(flags.read_text())).items():
-            flag = f"--{name.replace('_', '-')}"
-            if name not in vars(args):
-                raise ValueError(f"--output-dir {output_dir}: of another script, which has {flag}")
-            mine = getattr(args, name)
-            if name not in FREE_FLAGS and value != mine:
-                raise ValueError(f"{flag} {mine}: the run in {output_dir} has {value}")
-    if not model.exists():
-        return output_dir
-    accelerator.print(f"nothing to do: the run is finished, its model is in {model}")
-    accelerator.end_training()
-    return None
+    processes = f"{accelerator.num_processes} x {device}, {args.dtype}, {chosen}"
+    accelerator.print(f"{processes}; writing to {output_dir}", flush=True)
+    if (device, args.dtype) == ("cuda", "float32"):
+        accelerator.print(
+            "float32: the same run anywhere; --dtype bfloat16 is several times faster"
+        )
+    if (output_dir / "model").exists():
+        accelerator.print(f"nothing to do: the run in {output_dir} is finished")
+        accelerator.end_training()
+        sys.exit()
+    if (output_dir / "metrics.jsonl").exists() or (output_dir / "checkpoints").exists():
+        if not args.resume:
+            raise ValueError(f"--output-dir {output_dir} holds a run; --resume continues it")
+        theirs = yaml.safe_load((output_dir / "args.yaml").read_text())
+        for name in theirs | vars(args):
+            its = theirs.get(name, getattr(Args, name, None))  # An older script had fewer flags.
+            mine = getattr(args, name, None)
+            if name not in FREE_FLAGS and its != mine:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} {mine}: the run in {output_dir} has {its}")
+    return output_dir
 
 
-def compare_with_sampler(
-    args: Args, logprobs: torch.Tensor, sampler_logprobs: torch.Tensor
-) -> dict:
+def compare_with_sampler(args: Args, logprobs, sampler_logprobs) -> dict:
     """How far the first training pass of an iteration is from the sampler, at most, for any token.
 
     The weights are the same, so the two differ only by rounding. A larger difference means that the
     model needs more than masks and positions. Its gradients would be wrong.
     """
-    if len(logprobs) == 0:
+    is_token = logprobs + sampler_logprobs != 0  # Both are 0 after the end of a completion.
+    difference = (logprobs - sampler_logprobs)[is_token].abs()  # [tokens]
+    if len(difference) == 0:
         return {}
-    difference = (logprobs - sampler_logprobs).abs()
-    mean = difference.sum() / (sampler_logprobs != 0).sum().clamp(min=1)  # over the tokens
-    is_rounding = difference.max() < 1e-3
-    if args.dtype == "bfloat16":
-        is_rounding = mean < 0.5
-    if not is_rounding:
-        apart = f"{difference.max():.2g} apart"
-        raise RuntimeError(f"sampling and training give log-probabilities {apart}")
-    return {"val/sampling_logprob_difference": difference.max()}
+    largest = difference.max()
+    if not is_rounding(difference, getattr(torch, args.dtype)):
+        raise RuntimeError(f"sampling and training give log-probabilities {largest:.2g} apart")
+    return {"val/sampling_logprob_difference": largest}
 
 
 transformers.utils.logging.set_verbosity_error()

@@ -73,14 +73,14 @@ def complete(language_model, tokenizer, prompts: list[list[int]], uniforms, temp
     return token_ids, ended
 
 
-def sample(args: Args, flag: str, path: str, index: int, k: int = 1) -> tuple[list[str], float, list[int]]:
+def sample(args: Args, path: str, index: int, k: int = 1) -> tuple[list[str], float, list[int]]:
     """k completions of every prompt, the share that ended, and their lengths in tokens. index: of the random numbers"""
     tokenizer = AutoTokenizer.from_pretrained(path)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     if (Path(path) / "adapter_config.json").exists():  # with the base model that the adapters name
-        language_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        language_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
     else:
-        language_model = rloo.load_model(flag, path, AutoModelForCausalLM, torch.float32)
-    language_model = language_model.to("cuda" if torch.cuda.is_available() else "cpu")
+        language_model = rloo.load_model(path, AutoModelForCausalLM, torch.float32, device)
     prompts = [prompt.token_ids for prompt in load_prompts(args, tokenizer) for _ in range(k)]
     uniforms = rloo.keyed_rng(args.seed, rloo.EVALUATION, index).random((len(prompts), args.response_length))
     token_ids, ended = complete(language_model, tokenizer, prompts, uniforms, args.temperature, args.batch_size)
@@ -133,12 +133,12 @@ def main(args: Args) -> tuple[float, float, float]:
     column = args.baseline.removeprefix("column:") if args.baseline.startswith("column:") else None
     if column is not None and column not in rows[0]:
         raise ValueError(f"--baseline {args.baseline}: the columns of {args.dataset} are {', '.join(rows[0])}")
-    completions, share, _ = sample(args, "--model", args.model, 0)
+    completions, share, _ = sample(args, args.model, 0)
     ended = f"{100 * share:.0f} % of the model's completions ended"
     if column:
         baselines = [row[column] for row in rows]
     else:
-        baselines, share, _ = sample(args, "--baseline", args.baseline, 1)
+        baselines, share, _ = sample(args, args.baseline, 1)
         ended += f", of the baseline's {100 * share:.0f} %"
     pairs = judge_pairs(judge, rows, completions, baselines, args.seed)
     args.output.parent.mkdir(parents=True, exist_ok=True)

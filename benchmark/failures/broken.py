@@ -22,9 +22,9 @@ def temperature(script: ModuleType):
     """The script samples at temperature 2. Its loss still computes probabilities at --temperature, which is 1."""
     generate = script.generate
 
-    def broken(args, accelerator, policy, drawn, uniforms, temperature):
+    def broken(args, accelerator, policy, drawn, k, rng, temperature):
         other = 2.0 if temperature > 0 else 0.0  # An evaluation takes the most likely tokens, as before.
-        return generate(args, accelerator, policy, drawn, uniforms, other)
+        return generate(args, accelerator, policy, drawn, k, rng, other)
 
     script.generate = broken
 
@@ -33,8 +33,8 @@ def eos_masked(script: ModuleType):
     """The EOS is taken for padding and masked. It is sampled and scored, but it has no gradient."""
     generate = script.generate
 
-    def broken(args, accelerator, policy, drawn, uniforms, temperature):
-        batch = generate(args, accelerator, policy, drawn, uniforms, temperature)
+    def broken(args, accelerator, policy, drawn, k, rng, temperature):
+        batch = generate(args, accelerator, policy, drawn, k, rng, temperature)
         batch.mask &= batch.tokens != accelerator.unwrap_model(policy).tokenizer.eos_token_id
         return batch
 
@@ -48,23 +48,15 @@ def interleaved(script: ModuleType):
     """
     generate = script.generate
 
-    def broken(args, accelerator, policy, drawn, uniforms, temperature):
-        k, response_length = uniforms.shape[1:]
-        uniforms = uniforms.reshape(-1, 1, response_length)  # one completion of each prompt in a list of k * prompts
-        return generate(args, accelerator, policy, drawn * k, uniforms, temperature)
+    def broken(args, accelerator, policy, drawn, k, rng, temperature):
+        return generate(args, accelerator, policy, drawn * k, 1, rng, temperature)  # one completion of each
 
     script.generate = broken
 
 
 def no_check(script: ModuleType):
     """Nothing compares the log-probabilities of sampling and training any more. They are only logged."""
-
-    def broken(args, logprobs, sampler_logprobs):
-        if len(logprobs) == 0:
-            return {}
-        return {"val/sampling_logprob_difference": (logprobs - sampler_logprobs).abs().max()}
-
-    script.compare_with_sampler = broken
+    script.is_rounding = lambda difference, dtype: True
 
 
 BREAKS = {function.__name__: function for function in (temperature, eos_masked, interleaved, no_check)}

@@ -6,6 +6,7 @@ engine. What the real engine needs and a patch might forget is checked, too: new
 tokens, and room for prompt and completion.
 """
 
+import copy
 import functools
 import inspect
 import json
@@ -66,8 +67,10 @@ class LLM:
 
         @functools.wraps(generate)
         def noting(*args, **kwargs):
-            uniforms = inspect.signature(generate).bind(*args, **kwargs).arguments["uniforms"]
-            self.uniforms |= {int(row[0] * 2**53): row for row in uniforms.reshape(-1, uniforms.shape[-1])}
+            given = inspect.signature(generate).bind(*args, **kwargs).arguments
+            shape = (len(given["drawn"]) * given["k"], given["args"].response_length)
+            uniforms = copy.deepcopy(given["rng"]).random(shape)
+            self.uniforms |= {int(row[0] * 2**53): row for row in uniforms}
             return generate(*args, **kwargs)
 
         self.script["generate"] = noting
