@@ -21,6 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 # This must come before torch is imported. Each worker of the tests has one core.
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
@@ -182,7 +183,9 @@ def make_model(architecture, auto_class=AutoModelForCausalLM, seed=0, **changes)
     return auto_class.from_config(make_config(architecture, **changes)).eval()
 
 
-def save_model(folder, model, eos_ids=EOS, tokenizer=None):
+def save_model(folder, architecture="llama", eos_ids=EOS, tokenizer=None, **config):
+    """Save a policy. Returns its folder."""
+    model = make_model(architecture, **config)
     model.generation_config = GenerationConfig(eos_token_id=eos_ids, pad_token_id=PAD)
     model.save_pretrained(folder)
     (tokenizer or make_tokenizer()).save_pretrained(folder)
@@ -274,6 +277,20 @@ unequal, forgotten, coroutine = second_call("unequal"), second_call("forgotten")
 '''
 
 
+MANY_EOS = [EOS, 5, 9, 14]
+POLICIES = {  # the arguments of `save_model`
+    "llama": {},
+    "gpt2": dict(architecture="gpt2"),
+    "dropout": dict(attention_dropout=0.5),
+    "reference": dict(seed=1),
+    "mild": dict(initializer_range=0.1, eos_ids=MANY_EOS),
+    "many_eos": dict(eos_ids=MANY_EOS),
+    # <pad> is an ordinary token for these two policies. The first one emits it, the second one pads with its EOS.
+    "emits_pad": dict(seed=2, eos_ids=[EOS, 7]),
+    "pad_is_eos": dict(pad_token_id=EOS, tokenizer=make_tokenizer("<eos>")),
+}
+
+
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
     """Paths of the policies, datasets and rewards that runs read."""
@@ -283,19 +300,8 @@ def world(tmp_path_factory):
         folder=folder,
         reward=lambda name: f"{folder / 'rewards.py'}:{name}",
         dataset=lambda n, seed=0: write_jsonl(folder / f"{n}-{seed}.jsonl", make_rows(make_prompts(n, seed))),
-        llama=save_model(folder / "llama", make_model("llama")),
-        smallest=save_model(folder / "smallest", make_model("llama", num_hidden_layers=1)),
-        gpt2=save_model(folder / "gpt2", make_model("gpt2")),
-        dropout=save_model(folder / "dropout", make_model("llama", attention_dropout=0.5)),
-        reference=save_model(folder / "reference", make_model("llama", seed=1)),
-        mild=save_model(folder / "mild", make_model("llama", initializer_range=0.1), eos_ids=[EOS, 5, 9, 14]),
-        many_eos=save_model(folder / "many_eos", make_model("llama"), eos_ids=[EOS, 5, 9, 14]),
         classifier=save_classifier(folder / "classifier")[0],
-        # <pad> is an ordinary token for these two policies. The first one emits it, the second one pads with its EOS.
-        emits_pad=save_model(folder / "emits_pad", make_model("llama", seed=2), eos_ids=[EOS, 7]),
-        pad_is_eos=save_model(
-            folder / "pad_is_eos", make_model("llama", pad_token_id=EOS), tokenizer=make_tokenizer("<eos>")
-        ),
+        **{name: save_model(folder / name, **settings) for name, settings in POLICIES.items()},
     )
 
 
@@ -337,10 +343,16 @@ def base_flags(world):
     return flags | dict(save_rollouts=True, max_grad_norm=math.inf)
 
 
+class Run(NamedTuple):
+    args: object
+    metrics: list[dict]  # the rows of metrics.jsonl
+    folder: Path
+    rollouts = property(lambda self: read_jsonl(self.folder / "rollouts.jsonl"))
+
+
 @pytest.fixture
 def run(world, tmp_path):
-    """run(script, **flags) runs `main` in this process. It returns the Args, the rows of metrics.jsonl and the output
-    folder."""
+    """run(script, **flags) runs `main` in this process, and returns a Run."""
     numbers = iter(range(100))
 
     def run(script, **flags):
@@ -350,22 +362,37 @@ def run(world, tmp_path):
         with fresh_imports():
             script.main(args)
         gc.freeze()
-        output_dir = Path(args.output_dir)
-        return args, read_jsonl(output_dir / "metrics.jsonl"), output_dir
+        folder = Path(args.output_dir)
+        return Run(args, read_jsonl(folder / "metrics.jsonl"), folder)
 
     return run
 
 
 @pytest.fixture
+def refuses(run, tmp_path):
+    """refuses(script, *words, **flags): the run must stop with these words in its message, and write nothing."""
+
+    def refuses(script, *words, error=Exception, **flags):
+        out = tmp_path / "out"
+        with pytest.raises(error) as raised:
+            run(script, **{"output_dir": str(out)} | flags)
+        for word in words:
+            assert re.search(word, str(raised.value)), f"{word!r} is not in: {raised.value}"
+        assert not out.exists()
+
+    return refuses
+
+
+@pytest.fixture
 def updates(monkeypatch):
-    """A list with an entry for each optimizer step: the gradients of all parameters, and the learning rate."""
+    """A list with an entry for each optimizer step: weights and gradients of all parameters, and the learning rate."""
     record = []
 
     class Recorder(torch.optim.AdamW):
         def step(self, closure=None):
             parameters = [p for group in self.param_groups for p in group["params"]]
-            gradients = [p.grad.clone() for p in parameters]
-            record.append(SimpleNamespace(gradients=gradients, lr=self.param_groups[0]["lr"]))
+            weights, gradients = zip(*((p.detach().clone(), p.grad.clone()) for p in parameters))
+            record.append(SimpleNamespace(weights=weights, gradients=gradients, lr=self.param_groups[0]["lr"]))
             return super().step(closure)
 
     monkeypatch.setattr(torch.optim, "AdamW", Recorder)

@@ -34,6 +34,15 @@ def token_weights(script, rows):
     return [torch.tensor(row["advantage"]).expand(n) / x for row, n, x in zip(rows, lengths, divisors)]
 
 
+@torch.no_grad()
+def row_logprobs(model_path, rows, temperature=1.0, weights=None):
+    """The log-probabilities of the tokens of each row, by plain passes. weights: in place of the model's"""
+    model = AutoModelForCausalLM.from_pretrained(model_path).eval()
+    for parameter, weight in zip(model.parameters(), weights or []):
+        parameter.data = weight
+    return [plain_logprobs(model, encode(row["prompt"]), row["token_ids"], temperature).tolist() for row in rows]
+
+
 def plain_gradient(model_path, rows, weights, temperature=1.0):
     """The gradient of -sum weight * log p over all tokens, by plain passes, an episode at a time.
 

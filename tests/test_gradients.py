@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import check_same_metrics, distance, flat, one_text, only, read_jsonl, record_calls, weights_of
+from conftest import check_same_metrics, distance, flat, one_text, only, record_calls, weights_of
 from plain import plain_gradient, token_weights
 
 
@@ -15,7 +15,7 @@ def test_gradient_is_that_of_plain_passes(script, run, world, updates, policy):
     """The gradient of a single update is that of plain passes, which have no padding, no cache and no dropout."""
     path = getattr(world, policy)
     flags = dict(total_episodes=24, batch_size=24, temperature=0.7, per_device_train_batch_size=7)
-    rows = read_jsonl(run(script, model_path=path, **flags)[2] / "rollouts.jsonl")
+    rows = run(script, model_path=path, **flags).rollouts
     assert len({len(row["token_ids"]) for row in rows}) > 2, "the test needs unequal lengths"
     expected = plain_gradient(path, rows, token_weights(script, rows), temperature=0.7)
     assert len(updates) == 1

@@ -89,7 +89,7 @@ def test_a_shared_prompt_gives_what_rows_of_their_own_give(script, architecture,
 @pytest.mark.parametrize("architecture", ["gpt2", *WINDOWS])
 def test_every_pass_gives_the_same_logprobs(script, run, tmp_path, architecture):
     """The sampler, the reference and training agree with plain forward passes."""
-    path = save_model(tmp_path / "policy", make_model(architecture))
+    path = save_model(tmp_path / "policy", architecture)
     flags = dict(temperature=0.7, num_ppo_epochs=2, total_episodes=21, batch_size=21, kl_coef=0.1)
     _, metrics, output_dir = run(script, model_path=path, per_device_train_batch_size=5, **flags)
     rows, model = read_jsonl(output_dir / "rollouts.jsonl"), AutoModelForCausalLM.from_pretrained(path).eval()

@@ -91,7 +91,7 @@ def test_gradient_without_some_scores(script, run, world, unsure, updates, kl_co
     for name in ("grpo", "dapo", "dr_grpo", "cispo") if is_grpo else ("rloo",):
         updates.clear()
         flags |= dict(loss_type=name) if is_grpo else {}
-        rows, weights = read_jsonl(run(script, **flags, **ONE_BATCH)[2] / "rollouts.jsonl"), []
+        rows, weights = run(script, **flags, **ONE_BATCH).rollouts, []
         all_tokens = sum(len(row["token_ids"]) for row in rows)
         for group in groups_of(rows):
             rewards = [row["score"] for row in group]
@@ -114,11 +114,11 @@ def test_gradient_without_some_scores(script, run, world, unsure, updates, kl_co
 def test_whitening_counts_only_scored_episodes(script, run, unsure):
     """The population variance of the advantages of all episodes with a score is 1. Without any score it stays 0."""
     flags = dict(whiten_advantages=True, kl_coef=0.0, **ONE_BATCH)
-    rows = read_jsonl(run(script, reward=unsure(), **flags)[2] / "rollouts.jsonl")
+    rows = run(script, reward=unsure(), **flags).rollouts
     assert groups_of(rows) and all(row["advantage"] == 0 for row in rows if row["score"] is None)
     scored = [row["advantage"] for row in rows if row["score"] is not None]
     assert np.mean(scored) == pytest.approx(0, abs=1e-6) and np.var(scored) == pytest.approx(1, abs=1e-5)
-    rows = read_jsonl(run(script, reward=unsure("never"), **flags)[2] / "rollouts.jsonl")
+    rows = run(script, reward=unsure("never"), **flags).rollouts
     assert [row["advantage"] for row in rows] == [0.0] * 24
 
 
@@ -149,7 +149,7 @@ def test_a_reward_model_gives_every_episode_a_score(script, run, world, unsure):
     """The function returns None for some completions. Their score is that of the reward model alone."""
     flags = dict(reward_model_path=world.classifier, total_episodes=12)
     both, [line], output_dir = run(script, reward=unsure(), **flags)
-    alone = read_jsonl(run(script, reward="none", **flags)[2] / "rollouts.jsonl")
+    alone = run(script, reward="none", **flags).rollouts
     is_same = []
     for row, other in zip(read_jsonl(output_dir / "rollouts.jsonl"), alone, strict=True):
         is_same.append(row["score"] == other["score"])

@@ -191,12 +191,12 @@ def test_the_lines_of_papers(run, world, tmp_path, monkeypatch):
     drift = torch.tensor([[0.5, 0.7], [0.5, 0.3], [0.5, 0.7]])
     inputs = masked.LossInputs(drift, torch.tensor([-1.0, -1, 1]), torch.ones(3), drift > 0, None)
     assert (masked.grpo_loss(masked.Args(), 0 * drift, inputs).losses != 0).tolist() == [False, True, True]
-    rows = read_jsonl(run(gdpo, reward=world.reward("parts"), total_episodes=12)[2] / "rollouts.jsonl")
+    rows = run(gdpo, reward=world.reward("parts"), total_episodes=12).rollouts
     parts = [torch.tensor([row[f"reward/{name}"] for row in rows]) for name in ("length", "ones")]
     advantages = sum(MODULES["grpo"].grpo_advantages(part, 3, "group")[0] for part in parts)
     assert [row["advantage"] for row in rows] == pytest.approx((advantages / advantages.std()).tolist(), abs=1e-3)
     flags = dict(kl_coef=0.0, whiten_advantages=False, total_episodes=12)  # At the start, values are 0.
-    for row in read_jsonl(run(ppo, **flags)[2] / "rollouts.jsonl"):
+    for row in run(ppo, **flags).rollouts:
         assert row["returns"] == pytest.approx([row["score"]] * len(row["token_ids"]))
         assert row["advantage"] == pytest.approx([0.0] * (len(row["token_ids"]) - 1) + [row["score"]])
     rollouts, losses = (conftest.record_calls(monkeypatch, entropy, name) for name in ("generate", "grpo_loss"))

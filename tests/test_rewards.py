@@ -90,7 +90,7 @@ def test_exact_match(script, run, tmp_path, world):
     rows = [{"prompt": user(text), "answer": answer} for text in ("1", "2", "3") for answer in ("", 5, "a")]
     flags = dict(dataset=write_jsonl(tmp_path / "chat.jsonl", rows), reward="exact_match", batch_size=96)
     flags |= dict(model_path=chat_policy(world, tmp_path / "policy"), response_length=2, num_train_epochs=4)
-    episodes = read_jsonl(run(script, **flags)[2] / "rollouts.jsonl")
+    episodes = run(script, **flags).rollouts
     assert 0 < sum(row["score"] for row in episodes) < len(episodes)
     assert {row["completion"].strip() for row in episodes if row["score"]} <= {"", "5", "a"}
 
@@ -127,7 +127,7 @@ def test_large_scores_keep_their_differences(script, run, monkeypatch):
     """2^24, 2^24 + 1 and 2^24 + 2 are three scores. In float32 they would be two."""
     large = [2.0**24, 2.0**24 + 1, 2.0**24 + 2]
     monkeypatch.setattr(script, "load_reward", lambda *_: lambda prompts, **_: large * (len(prompts) // 3))
-    rows = read_jsonl(run(script, kl_coef=0)[2] / "rollouts.jsonl")
+    rows = run(script, kl_coef=0).rollouts
     step = 1.5 if script.__name__ == "rloo" else 1 / 1.0001
     assert [row["advantage"] for row in rows] == pytest.approx([-step, 0, step] * 7)
 
@@ -135,7 +135,7 @@ def test_large_scores_keep_their_differences(script, run, monkeypatch):
 @one_text
 def test_the_kl_alone_may_be_the_reward(script, run, world):
     """--reward none with a --ref-model-path: all scores are 0."""
-    rows = read_jsonl(run(script, reward="none", ref_model_path=world.reference)[2] / "rollouts.jsonl")
+    rows = run(script, reward="none", ref_model_path=world.reference).rollouts
     kl = torch.tensor([sum(row["logprobs"]) - sum(row["ref_logprobs"]) for row in rows])
     assert {row["score"] for row in rows} == {0.0} and kl.std() > 0.5
     assert [row["advantage"] for row in rows] == pytest.approx(script.rloo_advantages(-0.05 * kl, 3).tolist(), abs=1e-5)
@@ -237,7 +237,7 @@ def test_reward_model_reads_the_episode_with_its_eos(script, run, world, tmp_pat
     path, model = save_classifier(tmp_path / "rm", pad_token_id=pad_token_id, tokenizer=tokenizer)
     flags = dict(reward_model_path=path, model_path=getattr(world, policy), kl_coef=0)
     flags |= dict(per_device_train_batch_size=5, total_episodes=36, batch_size=36)
-    rows = read_jsonl(run(script, reward="none", **flags)[2] / "rollouts.jsonl")
+    rows = run(script, reward="none", **flags).rollouts
     assert any(row["token_ids"][-1] == EOS for row in rows) and len({len(row["token_ids"]) for row in rows}) > 2
     for row in rows:
         assert row["score"] == pytest.approx(plain_score(model, encode(row["prompt"]) + row["token_ids"]), abs=1e-5)
@@ -264,7 +264,7 @@ def test_reward_model_of_another_vocabulary_reads_the_text(script, run, world, t
     rows += [{"prompt": user(text), "chat_template_kwargs": {"mark": "9"}} for text in ("22", "3")]
     flags = dict(model_path=chat_policy(world, tmp_path / "policy"), kl_coef=0, batch_size=36, num_train_epochs=4)
     flags |= dict(dataset=write_jsonl(tmp_path / "chat.jsonl", rows), reward="none", reward_model_path=path)
-    rollouts = read_jsonl(run(script, **flags)[2] / "rollouts.jsonl")
+    rollouts = run(script, **flags).rollouts
     assert {row["prompt"] for row in rollouts} == {"1+1=", "22=-", "3=-"}
     assert len({row["token_ids"][-1] == EOS for row in rollouts}) == 2
     for row in rollouts:
