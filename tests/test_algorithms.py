@@ -25,10 +25,10 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 def test_metrics_of_the_rollout_are_those_of_its_episodes(script, run, world):
     """KL, entropy, scores, and groups of equal scores in metrics.jsonl are those of rollouts.jsonl, without padding."""
-    flags = dict(ref_model_path=world.reference, kl_coef=0.1, total_episodes=36, reward=world.reward("seldom"))
-    ran = run(script, **flags)
-    args, metrics, rows = ran.args, ran.metrics, ran.rollouts
-    for line in metrics:
+    flags = dict(ref_model_path=world.reference, kl_coef=0.1, reward=world.reward("seldom"))
+    ran = run(script, **flags, batch_size=24, total_episodes=48)
+    rows = ran.rollouts
+    for line in ran.metrics:
         episodes = [row for row in rows if row["iteration"] == line["iteration"]]
         kl = np.mean([sum(row["logprobs"]) - sum(row["ref_logprobs"]) for row in episodes])
         assert line["objective/kl"] == pytest.approx(kl, rel=1e-4) and abs(kl) > 0.5
@@ -40,14 +40,14 @@ def test_metrics_of_the_rollout_are_those_of_its_episodes(script, run, world):
             groups = [{row["score"] for row in episodes[i : i + 3]} for i in range(0, len(episodes), 3)]
             share = np.mean([len(scores) == 1 for scores in groups])
             assert line["group/zero_advantage_fraction"] == pytest.approx(share) and 0 < share < 1
-    model = AutoModelForCausalLM.from_pretrained(args.model_path).eval()
+    model = AutoModelForCausalLM.from_pretrained(world.llama).eval()
     entropies = []
-    for row in rows[: args.batch_size]:
+    for row in rows[:24]:
         with torch.no_grad():
             logits = model(torch.tensor([encode(row["prompt"]) + row["token_ids"]])).logits[0]
         logprobs = logits.log_softmax(-1)[len(row["prompt"]) - 1 : -1]
         entropies += (-(logprobs.exp() * logprobs).sum(-1)).tolist()
-    assert metrics[0]["policy/entropy_avg"] == pytest.approx(np.mean(entropies), rel=1e-4)
+    assert ran.metrics[0]["policy/entropy_avg"] == pytest.approx(np.mean(entropies), rel=1e-4)
 
 
 def test_no_kl_loads_no_reference(script, run, world, monkeypatch):
