@@ -26,7 +26,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 def test_metrics_of_the_rollout_are_those_of_its_episodes(script, run, world):
     """KL, entropy, scores, and groups of equal scores in metrics.jsonl are those of rollouts.jsonl, without padding."""
     flags = dict(ref_model_path=world.reference, kl_coef=0.1, reward=world.reward("seldom"))
-    ran = run(script, **flags, batch_size=24, total_episodes=48)
+    ran = run(script, **flags, dataset=world.dataset(16), batch_size=24)
     rows = ran.rollouts
     for line in ran.metrics:
         episodes = [row for row in rows if row["iteration"] == line["iteration"]]
