@@ -11,11 +11,12 @@ import torch
 from conftest import (
     EOS,
     PAD,
+    USUAL,
     VOCAB,
+    WINDOWS,
     encode,
     make_model,
     make_prompts,
-    of_architectures,
     one_text,
     read_jsonl,
     record_calls,
@@ -48,7 +49,7 @@ def left_padded(prompts):
 
 
 @one_text
-@of_architectures
+@pytest.mark.parametrize("architecture", [*USUAL, *WINDOWS])
 def test_greedy_sampling_equals_generate(script, architecture):
     """At temperature 0, with prompts of different lengths, `sample` gives what model.generate gives."""
     model = make_model(architecture)
