@@ -7,12 +7,21 @@ from conftest import encode, plain_logprobs
 from transformers import AutoModelForCausalLM
 
 
-def completion_model(script, model, eos_ids, shares_prompts=True, temperature=1.0):
+def completion_model(script, model, eos_ids, shares_prompts=True, temperature=1.0, dtype="float32"):
     """A CompletionModel as a script makes it, around a language model. `script.run_inside` runs functions in it."""
-    args = SimpleNamespace(k=2, gradient_checkpointing=not shares_prompts, dtype="float32", temperature=temperature)
+    args = SimpleNamespace(k=2, gradient_checkpointing=not shares_prompts, dtype=dtype, temperature=temperature)
     made = script.CompletionModel(model, None, eos_ids, args)
     assert made.shares_prompts == shares_prompts
     return made
+
+
+def sample(script, model, prompts, uniforms, temperature, eos_ids, dtype="float32"):
+    """A script's `sample`, of these texts."""
+    policy = completion_model(script, model, eos_ids, dtype=dtype)
+    inputs = dict(prompts=[encode(prompt) for prompt in prompts], uniforms=uniforms, temperature=temperature)
+    result = script.run_inside(policy, script.sample, **inputs)
+    model.eval()  # no dropout in what it is compared with; a script's models have none at all
+    return result
 
 
 DENOMINATORS = {  # (tokens of the episode, of the mini-batch, episodes, response_length) -> what divides a token's loss

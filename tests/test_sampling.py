@@ -22,20 +22,11 @@ from conftest import (
     record_calls,
     weights_of,
 )
-from plain import completion_model
+from plain import sample
 from transformers import AutoModelForCausalLM
 
 UNSCORED = "eval/num_unscored"
 PROMPTS = ["1", "23+45=", "0000-1111=22", "7="]
-
-
-def sample(script, model, prompts, uniforms, temperature, eos_ids):
-    """A script's `sample`, of these texts."""
-    policy = completion_model(script, model, eos_ids)
-    inputs = dict(prompts=[encode(prompt) for prompt in prompts], uniforms=uniforms, temperature=temperature)
-    result = script.run_inside(policy, script.sample, **inputs)
-    model.eval()  # no dropout in what it is compared with; a script's models have none at all
-    return result
 
 
 def random_uniforms(*shape, seed=0):
