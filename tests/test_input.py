@@ -22,7 +22,6 @@ from conftest import (
     make_tokenizer,
     one_text,
     only,
-    read_jsonl,
     save_model,
     write_jsonl,
 )
@@ -149,10 +148,10 @@ def test_long_prompts_are_dropped_and_counted_aloud(script, run, refuses, capsys
     limit = sorted(map(len, prompts))[3]
     kept = [p for p in prompts if len(p) <= limit]
     capsys.readouterr()
-    args, metrics, output_dir = run(script, max_prompt_length=limit, num_train_epochs=2)
+    ran = run(script, max_prompt_length=limit, num_train_epochs=2)
     assert f"{len(prompts) - len(kept)} of 7 prompts" in capsys.readouterr().out
-    used = Counter(row["prompt"] for row in read_jsonl(output_dir / "rollouts.jsonl"))
-    assert used == {p: 2 * args.k for p in kept} and metrics[-1]["epoch"] == 2
+    used = Counter(row["prompt"] for row in ran.rollouts)
+    assert used == {p: 2 * ran.args.k for p in kept} and ran.metrics[-1]["epoch"] == 2
     refuses(script, "none within --max-prompt-length", max_prompt_length=1)
 
 

@@ -165,10 +165,10 @@ def test_a_variant_keeps_its_promise(patch, patched, run, world, updates, monkey
     monkeypatch.setattr(module, "LOGITS_AT_ONCE", 100)  # The head runs in pieces.
     world_flags = dict(reward=world.reward(flags.get("reward", "letters")), ref_model_path=world.reference)
     calls = conftest.record_calls(monkeypatch, module, "run_passes")
-    _, metrics, output_dir = run(module, **dict(total_episodes=24) | flags | world_flags)
-    assert metrics[0]["val/sampling_logprob_difference"] < 1e-4
-    rows = [row for row in read_jsonl(output_dir / "rollouts.jsonl") if row["iteration"] == 1]
-    check(module=module, rows=rows, metrics=metrics, world=world, updates=updates, calls=calls)
+    ran = run(module, **dict(total_episodes=24) | flags | world_flags)
+    assert ran.metrics[0]["val/sampling_logprob_difference"] < 1e-4
+    rows = [row for row in ran.rollouts if row["iteration"] == 1]
+    check(module=module, rows=rows, metrics=ran.metrics, world=world, updates=updates, calls=calls)
 
 
 def test_the_lines_of_papers(run, world, tmp_path, monkeypatch):

@@ -27,16 +27,18 @@ SAVING |= dict(lr_scheduler_type="cosine", warmup_steps=2)
 CARRIED = {"ppo": dict(adaptive_kl=True, kl_horizon=50, score_scaling=True, score_norm=True)}
 
 
-def flags_of(script, world):
+@pytest.fixture
+def flags(script, world):
+    """Those of a run that saves and evaluates."""
     evaluation = dict(eval_dataset=world.dataset(3, seed=4), eval_every=2)
     return SAVING | evaluation | CARRIED.get(script.__name__, {})
 
 
 @pytest.fixture
-def expected(script, world, run, cache={}):
+def expected(script, flags, run, cache={}):
     """The results of a run that is never stopped."""
     if script.__name__ not in cache:
-        cache[script.__name__] = result_of(run(script, **flags_of(script, world))[2])
+        cache[script.__name__] = result_of(run(script, **flags).folder)
     return cache[script.__name__]
 
 
@@ -121,9 +123,9 @@ def whole_checkpoints(output_dir):
     return [file.parent.name[-1] for file in sorted(output_dir.glob("checkpoints/*/state.json"))]
 
 
-def test_a_run_killed_in_every_phase(script, run, killed, world, tmp_path, expected):
+def test_a_run_killed_in_every_phase(script, run, killed, tmp_path, flags, expected):
     """One command is killed in each phase, and started again each time. The results are those of an unbroken run."""
-    flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
+    flags |= dict(output_dir=str(tmp_path / "out"), resume=True)
     for phase in PHASES:
         calls_in_one_start = phase in ("rollout", "scores", "training", "half a line")
         if calls_in_one_start and whole_checkpoints(tmp_path / "out")[-1:] == ["3"]:
@@ -148,12 +150,12 @@ def test_kill_and_resume(script, tmp_path):
 
 
 @one_text
-def test_a_killed_start_does_not_stand_in_the_way(script, run, killed, stopped_after, world, tmp_path, expected):
+def test_a_killed_start_does_not_stand_in_the_way(script, run, killed, stopped_after, tmp_path, flags, expected):
     """The run was killed while it wrote args.yaml. The same command starts it again. Files of others are not cut."""
     own = Path(write_jsonl(tmp_path / "metrics.jsonl", [{"mine": 1}]))
     script.load_state(SimpleNamespace(resume=True), SimpleNamespace(is_main_process=True, print=print), tmp_path, [])
     assert own.stat().st_size > 0
-    flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
+    flags |= dict(output_dir=str(tmp_path / "out"), resume=True)
     killed(script, Path, "write_text", 1, lambda path, _: path.stem == "args", write_half, **flags)
     # The next start fails before its first metrics. Then the folder is free for a run with other flags.
     stopped_after(script, tmp_path / "out", 0, **SAVING | dict(learning_rate=1.0))
@@ -162,9 +164,9 @@ def test_a_killed_start_does_not_stand_in_the_way(script, run, killed, stopped_a
 
 
 @one_text
-def test_a_folder_belongs_to_one_process(script, run, world, tmp_path, expected):
+def test_a_folder_belongs_to_one_process(script, run, tmp_path, flags, expected):
     """Another process is refused as long as the first one lives. SIGKILL gives the folder back."""
-    flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
+    flags |= dict(output_dir=str(tmp_path / "out"), resume=True)
     fork = multiprocessing.get_context("fork")
     has_begun = fork.Event()
 
@@ -196,10 +198,10 @@ DAMAGES = [  # a file of the newest checkpoint, and what it holds then
 
 
 @one_text
-def test_damaged_files(script, run, stopped_after, world, tmp_path, expected):
+def test_damaged_files(script, run, stopped_after, tmp_path, flags, expected):
     """A newest checkpoint that is damaged is named, and no pickle in it is executed. Without it the run goes on from
     the one before. A run also goes on without the end of its logs."""
-    flags = flags_of(script, world) | dict(resume=True)
+    flags |= dict(resume=True)
     malicious = Malicious(tmp_path / "struck")
     pickle.loads(pickle.dumps(malicious))
     (tmp_path / "struck").rmdir()  # The side effect works where pickles are loaded.
@@ -224,14 +226,14 @@ def test_damaged_files(script, run, stopped_after, world, tmp_path, expected):
 
 
 @only("rloo", "ppo")
-def test_only_the_runs_own_lines_are_cut(script, run, stopped_after, world, tmp_path, expected):
+def test_only_the_runs_own_lines_are_cut(script, run, stopped_after, world, tmp_path, flags, expected):
     """Lines that were written after the checkpoint are cut off, also a half line. Other files in the folder, such as a
     dataset, stay as they are."""
     output_dir = tmp_path / "out"
     output_dir.mkdir()
     dataset = shutil.copy(world.dataset(7), output_dir / "train.jsonl")
     notes = write_jsonl(output_dir / "notes.jsonl", [{"note": 1}])
-    flags = flags_of(script, world) | dict(dataset=str(dataset))
+    flags |= dict(dataset=str(dataset))
     stopped_after(script, output_dir, 2, **flags)
     before, mine = contents(output_dir), {Path(path).name: Path(path).read_bytes() for path in (dataset, notes)}
     for name in ("metrics.jsonl", "rollouts.jsonl"):
@@ -280,11 +282,11 @@ def test_a_finished_run_makes_no_step(script, run, world, capsys, caplog, update
 
 
 @one_text
-def test_another_run_is_refused(script, run, stopped_after, world, tmp_path, expected):
+def test_another_run_is_refused(script, run, stopped_after, world, tmp_path, flags, expected):
     """A folder that holds a run or a model needs --resume. With it a flag that would make another run is refused by
     name, and so is a dataset with other rows. Nothing is changed. A flag that is newer than the run had its default."""
     dataset = Path(shutil.copy(world.dataset(7), tmp_path / "growing.jsonl"))
-    flags = flags_of(script, world) | dict(dataset=str(dataset))
+    flags |= dict(dataset=str(dataset))
     stopped = stopped_after(script, tmp_path / "out", 2, **flags)
     older = yaml.safe_load((stopped / "args.yaml").read_text())
     del older["weight_decay"]
@@ -319,12 +321,12 @@ def test_another_run_is_refused(script, run, stopped_after, world, tmp_path, exp
 
 
 @only("grpo", "ppo")
-def test_flags_that_do_not_make_another_run_may_change(script, run, stopped_after, world, tmp_path, expected):
+def test_flags_that_do_not_make_another_run_may_change(script, run, stopped_after, tmp_path, flags, expected):
     """These flags change memory, or what is shown and kept. They do not change what is computed."""
-    stopped = stopped_after(script, tmp_path / "out", 2, **flags_of(script, world))
+    stopped = stopped_after(script, tmp_path / "out", 2, **flags)
     changed = dict(per_device_train_batch_size=2, per_device_rollout_batch_size=3, gradient_checkpointing=True)
     changed |= dict(save_every=2, num_sample_generations=1, eval_every=None, eval_temperature=1.0)
-    run(script, output_dir=str(stopped), resume=True, **flags_of(script, world) | changed)
+    run(script, output_dir=str(stopped), resume=True, **flags | changed)
     lines, _, rollouts = expected
     mine = [json.loads(line) for line in rollouts.splitlines()]
     keys = ("iteration", "index", "token_ids", "score")
@@ -349,7 +351,7 @@ def test_a_resumed_lora_run_is_the_run_that_never_stopped(script, run, stopped_a
 
 @only("rloo")
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
-def test_a_full_disk_leaves_the_checkpoint_before(script, run, world, monkeypatch, tmp_path, name, expected):
+def test_a_full_disk_leaves_the_checkpoint_before(script, run, monkeypatch, tmp_path, name, flags, expected):
     """There is no room for the last byte of a file of the third checkpoint. The two before it stay, and the run goes on
     from them."""
     output_dir, save_checkpoint, limit = tmp_path / "full", script.save_checkpoint, resource.RLIMIT_FSIZE
@@ -364,7 +366,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(script, run, world, monkeypatc
         finally:
             resource.setrlimit(limit, (soft, hard))
 
-    flags = flags_of(script, world) | dict(output_dir=str(output_dir))
+    flags |= dict(output_dir=str(output_dir))
     monkeypatch.setattr(script, "save_checkpoint", save_without_room)
     with pytest.raises(Exception, match="(?i)file too large|iostream|write"):
         run(script, **flags)

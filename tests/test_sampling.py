@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import (
     EOS,
+    MANY_EOS,
     PAD,
     USUAL,
     VOCAB,
@@ -18,7 +19,6 @@ from conftest import (
     make_model,
     make_prompts,
     one_text,
-    read_jsonl,
     record_calls,
     result_of,
 )
@@ -126,7 +126,7 @@ def test_entropies_are_exact_also_beside_tokens_of_probability_zero(script):
 @one_text
 def test_a_prompt_runs_once_and_finished_rows_leave(script):
     """The prompt of a group goes through the model once. After that, only the episodes that have not ended do."""
-    model, rows_in, eos_ids = make_model("llama"), [], [EOS, 5, 9, 14, 17]
+    model, rows_in, eos_ids = make_model("llama"), [], [*MANY_EOS, 17]
     model.register_forward_pre_hook(lambda module, args, kwargs: rows_in.append(len(args[0])), with_kwargs=True)
     episodes = [prompt for prompt in PROMPTS for _ in range(5)]
     result = sample(script, model, episodes, random_uniforms(20, 8), 1.0, eos_ids)
@@ -155,7 +155,7 @@ def test_an_episode_does_not_depend_on_its_neighbours(script):
         torch.testing.assert_close(torch.cat([one[name] for one in alone]), rows, atol=1e-5, rtol=0)
 
 
-END_TOKENS = {"llama": {EOS}, "many_eos": {EOS, 5, 9, 14}, "emits_pad": {EOS, 7}, "pad_is_eos": {EOS}}
+END_TOKENS = {"llama": {EOS}, "many_eos": {*MANY_EOS}, "emits_pad": {EOS, 7}, "pad_is_eos": {EOS}}
 
 
 @pytest.mark.parametrize("policy", END_TOKENS)
@@ -163,16 +163,16 @@ END_TOKENS = {"llama": {EOS}, "many_eos": {EOS, 5, 9, 14}, "emits_pad": {EOS, 7}
 def test_an_episode_ends_with_its_first_eos(script, run, world, policy):
     """The first EOS is the last token, whichever EOS it is. Only the longest length ends an episode without one."""
     flags = dict(model_path=getattr(world, policy), total_episodes=48, batch_size=48)
-    _, metrics, output_dir = run(script, **flags)
-    rows, eos_ids = read_jsonl(output_dir / "rollouts.jsonl"), END_TOKENS[policy]
+    ran = run(script, **flags)
+    [line], rows, eos_ids = ran.metrics, ran.rollouts, END_TOKENS[policy]
     ended = [row["token_ids"][-1] in eos_ids for row in rows]
     for row in rows:
         assert not set(row["token_ids"][:-1]) & eos_ids
         assert len(row["token_ids"]) == 6 or row["token_ids"][-1] in eos_ids
         assert len(row["logprobs"]) == len(row["token_ids"])
     assert any(ended) and not all(ended), "the test needs both"
-    assert metrics[0]["val/num_eos_tokens"] == sum(ended)
-    assert metrics[0]["response_length_mean"] == pytest.approx(np.mean([len(row["token_ids"]) for row in rows]))
+    assert line["val/num_eos_tokens"] == sum(ended)
+    assert line["response_length_mean"] == pytest.approx(np.mean([len(row["token_ids"]) for row in rows]))
     assert len({row["token_ids"][-1] for row, end in zip(rows, ended) if end}) > (policy == "many_eos")
     if policy == "emits_pad":
         assert any(PAD in row["token_ids"][:-1] for row in rows), "the policy must emit pad"
