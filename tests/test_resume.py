@@ -17,7 +17,7 @@ import filelock
 import pytest
 import torch
 import yaml
-from conftest import HERE, contents, one_text, only, read_jsonl, result_of, write_jsonl
+from conftest import HERE, contents, one_text, only, result_of, write_jsonl
 from safetensors.torch import load_file
 
 # four iterations of two updates, the last one of three episodes
@@ -326,14 +326,12 @@ def test_flags_that_do_not_make_another_run_may_change(script, run, stopped_afte
     stopped = stopped_after(script, tmp_path / "out", 2, **flags)
     changed = dict(per_device_train_batch_size=2, per_device_rollout_batch_size=3, gradient_checkpointing=True)
     changed |= dict(save_every=2, num_sample_generations=1, eval_every=None, eval_temperature=1.0)
-    run(script, output_dir=str(stopped), resume=True, **flags | changed)
+    ran = run(script, output_dir=str(stopped), resume=True, **flags | changed)
     lines, _, rollouts = expected
-    mine = [json.loads(line) for line in rollouts.splitlines()]
-    keys = ("iteration", "index", "token_ids", "score")
-    assert [[r[key] for key in keys] for r in read_jsonl(stopped / "rollouts.jsonl")] == [
-        [r[key] for key in keys] for r in mine
-    ]
-    assert [row["step"] for row in read_jsonl(stopped / "metrics.jsonl")] == [row["step"] for row in lines]
+    for row, line in zip(ran.rollouts, rollouts.splitlines(), strict=True):
+        mine = json.loads(line)
+        assert all(row[name] == mine[name] for name in ("iteration", "index", "token_ids", "score"))
+    assert [row["step"] for row in ran.metrics] == [row["step"] for row in lines]
 
 
 @only("rloo", "ppo")

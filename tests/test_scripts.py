@@ -287,7 +287,7 @@ def test_every_logged_metric_is_documented_and_not_always_zero(script, run, worl
     flags = dict(num_mini_batches=2, num_ppo_epochs=2, learning_rate=0.02, num_train_epochs=3, cliprange=0.02)
     flags |= dict(kl_coef=0.1, ref_model_path=world.reference, model_path=world.many_eos, batch_size=6)
     flags |= dict(target_kl=0.01, cliprange_value=0.01) if script.__name__ == "ppo" else dict(k=2, response_length=2)
-    flags |= dict(reward=world.reward("parts"), eval_dataset=world.dataset(5, seed=9), eval_temperature=1.0)
+    flags |= dict(reward=world.reward("parts"), eval_dataset=world.dataset(40, seed=9), eval_temperature=1.0)
     metrics = run(script, **flags).metrics
     table = "\n".join(line for line in (HERE / "docs/metrics.md").read_text().splitlines() if line.startswith("|"))
     documented = set(re.findall(r"`([^`]+)`", table.replace("reward/<name>", "<>").replace("<m>", "<>")))
