@@ -537,6 +537,16 @@ def launch(script, processes, folder, flags, program=None, **environment):
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
+def changed_copy(script, folder, old, new):
+    """A copy of a script with another text in one place, in a folder of its own. `launch` takes it."""
+    source = Path(script.__file__).read_text()
+    assert source.count(old) == 1
+    path = folder / "copy" / f"{script.__name__}.py"
+    path.parent.mkdir()
+    path.write_text(source.replace(old, new))
+    return SimpleNamespace(__file__=str(path), __name__=script.__name__)
+
+
 FSDP2 = HERE / "benchmark" / "hardware" / "fsdp2_cpu.py"  # a `program` that shards the weights over CPU processes
 
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +11,11 @@ from conftest import (
     CHANGED_LOGITS,
     EOS,
     FSDP2,
-    HERE,
     PAD,
     USUAL,
     VOCAB,
     WINDOWS,
+    changed_copy,
     distance,
     encode,
     make_model,
@@ -190,8 +189,7 @@ def test_lora_is_the_policy_with_its_adapter(script, run, world, monkeypatch):
     with pytest.raises(ValueError, match="--model-path .*: holds LoRA adapters; docs/recipes.md"):
         run(script, model_path=str(output_dir / "model"))
     assert metrics[0]["objective/kl"] == pytest.approx(0, abs=1e-5) and abs(metrics[-1]["objective/kl"]) > 1e-4
-    again = run(script, **flags)[2]
-    assert (again / "rollouts.jsonl").read_text() == (output_dir / "rollouts.jsonl").read_text()
+    assert run(script, **flags).rollouts == rows
 
 
 @one_text
@@ -223,23 +221,14 @@ def test_no_tensor_has_all_logits(script, monkeypatch):
         assert not any(shape[-1] == len(VOCAB) and 1 < shape[0] < 16 for shape in kept)
 
 
-def copy_in_pieces(script, folder):
-    """A copy of a script whose pieces have at most 64 logits."""
-    source = (HERE / f"{script.__name__}.py").read_text()
-    assert source.count("LOGITS_AT_ONCE = 2**25") == 1
-    path = folder / "copy" / f"{script.__name__}.py"
-    path.parent.mkdir()
-    path.write_text(source.replace("LOGITS_AT_ONCE = 2**25", "LOGITS_AT_ONCE = 64"))
-    return SimpleNamespace(__file__=str(path), __name__=script.__name__)
-
-
 @only("rloo", "ppo")
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [None, FSDP2], ids=["DDP", "FSDP2"])
 def test_pieces_on_two_processes(script, same_on, world, tmp_path, program):
     """Two processes, whose passes have other numbers of pieces, give the run of one process in one piece."""
     flags = dict(per_device_train_batch_size=3, kl_coef=0.1, total_episodes=24, model_path=world.many_eos)
-    same_on(script, 2, flags | dict(ref_model_path=world.reference), program, copy_in_pieces(script, tmp_path))
+    copy = changed_copy(script, tmp_path, "LOGITS_AT_ONCE = 2**25", "LOGITS_AT_ONCE = 64")
+    same_on(script, 2, flags | dict(ref_model_path=world.reference), program, copy)
 
 
 @one_text

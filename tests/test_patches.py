@@ -242,11 +242,11 @@ def test_the_engine_makes_the_plain_run(script, forgotten, patched, run, monkeyp
         with pytest.raises((RuntimeError, AssertionError), match=f"{REFUSED}|the prefix cache holds"):
             run(module, **flags)
         return
-    runs = [run(module, **flags)[1:] for module in (module, MODULES[script])]
-    tokens = [[row["token_ids"] for row in read_jsonl(folder / "rollouts.jsonl")] for _, folder in runs]
-    norms = [[row["grad_norm"] for row in metrics] for metrics, _ in runs]
+    runs = [run(module, **flags) for module in (module, MODULES[script])]
+    tokens = [[row["token_ids"] for row in ran.rollouts] for ran in runs]
+    norms = [[row["grad_norm"] for row in ran.metrics] for ran in runs]
     assert tokens[0] == tokens[1] and norms[0] == pytest.approx(norms[1], rel=1e-3)
-    assert distance(*(conftest.weights_of(folder / "model") for _, folder in runs)) < 1e-5
+    assert distance(*(conftest.weights_of(ran.folder / "model") for ran in runs)) < 1e-5
     assert vllm.engines[0].is_shut_down
     assert run(module, **flags, weight_cap=1e-6)[1][0]["grad_norm"] < 1e-4 * norms[0][0]  # All weights are cut.
 

@@ -307,7 +307,7 @@ def test_what_a_run_writes(script, run, world, capsys):
     the parts of their scores, and a last line that sums the run up."""
     capsys.readouterr()
     flags = dict(num_train_epochs=2, num_sample_generations=2, batch_size=6, reward=world.reward("parts"))
-    args, metrics, output_dir = run(script, **flags)
+    args, metrics, output_dir = ran = run(script, **flags)
     printed = capsys.readouterr().out
     names = {".lock", "args.yaml", "metrics.jsonl", "rollouts.jsonl", "model"}
     names |= {"value_model"} if script.__name__ == "ppo" else set()
@@ -321,7 +321,7 @@ def test_what_a_run_writes(script, run, world, capsys):
     assert f"{metrics[-1]['episode']} episodes, {metrics[-1]['step']} steps, 2 epochs; sampled score " in closing
     assert str(output_dir / "model") in closing
 
-    rollouts = read_jsonl(output_dir / "rollouts.jsonl")
+    rollouts = ran.rollouts
     columns = "iteration index prompt completion token_ids score reward/length reward/ones logprobs advantage"
     columns += " ref_logprobs" + " values returns" * (script.__name__ == "ppo")
     assert list(rollouts[0]) == columns.split()
