@@ -86,7 +86,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "larger[:, :, count - 1 : count] = new",
      LOGPROBS + "the_cache_of_sampling_grows_by_blocks[rloo]"),
     ("ratio to the policy of now", "rloo", "if args.updates_per_batch > 1 else None", "if False else None",
-     LOGPROBS + "the_ratio_moves_with_the_weights"),
+     ALGORITHMS + "metrics_of_updates_are_those_of_the_textbook[rloo]"),
     ("episodes that carry KL left out", "grpo", "((advantages != 0) | (reference is not None))", "(advantages != 0)",
      GRADIENTS + "episodes_that_have_a_gradient_take_a_pass"),
     ("mean of means, RLOO", "rloo", "is_real).sum() / len(mini_batch)", "is_real).sum() / len(micro_batch.episodes)",

@@ -7,12 +7,21 @@ from conftest import encode, plain_logprobs
 from transformers import AutoModelForCausalLM
 
 
-def completion_model(script, model, eos_ids, shares_prompts=True, temperature=1.0):
+def completion_model(script, model, eos_ids, shares_prompts=True, temperature=1.0, dtype="float32"):
     """A CompletionModel as a script makes it, around a language model. `script.run_inside` runs functions in it."""
-    args = SimpleNamespace(k=2, gradient_checkpointing=not shares_prompts, dtype="float32", temperature=temperature)
+    args = SimpleNamespace(k=2, gradient_checkpointing=not shares_prompts, dtype=dtype, temperature=temperature)
     made = script.CompletionModel(model, None, eos_ids, args)
     assert made.shares_prompts == shares_prompts
     return made
+
+
+def sample(script, model, prompts, uniforms, temperature, eos_ids, dtype="float32"):
+    """A script's `sample`, of these texts."""
+    policy = completion_model(script, model, eos_ids, dtype=dtype)
+    inputs = dict(prompts=[encode(prompt) for prompt in prompts], uniforms=uniforms, temperature=temperature)
+    result = script.run_inside(policy, script.sample, **inputs)
+    model.eval()  # no dropout in what it is compared with; a script's models have none at all
+    return result
 
 
 DENOMINATORS = {  # (tokens of the episode, of the mini-batch, episodes, response_length) -> what divides a token's loss
@@ -32,6 +41,15 @@ def token_weights(script, rows):
     lengths = [len(row["token_ids"]) for row in rows]
     divisors = [DENOMINATORS[script.__name__](n, sum(lengths), len(rows), 6) for n in lengths]
     return [torch.tensor(row["advantage"]).expand(n) / x for row, n, x in zip(rows, lengths, divisors)]
+
+
+@torch.no_grad()
+def row_logprobs(model_path, rows, temperature=1.0, weights=None):
+    """The log-probabilities of the tokens of each row, by plain passes. weights: in place of the model's"""
+    model = AutoModelForCausalLM.from_pretrained(model_path).eval()
+    for parameter, weight in zip(model.parameters(), weights or []):
+        parameter.data = weight
+    return [plain_logprobs(model, encode(row["prompt"]), row["token_ids"], temperature).tolist() for row in rows]
 
 
 def plain_gradient(model_path, rows, weights, temperature=1.0):

@@ -6,31 +6,18 @@ import statistics
 import numpy as np
 import pytest
 import torch
-import transformers
-from conftest import (
-    EOS,
-    distance,
-    encode,
-    flat,
-    make_model,
-    only,
-    plain_logprobs,
-    read_jsonl,
-    record_calls,
-    save_classifier,
-    save_model,
-    weights_of,
-)
-from plain import DENOMINATORS, plain_gradient
+from conftest import MANY_EOS, MODULES, distance, encode, flat, only, record_calls, save_classifier, save_model
+from plain import DENOMINATORS, plain_gradient, row_logprobs
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 
 def test_metrics_of_the_rollout_are_those_of_its_episodes(script, run, world):
-    """KL, entropy and scores in metrics.jsonl are means over the episodes of rollouts.jsonl, without padding."""
-    args, metrics, output_dir = run(script, ref_model_path=world.reference, kl_coef=0.1, num_train_epochs=2)
-    rows = read_jsonl(output_dir / "rollouts.jsonl")
-    for line in metrics:
+    """KL, entropy, scores, and groups of equal scores in metrics.jsonl are those of rollouts.jsonl, without padding."""
+    flags = dict(ref_model_path=world.reference, kl_coef=0.1, reward=world.reward("seldom"))
+    ran = run(script, **flags, dataset=world.dataset(16), batch_size=24)
+    rows = ran.rollouts
+    for line in ran.metrics:
         episodes = [row for row in rows if row["iteration"] == line["iteration"]]
         kl = np.mean([sum(row["logprobs"]) - sum(row["ref_logprobs"]) for row in episodes])
         assert line["objective/kl"] == pytest.approx(kl, rel=1e-4) and abs(kl) > 0.5
@@ -38,14 +25,18 @@ def test_metrics_of_the_rollout_are_those_of_its_episodes(script, run, world):
         assert line["objective/scores"] == pytest.approx(np.mean([row["score"] for row in episodes]), rel=1e-4)
         if script.__name__ == "ppo":
             assert line["objective/non_score_reward"] == pytest.approx(-0.1 * line["objective/kl"], rel=1e-5)
-    model = AutoModelForCausalLM.from_pretrained(args.model_path).eval()
+        if script.__name__ == "grpo":
+            groups = [{row["score"] for row in episodes[i : i + 3]} for i in range(0, len(episodes), 3)]
+            share = np.mean([len(scores) == 1 for scores in groups])
+            assert line["group/zero_advantage_fraction"] == pytest.approx(share) and 0 < share < 1
+    model = AutoModelForCausalLM.from_pretrained(world.llama).eval()
     entropies = []
-    for row in rows[: args.batch_size]:
+    for row in rows[:24]:
         with torch.no_grad():
             logits = model(torch.tensor([encode(row["prompt"]) + row["token_ids"]])).logits[0]
         logprobs = logits.log_softmax(-1)[len(row["prompt"]) - 1 : -1]
         entropies += (-(logprobs.exp() * logprobs).sum(-1)).tolist()
-    assert metrics[0]["policy/entropy_avg"] == pytest.approx(np.mean(entropies), rel=1e-4)
+    assert ran.metrics[0]["policy/entropy_avg"] == pytest.approx(np.mean(entropies), rel=1e-4)
 
 
 def test_no_kl_loads_no_reference(script, run, world, monkeypatch):
@@ -53,49 +44,43 @@ def test_no_kl_loads_no_reference(script, run, world, monkeypatch):
     loaded = record_calls(monkeypatch, script, "load_model")
     for kl_coef, path, expected in ((0.0, None, 0), (0.1, None, 1), (0.0, world.reference, 1)):
         loaded.clear()
-        _, metrics, output_dir = run(script, kl_coef=kl_coef, ref_model_path=path, total_episodes=12)
+        ran = run(script, kl_coef=kl_coef, ref_model_path=path, total_episodes=12)
         assert [call.args[0] for call in loaded].count("--ref-model-path") == expected
-        assert ("objective/kl" in metrics[0]) == bool(expected)
-        assert (read_jsonl(output_dir / "rollouts.jsonl")[0]["ref_logprobs"] is not None) == bool(expected)
+        assert ("objective/kl" in ran.metrics[0]) == bool(expected)
+        assert (ran.rollouts[0]["ref_logprobs"] is not None) == bool(expected)
 
 
-def test_metrics_of_updates_are_those_of_the_textbook(script, run, world, monkeypatch):
+LEVELS = [("rloo", {}), ("grpo", {}), ("grpo", dict(importance_sampling_level="sequence")), ("ppo", {})]
+
+
+@pytest.mark.parametrize("name, level", LEVELS, ids=["rloo", "grpo", "grpo-sequence", "ppo"])
+def test_metrics_of_updates_are_those_of_the_textbook(name, level, run, world, updates):
     """Ratio, its variance, approximate KL, clip fraction and loss are computed here, by plain passes.
 
     The passes use the weights that the second update had. The means are over what the algorithm clips, which is a
     token or an episode. The run has several micro-batches, which must change nothing."""
-    states, step = [], torch.optim.AdamW.step
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: snapshot(self) or step(self, closure))
-
-    def snapshot(optimizer):
-        states.append([p.detach().clone() for group in optimizer.param_groups for p in group["params"]])
-
     flags = dict(num_ppo_epochs=2, total_episodes=12, learning_rate=0.01, cliprange=0.1, kl_coef=0.0)
-    _, [line], output_dir = run(script, per_device_train_batch_size=5, **flags)
-    model, rows = AutoModelForCausalLM.from_pretrained(world.llama).eval(), read_jsonl(output_dir / "rollouts.jsonl")
-    for parameter, value in zip(model.parameters(), states[1]):
-        parameter.data = value
+    ran = run(MODULES[name], per_device_train_batch_size=5, **flags, **level)
+    [line], rows = ran.metrics, ran.rollouts
     units, losses = [], []  # (log-ratio, advantage) of each unit; what the mean over the mini-batch is made of
-    for row in rows:
-        with torch.no_grad():
-            new = plain_logprobs(model, encode(row["prompt"]), row["token_ids"]).tolist()
+    for row, new in zip(rows, row_logprobs(world.llama, rows, weights=updates[1].weights)):
         logratio, advantage = np.subtract(new, row["logprobs"]), row["advantage"]
-        if script.__name__ == "rloo":
-            logratio, advantage = [sum(logratio)], [advantage]
-        elif script.__name__ == "grpo":
-            advantage = [advantage] * len(logratio)
-        pairs = list(zip(logratio, advantage, strict=True))
+        if name == "rloo":
+            logratio = [sum(logratio)]
+        elif level:
+            logratio = [np.mean(logratio)]
+        pairs = list(zip(logratio, advantage if name == "ppo" else [advantage] * len(logratio), strict=True))
         units += pairs
         cut = [max(-a * math.exp(d), -a * min(max(math.exp(d), 0.9), 1.1)) for d, a in pairs]
-        losses += cut if script.__name__ == "ppo" else [np.mean(cut)]
+        losses += cut if name == "ppo" else [np.mean(cut)]
     ratios, advantages = np.exp([d for d, _ in units]), np.array([a for _, a in units])
     is_cut = (advantages > 0) & (ratios > 1.1) | (advantages < 0) & (ratios < 0.9)
     assert is_cut.any() and not is_cut.all()
-    if script.__name__ == "grpo":
+    if name == "grpo":
         second = {"low": (is_cut & (advantages < 0)).mean(), "high": (is_cut & (advantages > 0)).mean()}
         assert line["policy/clipfrac_low_avg"] == pytest.approx(second["low"] / 2)
         assert line["policy/clipfrac_high_avg"] == pytest.approx(second["high"] / 2)
-    first = -np.mean(advantages if script.__name__ != "grpo" else [row["advantage"] for row in rows])
+    first = -np.mean(advantages if name != "grpo" else [row["advantage"] for row in rows])
     assert line["val/ratio"] == pytest.approx((1 + ratios.mean()) / 2, rel=1e-5)
     assert line["val/ratio_var"] == pytest.approx(ratios.var() / 2, rel=1e-3)
     assert line["policy/approxkl_avg"] == pytest.approx(np.square(np.log(ratios)).mean() / 4, rel=1e-3)
@@ -143,18 +128,6 @@ def test_rloo_advantages_by_hand(script):
 
 
 @only("grpo")
-def test_grpo_advantages_by_hand(script):
-    """3 right of 8 give +1.2074 and -0.7244, unscaled +0.6250 and -0.3750; equal scores give 0, not NaN."""
-    scores = torch.tensor([1.0, 1, 1, 0, 0, 0, 0, 0, *[0.1] * 8])
-    batch = statistics.stdev(scores.tolist()) + 1e-4
-    by_scale = {"group": (1.2074, -0.7244), "none": (0.625, -0.375), "batch": (0.625 / batch, -0.375 / batch)}
-    for scale, (right, wrong) in by_scale.items():
-        advantages, all_equal = script.grpo_advantages(scores, 8, scale)
-        assert advantages.tolist() == pytest.approx([right] * 3 + [wrong] * 5 + [0.0] * 8, abs=1e-4)
-        assert advantages[8:].tolist() == [0.0] * 8 and all_equal.tolist() == [False, True]
-
-
-@only("grpo")
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo"])
@@ -165,12 +138,12 @@ def test_grpo_losses_by_plain_passes(script, run, world, updates, loss_type, mas
     sequence gives every token the same share of A, as the ratio of a token does."""
     flags = dict(loss_type=loss_type, mask_truncated_completions=masked, kl_coef=0.3, ref_model_path=world.reference)
     flags |= dict(model_path=world.many_eos, total_episodes=24, batch_size=24, importance_sampling_level=level)
-    rows = read_jsonl(run(script, **flags, per_device_train_batch_size=5)[2] / "rollouts.jsonl")
+    rows = run(script, **flags, per_device_train_batch_size=5).rollouts
     for group in (rows[i : i + 3] for i in range(0, 24, 3)):  # statistics of all scores, masked or not
         mean, deviation = (f([row["score"] for row in group]) for f in (statistics.mean, statistics.stdev))
         for row in group:
             assert row["advantage"] == pytest.approx((row["score"] - mean) / (deviation + 1e-4), abs=1e-4)
-    kept = [row for row in rows if not masked or row["token_ids"][-1] in (EOS, 5, 9, 14)]
+    kept = [row for row in rows if not masked or row["token_ids"][-1] in MANY_EOS]
     assert masked == (len(kept) < len(rows))
     all_tokens = sum(len(row["token_ids"]) for row in kept)
     weights = []
@@ -187,13 +160,7 @@ def test_grpo_losses_by_plain_passes(script, run, world, updates, loss_type, mas
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 def test_grpo_with_every_completion_truncated_learns_nothing(script, run, monkeypatch, updates, kl_coef):
     """All episodes are masked. The gradient is zero, and no metric is NaN."""
-    sample = script.sample
-
-    def never_ends(*args, **inputs):
-        result = sample(*args, **inputs)
-        return result | {"ended": torch.zeros_like(result["ended"])}
-
-    monkeypatch.setattr(script, "sample", never_ends)
+    monkeypatch.setattr(script, "find_eos_ids", lambda *_: [])
     for flags in ({}, dict(num_mini_batches=2, num_ppo_epochs=2)):
         metrics = run(script, mask_truncated_completions=True, kl_coef=kl_coef, **flags)[1]
         assert all(math.isfinite(value) for row in metrics for value in row.values())
@@ -210,10 +177,10 @@ def test_cispo_weighs_by_the_clipped_ratio(script, run, updates):
         for cliprange, high in ((0.0, 0.0), (1.0, 1e9)):
             clips = dict(cliprange=cliprange, cliprange_high=high, loss_type=loss_type, num_ppo_epochs=2)
             updates.clear()
-            _, [metrics], output_dir = run(script, **flags | clips)
+            ran = run(script, **flags | clips)
             gradients[loss_type, cliprange] = updates[1].gradients
-            cut[loss_type, cliprange] = metrics["policy/clipfrac_avg"]
-    rows = read_jsonl(output_dir / "rollouts.jsonl")
+            cut[loss_type, cliprange] = ran.metrics[0]["policy/clipfrac_avg"]
+    rows = ran.rollouts
     all_tokens = sum(len(row["token_ids"]) for row in rows)
     weights = [torch.full((len(row["token_ids"]),), row["advantage"] / all_tokens) for row in rows]
     assert distance(plain_gradient(moved, rows, weights), gradients["cispo", 0.0]) < 1e-4
@@ -222,78 +189,38 @@ def test_cispo_weighs_by_the_clipped_ratio(script, run, updates):
     assert cut["cispo", 0.0] > 1.5 * cut["dapo", 0.0] > 0 == cut["cispo", 1.0] == cut["dapo", 1.0]  # on both sides
 
 
-@only("grpo")
-def test_grpo_ratio_of_a_sequence(script, run):
-    """The ratio is exp of the mean log-ratio. Each episode has one, and they vary less than those of tokens."""
-    flags = dict(num_ppo_epochs=2, learning_rate=0.01, total_episodes=12)
-    variances = [
-        run(script, importance_sampling_level=x, **flags)[1][0]["val/ratio_var"] for x in ("token", "sequence")
-    ]
-    assert 1e-7 < variances[1] < 0.7 * variances[0]
-    logged = run(script, importance_sampling_level="sequence", cliprange=0.0, **flags)[1][0]
-    assert (logged["policy/clipfrac_avg"] * 2 * 12) == pytest.approx(round(logged["policy/clipfrac_avg"] * 24))
-
-
-@only("grpo")
-def test_grpo_logs_groups_without_a_signal(script, run, world):
-    """group/zero_advantage_fraction is the share of groups whose scores are all equal."""
-    flags = dict(model_path=world.many_eos, response_length=1, num_train_epochs=2, seed=3)
-    _, metrics, output_dir = run(script, **flags)
-    rows, shares = read_jsonl(output_dir / "rollouts.jsonl"), []
-    for line in metrics:
-        scores = [row["score"] for row in rows if row["iteration"] == line["iteration"]]
-        shares.append(np.mean([len(set(scores[i : i + 3])) == 1 for i in range(0, len(scores), 3)]))
-        assert line["group/zero_advantage_fraction"] == pytest.approx(shares[-1])
-    assert any(0 < share < 1 for share in shares)
-
-
 @only("ppo")
-@pytest.mark.parametrize("policy", ["llama", "many_eos", "pad_is_eos"])
-def test_ppo_without_values_is_reinforce_on_reward_to_go(script, run, world, updates, policy):
-    """With gamma = lam = 1, no whitening and all values 0, the advantage of a token is its reward to go.
+@pytest.mark.parametrize("source, whiten", [("value_model_path", False), ("reward_model_path", True), (None, False)])
+def test_ppo_values_and_returns_by_plain_passes(script, run, world, updates, tmp_path, source, whiten):
+    """The value of a token is the head's output one position before it. After the last token it is 0.
 
-    The gradient is the mean over tokens of -(reward to go) * grad log p. The reward of a token is -kl_coef * KL. The
-    score is added to the reward of the last token of the completion, and never to padding."""
-    flags = dict(gamma=1.0, lam=1.0, whiten_advantages=False, kl_coef=0.2, ref_model_path=world.reference)
-    path = getattr(world, policy)
-    rows = read_jsonl(run(script, **flags, model_path=path, total_episodes=24, batch_size=24)[2] / "rollouts.jsonl")
-    model, reference = (AutoModelForCausalLM.from_pretrained(p).eval() for p in (path, world.reference))
-    weights = []
-    for row in rows:
-        with torch.no_grad():
-            episode = encode(row["prompt"]), row["token_ids"]
-            rewards = (-0.2 * (plain_logprobs(model, *episode) - plain_logprobs(reference, *episode))).tolist()
-        rewards[-1] += row["score"]
-        to_go = [sum(rewards[t:]) for t in range(len(rewards))]
-        assert row["values"] == [0.0] * len(rewards)
-        assert row["advantage"] == pytest.approx(to_go, abs=1e-4) and row["returns"] == pytest.approx(to_go, abs=1e-4)
-        weights.append(torch.tensor(to_go) / sum(len(r["token_ids"]) for r in rows))
-    expected = plain_gradient(path, rows, weights)
-    assert distance(expected, updates[0].gradients[: len(expected)]) < 1e-5
-
-
-@only("ppo")
-@pytest.mark.parametrize("source, whiten", [("value_model_path", False), ("reward_model_path", True)])
-def test_ppo_values_and_returns_by_plain_passes(script, run, updates, tmp_path, source, whiten):
-    """The value of a token is the head's output one position before it. After the last token it is 0."""
+    The reward of a token is -kl_coef * KL. The last token of the completion, which is never padding, has the score.
+    Without a value model, the policy's trunk gets a head of zeros."""
     path, model = save_classifier(tmp_path / "value")
-    flags = {source: path} | dict(vf_coef=0.5, total_episodes=12, gamma=0.8, lam=0.9, kl_coef=0.0)
-    _, metrics, output_dir = run(script, **flags, whiten_advantages=whiten, per_device_train_batch_size=5)
-    rows = read_jsonl(output_dir / "rollouts.jsonl")
+    if source is None:
+        model.model = AutoModel.from_pretrained(world.pad_is_eos).eval()
+        model.score.weight.data.zero_()
+    flags = {source: path} if source else {}
+    flags |= dict(vf_coef=0.5, total_episodes=12, gamma=0.8, lam=0.9, kl_coef=0.2, ref_model_path=world.reference)
+    flags |= dict(model_path=world.pad_is_eos, whiten_advantages=whiten, per_device_train_batch_size=5)
+    ran = run(script, **flags)
+    rows, ref_logprobs = ran.rollouts, row_logprobs(world.reference, ran.rollouts)
     count, loss = sum(len(row["token_ids"]) for row in rows), 0.0
     assert min(len(row["token_ids"]) for row in rows) < 6, "the test needs an episode that ended early"
-    for row in rows:
+    for row, ref in zip(rows, ref_logprobs):
         prompt = encode(row["prompt"])
         hidden = model.model(torch.tensor([prompt + row["token_ids"]])).last_hidden_state[0]
         values = model.score(hidden[len(prompt) - 1 : -1]).squeeze(-1)
         assert row["values"] == pytest.approx(values.tolist(), abs=1e-5)
         v, n = [*values.tolist(), 0.0], len(values)
-        deltas = [0.8 * v[t + 1] - v[t] + row["score"] * (t == n - 1) for t in range(n)]
+        rewards = -0.2 * np.subtract(row["logprobs"], ref)
+        rewards[-1] += row["score"]
+        deltas = [rewards[t] + 0.8 * v[t + 1] - v[t] for t in range(n)]
         advantages = [sum(0.72 ** (s - t) * deltas[s] for s in range(t, n)) for t in range(n)]
         assert row["returns"] == pytest.approx([a + b for a, b in zip(advantages, v)], abs=1e-4)
         assert whiten or row["advantage"] == pytest.approx(advantages, abs=1e-4)
         loss = loss + 0.5 * (values - torch.tensor(row["returns"])).square().sum() / count
-    assert metrics[0]["loss/value_avg"] == pytest.approx(loss.item(), rel=1e-4)
+    assert ran.metrics[0]["loss/value_avg"] == pytest.approx(loss.item(), rel=1e-4)
     if whiten:  # over all tokens of the batch
         whitened = np.hstack([row["advantage"] for row in rows])
         assert whitened.mean() == pytest.approx(0, abs=1e-6) and whitened.var() == pytest.approx(1, abs=1e-5)
@@ -309,15 +236,15 @@ def test_ppo_writes_its_value_model(script, run, tmp_path):
     first = run(script, **flags)[2]
     trained = load_file(first / "value_model" / "value_head.safetensors")
     assert trained["bias"].abs() > 1e-4 and trained["weight"].shape == (1, 16)
-    second = run(script, **flags, model_path=str(first / "model"), value_model_path=str(first / "value_model"))[2]
-    [row] = [row for row in read_jsonl(second / "rollouts.jsonl") if row["iteration"] == 1 and row["index"] == 0]
+    second = run(script, **flags, model_path=str(first / "model"), value_model_path=str(first / "value_model"))
+    row = second.rollouts[0]
     tokens = torch.tensor([encode(row["prompt"]) + row["token_ids"]])
     trunk = AutoModel.from_pretrained(first / "value_model").eval()
     hidden = trunk(tokens).last_hidden_state[0, -len(row["token_ids"]) - 1 : -1]
     expected = (hidden @ trained["weight"].T + trained["bias"]).squeeze(1)
     assert row["values"] == pytest.approx(expected.tolist(), abs=1e-5)
     assert not (run(script, **flags, lora_r=2)[2] / "value_model").exists()
-    path = save_model(tmp_path / "opt", make_model("opt"))  # Its trunk gives 8 numbers for a token, not hidden_size.
+    path = save_model(tmp_path / "opt", "opt")  # Its trunk gives 8 numbers for a token, not hidden_size.
     head = load_file(run(script, **flags, model_path=path)[2] / "value_model" / "value_head.safetensors")
     assert head["weight"].shape == (1, 8)
 
@@ -335,7 +262,7 @@ def test_ppo_value_loss_is_clipped_around_the_old_value(script):
 
 @only("ppo")
 def test_ppo_kl_estimators(script, run, world):
-    """Each equals its formula, also in a run. test_gradients.py shows of which the mean is the KL."""
+    """Each equals its formula, also in a run. test_theory.py shows of which the mean is the KL."""
     p, q = torch.log_softmax(torch.randn(2, 5, generator=torch.Generator().manual_seed(0)), -1)
     formulas = {"k1": lambda d: d, "abs": abs, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
     differences = (p - q).tolist()
@@ -343,12 +270,10 @@ def test_ppo_kl_estimators(script, run, world):
         got = script.token_kl(p, q, estimator).tolist()
         assert got == pytest.approx([formula(d) for d in differences], rel=1e-5, abs=1e-6)
         flags = dict(kl_estimator=estimator, kl_coef=0.3, ref_model_path=world.reference, total_episodes=12)
-        _, metrics, output_dir = run(script, **flags, temperature=0.7)
-        sums = [
-            sum(formula(a - b) for a, b in zip(row["logprobs"], row["ref_logprobs"]))
-            for row in read_jsonl(output_dir / "rollouts.jsonl")
-        ]
-        assert metrics[0]["objective/non_score_reward"] == pytest.approx(-0.3 * np.mean(sums), rel=1e-4)
+        ran = run(script, **flags, temperature=0.7)
+        pairs = [zip(row["logprobs"], row["ref_logprobs"]) for row in ran.rollouts]
+        sums = [sum(formula(a - b) for a, b in row) for row in pairs]
+        assert ran.metrics[0]["objective/non_score_reward"] == pytest.approx(-0.3 * np.mean(sums), rel=1e-4)
 
 
 @only("ppo")
@@ -356,16 +281,16 @@ def test_ppo_kl_estimators(script, run, world):
 def test_ppo_adapts_the_kl_coefficient(script, run, world, target):
     """After each iteration kl_coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon."""
     flags = dict(adaptive_kl=True, kl_coef=0.2, kl_target=target, kl_horizon=50, ref_model_path=world.reference)
-    _, metrics, output_dir = run(script, **flags, num_train_epochs=5, gamma=1.0, lam=1.0)
+    ran = run(script, **flags, num_train_epochs=5, gamma=1.0, lam=1.0)
     coefficient, episode, used = 0.2, 0, {}
-    for row in metrics:
+    for row in ran.metrics:
         assert row["objective/kl_coef"] == pytest.approx(coefficient, rel=1e-6)
         used[row["iteration"]] = coefficient
         error = min(max(row["objective/kl"] / target - 1, -0.2), 0.2)
         coefficient *= 1 + error * (row["episode"] - episode) / 50
         episode = row["episode"]
     assert abs(coefficient - 0.2) > 0.01
-    for row in read_jsonl(output_dir / "rollouts.jsonl"):
+    for row in ran.rollouts:
         kl = sum(row["logprobs"]) - sum(row["ref_logprobs"])
         assert row["returns"][0] == pytest.approx(row["score"] - used[row["iteration"]] * kl, rel=1e-4, abs=1e-4)
 
@@ -376,7 +301,7 @@ def test_ppo_scales_scores_by_all_scores_so_far(script, run):
     still = dict(learning_rate=0.0, num_train_epochs=4)  # the same episodes in every run
 
     def scores(**flags):
-        return [(r["iteration"], r["score"]) for r in read_jsonl(run(script, **still, **flags)[2] / "rollouts.jsonl")]
+        return [(r["iteration"], r["score"]) for r in run(script, **still, **flags).rollouts]
 
     raw = scores()
     settings = dict(score_norm=True, score_scaling=True)
@@ -402,10 +327,7 @@ def test_equal_scores_have_no_deviation_to_divide_by(script, run, world, capsys)
 def test_ppo_whitens_rewards_without_moving_their_mean(script, run, world):
     """--whiten-rewards divides each token's distance from their mean by their population deviation."""
     flags = dict(gamma=1.0, lam=1.0, whiten_advantages=False, kl_coef=0.2, ref_model_path=world.reference)
-    plain, whitened = (
-        read_jsonl(run(script, **flags, total_episodes=12, whiten_rewards=on)[2] / "rollouts.jsonl")
-        for on in (False, True)
-    )
+    plain, whitened = (run(script, **flags, total_episodes=12, whiten_rewards=on).rollouts for on in (False, True))
     before, after = (  # returns are rewards to go
         np.hstack([np.append(-np.diff(row["returns"]), row["returns"][-1]) for row in rows])
         for rows in (plain, whitened)
@@ -415,19 +337,15 @@ def test_ppo_whitens_rewards_without_moving_their_mean(script, run, world):
 
 @only("ppo")
 @pytest.mark.parametrize("flag", ["target_kl", "ratio_threshold"])
-def test_ppo_counts_dropped_updates(script, run, world, updates, flag, recwarn):
+def test_ppo_counts_dropped_updates(script, run, updates, flag, recwarn):
     """--target-kl ends the updates of an iteration. --ratio-threshold drops each update whose ratio is above it.
 
     Dropped updates never reach the optimizer. They still count in `step`, in the schedule and in the log. This holds
     also for the first update of a run."""
     flags = dict(num_ppo_epochs=3, num_mini_batches=2, learning_rate=0.01, num_train_epochs=3)
-    args, metrics, output_dir = run(script, **flags, **{flag: 1e-9}, per_device_train_batch_size=2)
+    args, metrics, _ = run(script, **flags, **{flag: 1e-9}, per_device_train_batch_size=2)
     steps, taken = 6, 1 if flag == "target_kl" else 0  # the first of an iteration has a KL of 0 and a ratio of 1
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
-    scheduler, rates = transformers.get_scheduler("linear", optimizer, 0, steps * len(metrics)), []
-    for _ in range(steps * len(metrics)):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step(), scheduler.step()
+    rates = np.linspace(args.learning_rate, 0, steps * len(metrics), endpoint=False)
     assert len(updates) == taken * len(metrics)
     assert [update.lr for update in updates] == pytest.approx(rates[::steps][: len(updates)])
     for iteration, row in enumerate(metrics, start=1):
@@ -435,6 +353,4 @@ def test_ppo_counts_dropped_updates(script, run, world, updates, flag, recwarn):
         assert row["policy/skipped_updates"] == steps - taken
         assert row["lr"] == pytest.approx(rates[row["step"] - 1])
         assert ("grad_norm" in row) == bool(taken)
-    if not taken:
-        assert all(torch.equal(a, b) for a, b in zip(weights_of(world.llama), weights_of(output_dir / "model")))
     assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]

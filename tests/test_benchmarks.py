@@ -17,7 +17,6 @@ from conftest import (
     SCRIPTS,
     fresh_imports,
     import_file,
-    make_model,
     make_prompts,
     make_rows,
     one_text,
@@ -170,7 +169,7 @@ def test_the_recipe_of_tldr_runs(name, run, tmp_path, monkeypatch):
     flags = vars(tyro.cli(MODULES[name].Args, args=words))
     monkeypatch.chdir(tmp_path)
     model = dict(max_position_embeddings=128, initializer_range=0.3)
-    save_model(tmp_path / flags["model_path"], make_model("neox", **model))
+    save_model(tmp_path / flags["model_path"], "neox", **model)
     save_classifier(tmp_path / flags["reward_model_path"], architecture="neox", **model)
     for split in ("train", "validation"):
         (tmp_path / "trl-lib" / "tldr").mkdir(parents=True, exist_ok=True)

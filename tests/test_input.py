@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import shutil
 import sys
 from collections import Counter
@@ -18,33 +17,15 @@ from conftest import (
     group_flag,
     import_file,
     make_args,
-    make_model,
     make_prompts,
     make_rows,
     make_tokenizer,
     one_text,
     only,
-    read_jsonl,
     save_model,
     write_jsonl,
 )
 from tokenizers.processors import TemplateProcessing
-
-
-@pytest.fixture
-def refuses(run, tmp_path):
-    """refuses(script, *words, **flags): the run must stop with these words in its message, and write nothing."""
-
-    def refuses(script, *words, error=Exception, **flags):
-        out = tmp_path / "out"
-        with pytest.raises(error) as raised:
-            run(script, **{"output_dir": str(out)} | flags)
-        for word in words:
-            assert re.search(word, str(raised.value)), f"{word!r} is not in: {raised.value}"
-        assert not out.exists()
-
-    return refuses
-
 
 BAD_FLAGS = [  # a flag, which the message must name, and its bad value
     *[("batch_size", value) for value in (0, -12, 13)],
@@ -167,10 +148,10 @@ def test_long_prompts_are_dropped_and_counted_aloud(script, run, refuses, capsys
     limit = sorted(map(len, prompts))[3]
     kept = [p for p in prompts if len(p) <= limit]
     capsys.readouterr()
-    args, metrics, output_dir = run(script, max_prompt_length=limit, num_train_epochs=2)
+    ran = run(script, max_prompt_length=limit, num_train_epochs=2)
     assert f"{len(prompts) - len(kept)} of 7 prompts" in capsys.readouterr().out
-    used = Counter(row["prompt"] for row in read_jsonl(output_dir / "rollouts.jsonl"))
-    assert used == {p: 2 * args.k for p in kept} and metrics[-1]["epoch"] == 2
+    used = Counter(row["prompt"] for row in ran.rollouts)
+    assert used == {p: 2 * ran.args.k for p in kept} and ran.metrics[-1]["epoch"] == 2
     refuses(script, "none within --max-prompt-length", max_prompt_length=1)
 
 
@@ -183,7 +164,7 @@ def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, worl
     run(script, response_length=room, total_episodes=3, batch_size=3)
     longer = write_jsonl(tmp_path / "longer.jsonl", make_rows(["1" * (65 - room), "1" * (66 - room)]))
     refuses(script, "--response-length", "65 tokens", response_length=room, eval_dataset=longer, error=ValueError)
-    short = save_model(tmp_path / "short", make_model("llama", max_position_embeddings=63))
+    short = save_model(tmp_path / "short", max_position_embeddings=63)
     refuses(script, "--ref-model-path has 63 positions", response_length=room, ref_model_path=short)
     refuses(script, "65 tokens, but --reward-model-path", response_length=room, reward_model_path=world.classifier)
     if script.__name__ == "ppo":
@@ -194,8 +175,8 @@ def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, worl
 def test_a_model_must_give_the_same_in_padded_rows(script, run, refuses, monkeypatch, tmp_path, capsys):
     """Another model is refused, in each role and type. Where only a shared prompt changes the results, every episode
     gets a row of its own, and one line says so."""
-    bart, jamba, phimoe = (save_model(tmp_path / name, make_model(name)) for name in ("bart", "jamba", "phimoe"))
-    scaled = save_model(tmp_path / "scaled", make_model("llama", logit_scale=3.0))  # which Llama does not use
+    bart, jamba, phimoe = (save_model(tmp_path / name, name) for name in ("bart", "jamba", "phimoe"))
+    scaled = save_model(tmp_path / "scaled", logit_scale=3.0)  # which Llama does not use
     for path in (phimoe, scaled):
         refuses(script, "--model-path.*head_logits", model_path=path)
     for dtype in ("float32", "bfloat16"):
@@ -244,7 +225,7 @@ def test_weights_that_do_not_fit_their_config_are_refused_by_name(script, refuse
 def test_models_that_are_not_there(script, refuses, world, tmp_path):
     """The folder does not exist, or it is empty, or the file with the weights is cut short."""
     (tmp_path / "empty").mkdir()
-    cut = save_model(tmp_path / "cut", make_model("llama"))
+    cut = save_model(tmp_path / "cut")
     os.truncate(f"{cut}/model.safetensors", 2000)
     # For the empty folder and the cut file the libraries have messages of their own.
     for path, words in {"no/such/model": "no/such/model", str(tmp_path / "empty"): "", cut: ""}.items():
@@ -252,7 +233,7 @@ def test_models_that_are_not_there(script, refuses, world, tmp_path):
             refuses(script, words, **{flag: path})
     if script.__name__ == "ppo":
         refuses(script, "no/such/model", value_model_path="no/such/model")
-        other = save_model(tmp_path / "other", make_model("llama", vocab_size=50))
+        other = save_model(tmp_path / "other", vocab_size=50)
         refuses(script, "--value-model-path", "vocabulary", value_model_path=other, error=ValueError)
 
 
@@ -261,7 +242,7 @@ def test_a_template_that_writes_nothing_is_named_by_its_row(script, refuses, tmp
     """A prompt without tokens has nothing to continue."""
     silent = make_tokenizer()
     silent.chat_template = "{% if messages[0]['role'] == 'user' %}{{ messages[0]['content'] }}{% endif %}"
-    path = save_model(tmp_path / "silent", make_model("llama"), tokenizer=silent)
+    path = save_model(tmp_path / "silent", tokenizer=silent)
     rows = [{"prompt": [{"role": role, "content": "1+1="}], "answer": "2"} for role in ("user", "assistant")]
     dataset = write_jsonl(tmp_path / "chat.jsonl", rows)
     refuses(script, "chat.jsonl:2", "no tokens", model_path=path, dataset=dataset, error=ValueError)

@@ -1,42 +1,42 @@
 """Log-probabilities: shared prompts, the sampler's, the reference's, precision, adapters, large vocabularies."""
 
-import itertools
 import math
 import os
-from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import (
-    ARCHITECTURES,
+    CHANGED_LOGITS,
     EOS,
     FSDP2,
-    GROUPED,
-    HERE,
     PAD,
-    SHAPE,
+    USUAL,
     VOCAB,
     WINDOWS,
+    changed_copy,
     distance,
     encode,
     make_model,
-    of_architectures,
     one_text,
     only,
     plain_logprobs,
-    read_jsonl,
     record_calls,
     save_model,
     weights_of,
 )
-from plain import completion_model
+from plain import completion_model, row_logprobs, sample
 from transformers import AutoModelForCausalLM
 
 PROMPTS = ["12+34=", "12+34=", "7", "7"]
 COMPLETIONS = [[5, 6, EOS], [7, EOS], [8, 9, 4, 5, 6, 7], [EOS]]
+
+
+def gradient_of(model, logprobs):
+    """The gradient of a weighted sum of log-probabilities, one tensor for each parameter."""
+    weighted = logprobs * torch.arange(1.0, 1 + logprobs.numel()).view_as(logprobs)
+    return torch.autograd.grad(weighted.sum(), list(model.parameters()))
 
 
 def one_pass(script, model, shares_prompts=True, prompts=PROMPTS, completions=COMPLETIONS, width=6):
@@ -46,9 +46,7 @@ def one_pass(script, model, shares_prompts=True, prompts=PROMPTS, completions=CO
     prompts = [encode(prompt) for prompt in prompts]
     policy = completion_model(script, model, [EOS], shares_prompts, temperature=0.7)
     logprobs = script.run_inside(policy, script.token_logprobs, prompts=prompts, tokens=tokens, mask=mask)
-    model.zero_grad()
-    (logprobs * torch.arange(1.0, 1 + tokens.numel()).view_as(tokens)).sum().backward()
-    return logprobs.detach(), [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    return logprobs.detach(), gradient_of(model, logprobs)
 
 
 GROUPS = {  # prompts of two groups of three, and the completions of the first; which completion is longest differs
@@ -59,47 +57,43 @@ GROUPS = {  # prompts of two groups of three, and the completions of the first; 
 
 
 @one_text
-@of_architectures
+@pytest.mark.parametrize("architecture", [*USUAL, *WINDOWS, *CHANGED_LOGITS])
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_shared_prompt_gives_what_rows_of_their_own_give(script, architecture, group):
-    """A group's prompt is run once, or each completion has a row with its prompt. Both give the same.
+    """A group's prompt is run once, or each completion has a row with its prompt. Both give what plain passes give.
 
     This is tested for log-probabilities and gradients, in whole groups and in parts of them, also where the attention
-    window is shorter than the prompt. The log-probabilities are also those of plain passes."""
+    window is shorter than the prompt, and where a model bounds or scales its logits."""
     first, second, completions = GROUPS[group]
     prompts, completions = [first] * 3 + [second] * 3, completions + completions[::-1]
     model = make_model(architecture)
     for indices in ([0, 1, 2, 3, 4, 5], [4, 5, 0, 1, 2], [2, 2]):
-        given, seen = [[texts[i] for i in indices] for texts in (prompts, completions)], []
+        given = [[texts[i] for i in indices] for texts in (prompts, completions)]
+        plain = [plain_logprobs(model, encode(prompt), completion, 0.7) for prompt, completion in zip(*given)]
+        expected = torch.stack([torch.nn.functional.pad(row, (0, 13 - len(row))) for row in plain])
+        expected_gradient = gradient_of(model, expected)
         for shares_prompts in (False, True):
             rows_in = []
             hook = model.get_decoder().register_forward_pre_hook(lambda _, args: rows_in.append(len(args[0])))
-            seen.append(one_pass(script, model, shares_prompts, *given, width=13))
+            logprobs, gradient = one_pass(script, model, shares_prompts, *given, width=13)
             hook.remove()
             assert rows_in[0] == (len(set(given[0])) if shares_prompts else len(indices))
-        (apart, gradient_apart), (shared, gradient) = seen
-        torch.testing.assert_close(apart, shared, atol=5e-6, rtol=1e-6)
-        assert distance(gradient_apart, gradient) < 5e-6
-        for row, prompt, completion in zip(shared, *given, strict=True):
-            expected = plain_logprobs(model, encode(prompt), completion, 0.7)
-            torch.testing.assert_close(row[: len(expected)], expected.detach(), atol=1e-5, rtol=0)
-            assert not row[len(expected) :].any()
+            torch.testing.assert_close(logprobs, expected.detach(), atol=1e-5, rtol=0)
+            assert distance(expected_gradient, gradient) < 1e-5
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", *WINDOWS])
 def test_every_pass_gives_the_same_logprobs(script, run, tmp_path, architecture):
     """The sampler, the reference and training agree with plain forward passes."""
-    path = save_model(tmp_path / "policy", make_model(architecture))
+    path = save_model(tmp_path / "policy", architecture)
     flags = dict(temperature=0.7, num_ppo_epochs=2, total_episodes=21, batch_size=21, kl_coef=0.1)
-    _, metrics, output_dir = run(script, model_path=path, per_device_train_batch_size=5, **flags)
-    rows, model = read_jsonl(output_dir / "rollouts.jsonl"), AutoModelForCausalLM.from_pretrained(path).eval()
+    ran = run(script, model_path=path, per_device_train_batch_size=5, **flags)
+    rows = ran.rollouts
     assert len({len(row["prompt"]) for row in rows}) > 3
-    with torch.no_grad():
-        for row in rows:
-            expected = plain_logprobs(model, encode(row["prompt"]), row["token_ids"], 0.7).tolist()
-            assert row["logprobs"] == pytest.approx(expected, abs=1e-5), "sampler"
-            assert row["ref_logprobs"] == pytest.approx(expected, abs=1e-5), "reference"
-    assert metrics[0]["val/sampling_logprob_difference"] < 2e-5, "training"
+    for row, expected in zip(rows, row_logprobs(path, rows, 0.7)):
+        assert row["logprobs"] == pytest.approx(expected, abs=1e-5), "sampler"
+        assert row["ref_logprobs"] == pytest.approx(expected, abs=1e-5), "reference"
+    assert ran.metrics[0]["val/sampling_logprob_difference"] < 2e-5, "training"
 
 
 @pytest.mark.parametrize("policy", ["gpt2", "dropout"])
@@ -115,41 +109,28 @@ def test_ratio_is_one_while_the_weights_stand_still(script, run, world, policy):
         assert row["objective/kl"] == pytest.approx(0, abs=1e-5)
 
 
-def test_the_ratio_moves_with_the_weights(script, run):
-    """From the second update of an iteration on, the ratio is not 1. It compares with the policy that sampled."""
-    metrics = run(script, num_ppo_epochs=2, learning_rate=0.01, total_episodes=12)[1]
-    assert metrics[0]["val/ratio_var"] > 1e-6 and metrics[0]["policy/approxkl_avg"] > 1e-6
-
-
-def sample_off_by(script, monkeypatch, amount, first=0):
-    """The sampler's log-probabilities are `amount` too large, from its call `first` on."""
-    sample, calls = script.sample, itertools.count()
+@pytest.mark.parametrize("dtype, logged, refused", [("float32", 5e-4, 0.01), ("bfloat16", 0.4, 0.6)])
+@one_text
+def test_a_sampler_that_is_not_the_training_pass_stops_the_run(
+    script, run, monkeypatch, updates, dtype, logged, refused
+):
+    """In each iteration before its first update. A difference by rounding, of which bfloat16 has more, is logged."""
+    sample, errors = script.sample, []
 
     def off(*args, **kwargs):
         result = sample(*args, **kwargs)
-        error = amount if next(calls) >= first else 0.0
-        return result | {"logprobs": result["logprobs"] + error * (result["logprobs"] != 0)}
+        return result | {"logprobs": result["logprobs"] + errors.pop(0) * (result["logprobs"] != 0)}
 
     monkeypatch.setattr(script, "sample", off)
-
-
-@pytest.mark.parametrize("dtype, first, amount", [("float32", 0, 0.01), ("float32", 1, 0.01), ("bfloat16", 1, 0.6)])
-@one_text
-def test_a_sampler_that_is_not_the_training_pass_stops_the_run(script, run, monkeypatch, updates, dtype, first, amount):
-    """The run stops before the first update of an iteration, and names the difference."""
-    sample_off_by(script, monkeypatch, amount, first)
-    with pytest.raises(RuntimeError, match=rf"sampling and training give log-probabilities (up to )?{amount}\d* apart"):
-        run(script, dtype=dtype, batch_size=6, kl_coef=0.0)
-    assert len(updates) == first
-
-
-@pytest.mark.parametrize("dtype, amount", [("float32", 5e-4), ("bfloat16", 0.4)])
-@one_text
-def test_a_small_difference_is_only_logged(script, run, monkeypatch, dtype, amount):
-    """In bfloat16 the two differ by more rounding."""
-    sample_off_by(script, monkeypatch, amount)
-    metrics = run(script, dtype=dtype)[1]
-    assert all(amount / 2 < row["val/sampling_logprob_difference"] < 2 * amount for row in metrics)
+    for count in (0, 1):
+        updates.clear()
+        errors[:] = [logged] * count + [refused]
+        with pytest.raises(RuntimeError, match=rf"sampling and training give log-probabilities .*{refused}\d* apart"):
+            run(script, dtype=dtype, batch_size=6, kl_coef=0.0)
+        assert len(updates) == count
+    errors[:] = [logged] * 2
+    metrics = run(script, dtype=dtype).metrics
+    assert all(logged / 2 < row["val/sampling_logprob_difference"] < 2 * logged for row in metrics)
 
 
 def test_bfloat16_runs_and_keeps_weights_in_float32(script, run, world, monkeypatch):
@@ -158,17 +139,16 @@ def test_bfloat16_runs_and_keeps_weights_in_float32(script, run, world, monkeypa
     loaded, check = record_calls(monkeypatch, script, "load_model"), script.check_padding
     # This check of a model, before the run, is in the type in which the model is held.
     monkeypatch.setattr(script, "check_padding", lambda *args: check(*args) or passes.clear())
-    _, metrics, output_dir = run(script, dtype="bfloat16", ref_model_path=world.reference, num_train_epochs=2)
+    ran = run(script, dtype="bfloat16", ref_model_path=world.reference, num_train_epochs=2)
     assert {call.result.dtype for call in passes} == {torch.bfloat16}
     dtypes = {call.args[0]: call.result.dtype for call in loaded}
     assert dtypes["--ref-model-path"] == torch.bfloat16 and dtypes["--model-path"] == torch.float32
-    assert {w.dtype for w in weights_of(output_dir / "model")} == {torch.float32}
-    assert all(math.isfinite(value) for row in metrics for value in row.values())
-    model, differences = AutoModelForCausalLM.from_pretrained(world.llama).eval(), []
-    for row in read_jsonl(output_dir / "rollouts.jsonl")[:12]:  # the first iteration's
-        plain = plain_logprobs(model, encode(row["prompt"]), row["token_ids"]).tolist()
-        differences += list(np.abs(np.subtract(row["logprobs"], plain)))
-    assert 1e-4 < np.mean(differences) < 0.1
+    assert {w.dtype for w in weights_of(ran.folder / "model")} == {torch.float32}
+    assert all(math.isfinite(value) for row in ran.metrics for value in row.values())
+    rows = ran.rollouts[:12]  # the first iteration's
+    pairs = zip(rows, row_logprobs(world.llama, rows))
+    differences = np.hstack([np.subtract(row["logprobs"], plain) for row, plain in pairs])
+    assert 1e-4 < np.abs(differences).mean() < 0.1
 
 
 @only("ppo")  # It shares no prompts, with checkpointing or without.
@@ -193,15 +173,14 @@ def test_lora_is_the_policy_with_its_adapter(script, run, world, monkeypatch):
 
     loads = record_calls(monkeypatch, script, "load_model")
     flags = dict(lora_r=2, learning_rate=0.02, kl_coef=0.1, num_train_epochs=2)
-    _, metrics, output_dir = run(script, **flags)
+    _, metrics, output_dir = ran = run(script, **flags)
     assert "--ref-model-path" not in [call.args[0] for call in loads]
-    model, rows = AutoModelForCausalLM.from_pretrained(world.llama).eval(), read_jsonl(output_dir / "rollouts.jsonl")
+    rows = ran.rollouts
+    for row, expected in zip(rows, row_logprobs(world.llama, rows)):
+        assert row["ref_logprobs"] == pytest.approx(expected, abs=1e-4)
+    assert rows[-1]["logprobs"] != pytest.approx(rows[-1]["ref_logprobs"], abs=1e-3)
+    model, prompt = AutoModelForCausalLM.from_pretrained(world.llama).eval(), torch.tensor([encode("12+34=")])
     with torch.no_grad():
-        for row in rows[::7]:
-            expected = plain_logprobs(model, encode(row["prompt"]), row["token_ids"]).tolist()
-            assert row["ref_logprobs"] == pytest.approx(expected, abs=1e-4)
-        assert rows[-1]["logprobs"] != pytest.approx(rows[-1]["ref_logprobs"], abs=1e-3)
-        prompt = torch.tensor([encode("12+34=")])
         first = model(prompt).logits
         adapted = peft.PeftModel.from_pretrained(model, output_dir / "model").eval()
         assert (adapted(prompt).logits - first).abs().max() > 0.01
@@ -210,25 +189,7 @@ def test_lora_is_the_policy_with_its_adapter(script, run, world, monkeypatch):
     with pytest.raises(ValueError, match="--model-path .*: holds LoRA adapters; docs/recipes.md"):
         run(script, model_path=str(output_dir / "model"))
     assert metrics[0]["objective/kl"] == pytest.approx(0, abs=1e-5) and abs(metrics[-1]["objective/kl"]) > 1e-4
-    again = run(script, **flags)[2]
-    assert (again / "rollouts.jsonl").read_text() == (output_dir / "rollouts.jsonl").read_text()
-
-
-# Models that change what their head gives, each with the setting that does it. Its default may be 1.
-CHANGED_LOGITS = {
-    "gemma2": (transformers.Gemma2Config, GROUPED | dict(final_logit_softcapping=2.0)),
-    "cohere": (transformers.CohereConfig, GROUPED | dict(logit_scale=0.25)),
-    "cohere2": (transformers.Cohere2Config, GROUPED | dict(logit_scale=3.0)),
-    "granite": (transformers.GraniteConfig, SHAPE | dict(logits_scaling=4.0)),
-    "mpt": (transformers.MptConfig, dict(d_model=16, n_heads=2, n_layers=2, max_seq_len=64)),  # logit_scale is None
-}
-
-
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) for name in CHANGED_LOGITS])
-def changed_logits(request, monkeypatch):
-    """The name of an architecture for `make_model`."""
-    monkeypatch.setitem(ARCHITECTURES, request.param, CHANGED_LOGITS[request.param])
-    return request.param
+    assert run(script, **flags).rollouts == rows
 
 
 @one_text
@@ -260,52 +221,24 @@ def test_no_tensor_has_all_logits(script, monkeypatch):
         assert not any(shape[-1] == len(VOCAB) and 1 < shape[0] < 16 for shape in kept)
 
 
-def copy_in_pieces(script, folder):
-    """A copy of a script whose pieces have at most 64 logits."""
-    source = (HERE / f"{script.__name__}.py").read_text()
-    assert source.count("LOGITS_AT_ONCE = 2**25") == 1
-    path = folder / "copy" / f"{script.__name__}.py"
-    path.parent.mkdir()
-    path.write_text(source.replace("LOGITS_AT_ONCE = 2**25", "LOGITS_AT_ONCE = 64"))
-    return SimpleNamespace(__file__=str(path), __name__=script.__name__)
-
-
 @only("rloo", "ppo")
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [None, FSDP2], ids=["DDP", "FSDP2"])
 def test_pieces_on_two_processes(script, same_on, world, tmp_path, program):
     """Two processes, whose passes have other numbers of pieces, give the run of one process in one piece."""
     flags = dict(per_device_train_batch_size=3, kl_coef=0.1, total_episodes=24, model_path=world.many_eos)
-    same_on(script, 2, flags | dict(ref_model_path=world.reference), program, copy_in_pieces(script, tmp_path))
+    copy = changed_copy(script, tmp_path, "LOGITS_AT_ONCE = 2**25", "LOGITS_AT_ONCE = 64")
+    same_on(script, 2, flags | dict(ref_model_path=world.reference), program, copy)
 
 
 @one_text
-def test_changed_logits_are_those_of_the_model(script, changed_logits):
-    """Soft caps and scales are in the log-probabilities and in their gradients, as in plain passes."""
-    model = make_model(changed_logits)
-    logprobs, gradients = one_pass(script, model)
-    model.zero_grad()
-    total = 0.0
-    for row, weights, prompt, completion in zip(
-        logprobs, torch.arange(1.0, 25.0).view(4, 6), PROMPTS, COMPLETIONS, strict=True
-    ):
-        expected = plain_logprobs(model, encode(prompt), completion, 0.7)
-        torch.testing.assert_close(row[: len(completion)], expected.detach(), atol=1e-5, rtol=0)
-        total = total + (expected * weights[: len(completion)]).sum()
-    total.backward()
-    assert distance([parameter.grad for parameter in model.parameters()], gradients) < 1e-5
-
-
-@one_text
-@pytest.mark.parametrize("autocast", [torch.float32, torch.bfloat16])
-def test_the_cache_of_sampling_has_the_type_of_autocast(script, monkeypatch, autocast):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_cache_of_sampling_has_the_type_of_autocast(script, monkeypatch, dtype):
     """In bfloat16 the keys and values of sampling are bfloat16, also where RoPE makes the keys float32."""
     updates = record_calls(monkeypatch, script.KVCache, "update")
-    policy = completion_model(script, make_model("llama"), [EOS])
-    policy.autocast = autocast == torch.bfloat16
-    prompts, uniforms = [encode(prompt) for prompt in PROMPTS], torch.full((4, 5), 0.5, dtype=torch.float64)
-    script.run_inside(policy, script.sample, prompts=prompts, uniforms=uniforms, temperature=1.0)
-    assert {tensor.dtype for call in updates for tensor in call.result} == {autocast}
+    uniforms = torch.full((4, 5), 0.5, dtype=torch.float64)
+    sample(script, make_model("llama"), PROMPTS, uniforms, 1.0, [EOS], dtype)
+    assert {tensor.dtype for call in updates for tensor in call.result} == {getattr(torch, dtype)}
 
 
 @one_text
@@ -320,17 +253,6 @@ def test_the_cache_of_sampling_grows_by_blocks(script, monkeypatch):
         return appended
 
     monkeypatch.setattr(script, "append_token", recorded)
-    policy = completion_model(script, make_model("llama"), [-1])
     uniforms = torch.rand(4, 150, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    prompts = [encode(prompt) for prompt in PROMPTS]
-    script.run_inside(policy, script.sample, prompts=prompts, uniforms=uniforms, temperature=1.0)
+    sample(script, make_model("llama"), PROMPTS, uniforms, 1.0, [-1])
     assert len(moves) == 149 * 4 and sum(moves) < 12 * 4  # keys and values of 2 layers
-
-
-def test_wrappers_have_nothing_to_walk_through(script, run, monkeypatch):
-    """DDP and FSDP2 copy lists and dicts that a forward gets, token by token. So it gets one `partial`."""
-    calls = record_calls(monkeypatch, script.CompletionModel, "forward")
-    run(script, kl_coef=0.1)
-    assert len(calls) > 3
-    for call in calls:
-        assert len(call.args) == 2 and type(call.args[1]) is partial and not call.inputs

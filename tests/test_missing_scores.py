@@ -1,13 +1,15 @@
 """Episodes without a score. The reward returns None for them, and they leave their group."""
 
 import math
+import shutil
 import statistics
 
 import numpy as np
 import pytest
 import torch
-from conftest import distance, encode, make_model, only, read_jsonl, record_calls, save_model, weights_of
+from conftest import distance, encode, only, read_jsonl, record_calls, weights_of
 from plain import DENOMINATORS, plain_gradient
+from transformers import AutoModelForCausalLM
 
 UNSURE = """
 from rewards import letters
@@ -65,16 +67,17 @@ def groups_of(rows, k=3):
 @only("grpo")
 def test_grpo_advantages_without_some_scores(script):
     """By hand, for each --scale-rewards. Deviations are those of the scores that are there."""
-    scores = [1.0, NAN, 2.0, 6.0, 5.0, NAN, NAN, 2.0, NAN, 7.0, NAN, NAN, *[NAN] * 4, 0.1, 0.1, NAN, NAN]
-    centered = [-2, 0, -1, 3, 1.5, 0, 0, -1.5, *[0] * 12]
-    first, second = statistics.stdev([1, 2, 6]), statistics.stdev([5, 2])
-    batch = statistics.stdev([1, 2, 6, 5, 2, 7, 0.1, 0.1])
-    for scale, deviations in {"none": [1.0] * 3, "group": [first, second, 1], "batch": [batch] * 3}.items():
+    scores = [1.0, NAN, 2.0, 6.0, 5.0, NAN, NAN, 2.0, 1.0, 1.0, 1.0, 0.0]
+    scores += [NAN, 7.0, NAN, NAN, *[NAN] * 4, 0.1, 0.1, NAN, NAN]
+    centered = [-2, 0, -1, 3, 1.5, 0, 0, -1.5, 0.25, 0.25, 0.25, -0.75, *[0] * 12]
+    own = [statistics.stdev(group) for group in ([1, 2, 6], [5, 2], [1, 1, 1, 0])]
+    batch = statistics.stdev(score for score in scores if not math.isnan(score))
+    for scale, deviations in {"none": [1.0] * 4, "group": [*own, 1.0], "batch": [batch] * 4}.items():
         epsilon = 0 if scale == "none" else 1e-4
-        expected = [a / (deviations[min(i // 4, 2)] + epsilon) for i, a in enumerate(centered)]
+        expected = [a / (deviations[min(i // 4, 3)] + epsilon) for i, a in enumerate(centered)]
         advantages, all_equal = script.grpo_advantages(torch.tensor(scores), 4, scale)
         assert advantages.tolist() == pytest.approx(expected, rel=1e-5), scale
-        assert advantages[8:].tolist() == [0.0] * 12 and all_equal.tolist() == [False, False, True, True, True]
+        assert advantages[12:].tolist() == [0.0] * 12 and all_equal.tolist() == [False] * 3 + [True] * 3
         for few in ([NAN] * 4, [3.0, NAN, NAN, NAN]):  # the whole batch has at most one score
             assert script.grpo_advantages(torch.tensor(few), 4, scale)[0].tolist() == [0.0] * 4
 
@@ -91,7 +94,7 @@ def test_gradient_without_some_scores(script, run, world, unsure, updates, kl_co
     for name in ("grpo", "dapo", "dr_grpo", "cispo") if is_grpo else ("rloo",):
         updates.clear()
         flags |= dict(loss_type=name) if is_grpo else {}
-        rows, weights = read_jsonl(run(script, **flags, **ONE_BATCH)[2] / "rollouts.jsonl"), []
+        rows, weights = run(script, **flags, **ONE_BATCH).rollouts, []
         all_tokens = sum(len(row["token_ids"]) for row in rows)
         for group in groups_of(rows):
             rewards = [row["score"] for row in group]
@@ -114,30 +117,33 @@ def test_gradient_without_some_scores(script, run, world, unsure, updates, kl_co
 def test_whitening_counts_only_scored_episodes(script, run, unsure):
     """The population variance of the advantages of all episodes with a score is 1. Without any score it stays 0."""
     flags = dict(whiten_advantages=True, kl_coef=0.0, **ONE_BATCH)
-    rows = read_jsonl(run(script, reward=unsure(), **flags)[2] / "rollouts.jsonl")
+    rows = run(script, reward=unsure(), **flags).rollouts
     assert groups_of(rows) and all(row["advantage"] == 0 for row in rows if row["score"] is None)
     scored = [row["advantage"] for row in rows if row["score"] is not None]
     assert np.mean(scored) == pytest.approx(0, abs=1e-6) and np.var(scored) == pytest.approx(1, abs=1e-5)
-    rows = read_jsonl(run(script, reward=unsure("never"), **flags)[2] / "rollouts.jsonl")
+    rows = run(script, reward=unsure("never"), **flags).rollouts
     assert [row["advantage"] for row in rows] == [0.0] * 24
 
 
 @grouped
-def test_a_part_that_is_none_adds_nothing(script, run, unsure):
-    """The score is the sum of the parts that are there. An episode without any part has no score."""
-    _, [line], output_dir = run(script, reward=unsure("parts"), batch_size=24, total_episodes=24, seed=3)
-    rows = read_jsonl(output_dir / "rollouts.jsonl")
-    plain = {}
+@pytest.mark.parametrize("has_model", [False, True])
+def test_a_part_that_is_none_adds_nothing(script, run, world, unsure, has_model):
+    """The score is the sum of the parts that are there. An episode without any part has no score. A reward model gives
+    every episode a part."""
+    flags = dict(reward=unsure("parts"), reward_model_path=world.classifier if has_model else None, seed=3)
+    ran, plain = run(script, **flags, batch_size=24, total_episodes=24), {}
+    [line], rows = ran.metrics, ran.rollouts
     for row in rows:
         text = row["completion"]
         letters = len(set(text)) + 0.3 * text.count("1") - 0.1 * len(text) * (len(row["prompt"]) % 3)
         named = {"letters": None if "a" in text else letters, "length": None if len(text) < 4 else 0.5 * len(text)}
+        named["reward_model"] = row.get("reward/reward_model")
         named = {name: value for name, value in named.items() if value is not None}
         for name, value in named.items():
             plain.setdefault(name, []).append(value)
         assert row["score"] == (pytest.approx(sum(named.values()), abs=1e-5) if named else None)
     missing = sum(row["score"] is None for row in rows)
-    assert len(plain["letters"]) < 24 - missing < 24 and len(plain["length"]) < 24 - missing
+    assert bool(missing) != has_model and max(len(plain["letters"]), len(plain["length"])) < 24 - missing
     for name, values in plain.items():
         assert line[f"reward/{name}"] == pytest.approx(np.mean(values), rel=1e-5)
     assert line["objective/scores"] == pytest.approx(np.mean([r["score"] for r in rows if r["score"] is not None]))
@@ -145,26 +151,13 @@ def test_a_part_that_is_none_adds_nothing(script, run, unsure):
 
 
 @grouped
-def test_a_reward_model_gives_every_episode_a_score(script, run, world, unsure):
-    """The function returns None for some completions. Their score is that of the reward model alone."""
-    flags = dict(reward_model_path=world.classifier, total_episodes=12)
-    both, [line], output_dir = run(script, reward=unsure(), **flags)
-    alone = read_jsonl(run(script, reward="none", **flags)[2] / "rollouts.jsonl")
-    is_same = []
-    for row, other in zip(read_jsonl(output_dir / "rollouts.jsonl"), alone, strict=True):
-        is_same.append(row["score"] == other["score"])
-        assert is_same[-1] == ("a" in row["completion"])
-    assert any(is_same) and not all(is_same) and line["val/num_unscored"] == 0
-
-
-@grouped
 def test_a_run_without_any_score(script, run, world, unsure, capsys):
     """It ends, and the weights are as before. No mean of scores is logged, and no file has nan."""
     flags = dict(reward=unsure("never"), eval_dataset=world.dataset(5), kl_coef=0.0)
     flags |= dict(num_mini_batches=2, num_ppo_epochs=2)
-    args, metrics, output_dir = run(script, **flags)
+    _, metrics, output_dir = run(script, **flags)
     assert " score " not in capsys.readouterr().out.splitlines()[-1]
-    assert all(torch.equal(a, b) for a, b in zip(weights_of(world.llama), weights_of(output_dir / "model")))
+    assert distance(weights_of(world.llama), weights_of(output_dir / "model")) == 0
     assert metrics[0] == {"iteration": 0, "step": 0, "episode": 0, "epoch": 0.0, "eval/num_unscored": 5}
     for line in metrics[1:]:
         assert line["val/num_unscored"] == 12 - 3 * (line is metrics[-1]) and line["grad_norm"] == 0
@@ -181,19 +174,13 @@ def test_evaluation_without_some_scores(script, run, world, unsure, monkeypatch,
     is that of the prompts whose completions all have one."""
     flags = dict(eval_reward=unsure(), eval_dataset=world.dataset(20, seed=2), eval_k=k, eval_temperature=temperature)
     calls = record_calls(monkeypatch, script, "score_episodes")
-    _, metrics, _ = run(script, **flags)
-    [texts] = [call.args[1].completions for call in calls if call.args[3] == "evaluation 0"]
-    prompts = [prompt.text for call in calls if call.args[3] == "evaluation 0" for prompt in call.args[1].prompts]
-    scores = []
-    for prompt, text in zip(prompts, texts, strict=True):
-        letters = len(set(text)) + 0.3 * text.count("1") - 0.1 * len(text) * (len(prompt) % 3)
-        scores.append(None if "a" in text else letters)
-    groups = [[s for s in scores[i : i + k] if s is not None] for i in range(0, len(scores), k)]
-    best = [max(group) for group in groups if len(group) == k]
-    scored = [score for score in scores if score is not None]
-    assert 0 < len(best) < 20 and len(texts) == 20 * k
-    assert metrics[0]["eval/scores"] == pytest.approx(np.mean(scored), rel=1e-5)
-    assert metrics[0][f"eval/best_of_{k}"] == pytest.approx(np.mean(best), rel=1e-5)
+    metrics = run(script, **flags).metrics
+    scores, _ = calls[0].result
+    scored, groups = scores[~scores.isnan()], scores.view(20, k)
+    best = groups[~groups.isnan().any(1)].amax(1)
+    assert 0 < len(best) < 20
+    assert metrics[0]["eval/scores"] == pytest.approx(scored.mean().item())
+    assert metrics[0][f"eval/best_of_{k}"] == pytest.approx(best.mean().item())
     assert metrics[0]["eval/num_unscored"] == 20 * k - len(scored)
     assert "objective/scores" in metrics[1] and metrics[1]["val/num_unscored"] == 0
 
@@ -222,10 +209,12 @@ def test_ppo_refuses_an_episode_without_a_score(script, run, world, updates, tmp
 
 
 @pytest.mark.parametrize("flag", ["model_path", "ref_model_path"])
-def test_nan_of_a_model_is_not_a_missing_score(script, run, tmp_path, updates, flag):
+def test_nan_of_a_model_is_not_a_missing_score(script, run, world, tmp_path, updates, flag):
     """A broken policy or reference stops the run, in sampling or before the first update."""
-    model = make_model("llama", seed=1)
+    broken = shutil.copytree(world.reference, tmp_path / "broken")
+    model = AutoModelForCausalLM.from_pretrained(broken)
     model.model.embed_tokens.weight.data[encode("=")] = math.inf
+    model.save_pretrained(broken)
     with pytest.raises(RuntimeError, match="a model gives nan; are its weights whole"):
-        run(script, **{flag: save_model(tmp_path / "broken", model)}, kl_coef=0.1)
+        run(script, **{flag: str(broken)}, kl_coef=0.1)
     assert not updates

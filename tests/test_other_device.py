@@ -1,12 +1,10 @@
 """The scripts on another device. It is simulated_device.py, which refuses what a GPU refuses."""
 
 import math
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import HERE, MODULES, base_flags, compare_runs, launch, launch_twice, read_jsonl, result_of
+from conftest import HERE, MODULES, base_flags, changed_copy, compare_runs, launch, launch_twice, read_jsonl, result_of
 
 NEEDED = "_setup_privateuseone_for_python_backend"
 LACKING = not hasattr(torch.utils.backend_registration, NEEDED) or not hasattr(torch._C, "_acc")
@@ -67,8 +65,6 @@ def test_bfloat16(script, run, world, tmp_path):
 @pytest.mark.parametrize("text", BUGS)
 def test_tensors_on_two_devices_are_refused(text, world, tmp_path):
     """The device refuses bugs that a CPU does not show. Each is put into a copy of rloo.py."""
-    source = Path(MODULES["rloo"].__file__).read_text()
-    assert source.count(text) == 1
-    (tmp_path / "copy.py").write_text(source.replace(text, BUGS[text]))
-    finished = launch_on_device(SimpleNamespace(__file__=str(tmp_path / "copy.py")), tmp_path, base_flags(world))
+    copy = changed_copy(MODULES["rloo"], tmp_path, text, BUGS[text])
+    finished = launch_on_device(copy, tmp_path, base_flags(world))
     assert "RuntimeError: Expected all tensors to be on the same device" in finished.stderr

@@ -165,10 +165,10 @@ def test_a_variant_keeps_its_promise(patch, patched, run, world, updates, monkey
     monkeypatch.setattr(module, "LOGITS_AT_ONCE", 100)  # The head runs in pieces.
     world_flags = dict(reward=world.reward(flags.get("reward", "letters")), ref_model_path=world.reference)
     calls = conftest.record_calls(monkeypatch, module, "run_passes")
-    _, metrics, output_dir = run(module, **dict(total_episodes=24) | flags | world_flags)
-    assert metrics[0]["val/sampling_logprob_difference"] < 1e-4
-    rows = [row for row in read_jsonl(output_dir / "rollouts.jsonl") if row["iteration"] == 1]
-    check(module=module, rows=rows, metrics=metrics, world=world, updates=updates, calls=calls)
+    ran = run(module, **dict(total_episodes=24) | flags | world_flags)
+    assert ran.metrics[0]["val/sampling_logprob_difference"] < 1e-4
+    rows = [row for row in ran.rollouts if row["iteration"] == 1]
+    check(module=module, rows=rows, metrics=ran.metrics, world=world, updates=updates, calls=calls)
 
 
 def test_the_lines_of_papers(run, world, tmp_path, monkeypatch):
@@ -191,12 +191,12 @@ def test_the_lines_of_papers(run, world, tmp_path, monkeypatch):
     drift = torch.tensor([[0.5, 0.7], [0.5, 0.3], [0.5, 0.7]])
     inputs = masked.LossInputs(drift, torch.tensor([-1.0, -1, 1]), torch.ones(3), drift > 0, None)
     assert (masked.grpo_loss(masked.Args(), 0 * drift, inputs).losses != 0).tolist() == [False, True, True]
-    rows = read_jsonl(run(gdpo, reward=world.reward("parts"), total_episodes=12)[2] / "rollouts.jsonl")
+    rows = run(gdpo, reward=world.reward("parts"), total_episodes=12).rollouts
     parts = [torch.tensor([row[f"reward/{name}"] for row in rows]) for name in ("length", "ones")]
     advantages = sum(MODULES["grpo"].grpo_advantages(part, 3, "group")[0] for part in parts)
     assert [row["advantage"] for row in rows] == pytest.approx((advantages / advantages.std()).tolist(), abs=1e-3)
     flags = dict(kl_coef=0.0, whiten_advantages=False, total_episodes=12)  # At the start, values are 0.
-    for row in read_jsonl(run(ppo, **flags)[2] / "rollouts.jsonl"):
+    for row in run(ppo, **flags).rollouts:
         assert row["returns"] == pytest.approx([row["score"]] * len(row["token_ids"]))
         assert row["advantage"] == pytest.approx([0.0] * (len(row["token_ids"]) - 1) + [row["score"]])
     rollouts, losses = (conftest.record_calls(monkeypatch, entropy, name) for name in ("generate", "grpo_loss"))
@@ -242,11 +242,11 @@ def test_the_engine_makes_the_plain_run(script, forgotten, patched, run, monkeyp
         with pytest.raises((RuntimeError, AssertionError), match=f"{REFUSED}|the prefix cache holds"):
             run(module, **flags)
         return
-    runs = [run(module, **flags)[1:] for module in (module, MODULES[script])]
-    tokens = [[row["token_ids"] for row in read_jsonl(folder / "rollouts.jsonl")] for _, folder in runs]
-    norms = [[row["grad_norm"] for row in metrics] for metrics, _ in runs]
+    runs = [run(module, **flags) for module in (module, MODULES[script])]
+    tokens = [[row["token_ids"] for row in ran.rollouts] for ran in runs]
+    norms = [[row["grad_norm"] for row in ran.metrics] for ran in runs]
     assert tokens[0] == tokens[1] and norms[0] == pytest.approx(norms[1], rel=1e-3)
-    assert distance(*(conftest.weights_of(folder / "model") for _, folder in runs)) < 1e-5
+    assert distance(*(conftest.weights_of(ran.folder / "model") for ran in runs)) < 1e-5
     assert vllm.engines[0].is_shut_down
     assert run(module, **flags, weight_cap=1e-6)[1][0]["grad_norm"] < 1e-4 * norms[0][0]  # All weights are cut.
 

@@ -17,7 +17,7 @@ import filelock
 import pytest
 import torch
 import yaml
-from conftest import HERE, contents, one_text, only, read_jsonl, result_of, write_jsonl
+from conftest import HERE, contents, one_text, only, result_of, write_jsonl
 from safetensors.torch import load_file
 
 # four iterations of two updates, the last one of three episodes
@@ -27,16 +27,18 @@ SAVING |= dict(lr_scheduler_type="cosine", warmup_steps=2)
 CARRIED = {"ppo": dict(adaptive_kl=True, kl_horizon=50, score_scaling=True, score_norm=True)}
 
 
-def flags_of(script, world):
+@pytest.fixture
+def flags(script, world):
+    """Those of a run that saves and evaluates."""
     evaluation = dict(eval_dataset=world.dataset(3, seed=4), eval_every=2)
     return SAVING | evaluation | CARRIED.get(script.__name__, {})
 
 
 @pytest.fixture
-def expected(script, world, run, cache={}):
+def expected(script, flags, run, cache={}):
     """The results of a run that is never stopped."""
     if script.__name__ not in cache:
-        cache[script.__name__] = result_of(run(script, **flags_of(script, world))[2])
+        cache[script.__name__] = result_of(run(script, **flags).folder)
     return cache[script.__name__]
 
 
@@ -44,20 +46,39 @@ class Killed(BaseException):
     """Ends a run as a signal would."""
 
 
-def kill_before(monkeypatch, owner, name, call=1, applies=lambda *args: True, first=lambda *args: None):
-    """Replace a function. Among its calls for which `applies` is True, call number `call` only does `first`, and then
-    ends the run."""
-    calls, original = 0, getattr(owner, name)
+@pytest.fixture
+def killed(run, monkeypatch):
+    """killed(script, owner, name, ..) runs a script. Among the calls of this function for which `applies` is True, call
+    number `call` only does `first`, and then ends the run."""
 
-    def struck(*args, **kwargs):
-        nonlocal calls
-        calls += applies(*args)
-        if calls == call and applies(*args):
-            first(*args)
-            raise Killed
-        return original(*args, **kwargs)
+    def killed(script, owner, name, call=1, applies=lambda *args: True, first=lambda *args: None, **flags):
+        calls, original = 0, getattr(owner, name)
 
-    monkeypatch.setattr(owner, name, struck)
+        def struck(*args, **kwargs):
+            nonlocal calls
+            calls += applies(*args)
+            if calls == call and applies(*args):
+                first(*args)
+                raise Killed
+            return original(*args, **kwargs)
+
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(owner, name, struck)
+            run(script, **flags)
+
+    return killed
+
+
+@pytest.fixture
+def stopped_after(killed):
+    """stopped_after(script, folder, iteration, **flags) kills a run in the iteration after this one. Returns its
+    folder."""
+
+    def stopped_after(script, folder, iteration, **flags):
+        killed(script, script, "draw_prompts", iteration + 1, output_dir=str(folder), **flags)
+        return folder
+
+    return stopped_after
 
 
 def write_half(path, text, **_):
@@ -83,7 +104,7 @@ def half_a_line(accelerator, path, rows):
 
 
 # The moments of a run, in their order. Each says which function is called then, and which of its calls ends the run.
-PHASES = {  # of each phase the arguments of `kill_before`
+PHASES = {  # of each phase the arguments of `killed`
     "evaluation before the first update": lambda script: (script, "pick_tokens"),
     "rollout": lambda script: (script, "draw_prompts", 2),
     "scores": lambda script: (script, "score_episodes", 3),
@@ -98,34 +119,18 @@ PHASES = {  # of each phase the arguments of `kill_before`
 # Evaluation takes the most likely token. So the first call of `pick_tokens` belongs to the first rollout.
 
 
-def killed_in(phase, script, run, monkeypatch, **flags):
-    with monkeypatch.context() as patch:
-        kill_before(patch, *PHASES[phase](script))
-        with pytest.raises(Killed):
-            run(script, **flags)
-
-
 def whole_checkpoints(output_dir):
     return [file.parent.name[-1] for file in sorted(output_dir.glob("checkpoints/*/state.json"))]
 
 
-def stopped_after(script, run, monkeypatch, folder, iteration, **flags):
-    """Kill a run in the iteration after this one. Returns its folder."""
-    with monkeypatch.context() as patch:
-        kill_before(patch, script, "draw_prompts", call=iteration + 1)
-        with pytest.raises(Killed):
-            run(script, output_dir=str(folder), **flags)
-    return folder
-
-
-def test_a_run_killed_in_every_phase(script, run, world, monkeypatch, tmp_path, expected):
+def test_a_run_killed_in_every_phase(script, run, killed, tmp_path, flags, expected):
     """One command is killed in each phase, and started again each time. The results are those of an unbroken run."""
-    flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
+    flags |= dict(output_dir=str(tmp_path / "out"), resume=True)
     for phase in PHASES:
         calls_in_one_start = phase in ("rollout", "scores", "training", "half a line")
         if calls_in_one_start and whole_checkpoints(tmp_path / "out")[-1:] == ["3"]:
             continue  # Only one iteration is left, and these phases need more.
-        killed_in(phase, script, run, monkeypatch, **flags)
+        killed(script, *PHASES[phase](script), **flags)
     run(script, **flags)
     assert result_of(tmp_path / "out") == expected
 
@@ -145,26 +150,23 @@ def test_kill_and_resume(script, tmp_path):
 
 
 @one_text
-def test_a_killed_start_does_not_stand_in_the_way(script, run, world, monkeypatch, tmp_path, expected):
+def test_a_killed_start_does_not_stand_in_the_way(script, run, killed, stopped_after, tmp_path, flags, expected):
     """The run was killed while it wrote args.yaml. The same command starts it again. Files of others are not cut."""
     own = Path(write_jsonl(tmp_path / "metrics.jsonl", [{"mine": 1}]))
     script.load_state(SimpleNamespace(resume=True), SimpleNamespace(is_main_process=True, print=print), tmp_path, [])
     assert own.stat().st_size > 0
-    flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
-    with monkeypatch.context() as patch:
-        kill_before(patch, Path, "write_text", 1, lambda path, _: path.stem == "args", write_half)
-        with pytest.raises(Killed):
-            run(script, **flags)
+    flags |= dict(output_dir=str(tmp_path / "out"), resume=True)
+    killed(script, Path, "write_text", 1, lambda path, _: path.stem == "args", write_half, **flags)
     # The next start fails before its first metrics. Then the folder is free for a run with other flags.
-    stopped_after(script, run, monkeypatch, tmp_path / "out", 0, **SAVING | dict(learning_rate=1.0))
+    stopped_after(script, tmp_path / "out", 0, **SAVING | dict(learning_rate=1.0))
     run(script, **flags | dict(resume=False))
     assert result_of(tmp_path / "out") == expected
 
 
 @one_text
-def test_a_folder_belongs_to_one_process(script, run, world, tmp_path, expected):
+def test_a_folder_belongs_to_one_process(script, run, tmp_path, flags, expected):
     """Another process is refused as long as the first one lives. SIGKILL gives the folder back."""
-    flags = flags_of(script, world) | dict(output_dir=str(tmp_path / "out"), resume=True)
+    flags |= dict(output_dir=str(tmp_path / "out"), resume=True)
     fork = multiprocessing.get_context("fork")
     has_begun = fork.Event()
 
@@ -196,14 +198,14 @@ DAMAGES = [  # a file of the newest checkpoint, and what it holds then
 
 
 @one_text
-def test_damaged_files(script, run, world, monkeypatch, tmp_path, expected):
+def test_damaged_files(script, run, stopped_after, tmp_path, flags, expected):
     """A newest checkpoint that is damaged is named, and no pickle in it is executed. Without it the run goes on from
     the one before. A run also goes on without the end of its logs."""
-    flags = flags_of(script, world) | dict(resume=True)
+    flags |= dict(resume=True)
     malicious = Malicious(tmp_path / "struck")
     pickle.loads(pickle.dumps(malicious))
     (tmp_path / "struck").rmdir()  # The side effect works where pickles are loaded.
-    stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
+    stopped = stopped_after(script, tmp_path / "out", 2, **flags)
     newest = stopped / "checkpoints" / "iteration_00000002"
     for name, damage in DAMAGES:
         whole = (newest / name).read_bytes()
@@ -224,23 +226,20 @@ def test_damaged_files(script, run, world, monkeypatch, tmp_path, expected):
 
 
 @only("rloo", "ppo")
-def test_only_the_runs_own_lines_are_cut(script, run, world, monkeypatch, tmp_path, expected):
+def test_only_the_runs_own_lines_are_cut(script, run, stopped_after, world, tmp_path, flags, expected):
     """Lines that were written after the checkpoint are cut off, also a half line. Other files in the folder, such as a
     dataset, stay as they are."""
     output_dir = tmp_path / "out"
     output_dir.mkdir()
     dataset = shutil.copy(world.dataset(7), output_dir / "train.jsonl")
     notes = write_jsonl(output_dir / "notes.jsonl", [{"note": 1}])
-    flags = flags_of(script, world) | dict(dataset=str(dataset))
-    stopped_after(script, run, monkeypatch, output_dir, 2, **flags)
+    flags |= dict(dataset=str(dataset))
+    stopped_after(script, output_dir, 2, **flags)
     before, mine = contents(output_dir), {Path(path).name: Path(path).read_bytes() for path in (dataset, notes)}
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         with open(output_dir / name, "a") as file:
             file.write('{"iteration": 3, "step": 5}\n{"iteration": 4, "st')
-    with monkeypatch.context() as patch:
-        kill_before(patch, script, "draw_prompts")
-        with pytest.raises(Killed):
-            run(script, output_dir=str(output_dir), resume=True, **flags)
+    stopped_after(script, output_dir, 0, resume=True, **flags)
     after = contents(output_dir)
     assert before.pop("args.yaml") != after.pop("args.yaml")  # It says `resume: true` now.
     assert after == before
@@ -253,15 +252,15 @@ def test_only_the_runs_own_lines_are_cut(script, run, world, monkeypatch, tmp_pa
 
 
 @one_text
-def test_the_newest_two_checkpoints_are_kept(script, run, monkeypatch, tmp_path):
+def test_the_newest_two_checkpoints_are_kept(script, stopped_after, tmp_path):
     """Older ones are removed. What a kill left unfinished is cleared, also half of one that an older script left."""
     flags = SAVING | dict(num_ppo_epochs=1)
-    output_dir = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
+    output_dir = stopped_after(script, tmp_path / "out", 2, **flags)
     assert whole_checkpoints(output_dir) == ["1", "2"]
     for name in ("unfinished", "iteration_00000003"):
         shutil.copytree(output_dir / "checkpoints/iteration_00000001", output_dir / "checkpoints" / name)
         (output_dir / "checkpoints" / name / "state.json").unlink()
-    stopped_after(script, run, monkeypatch, output_dir, 1, resume=True, **flags)
+    stopped_after(script, output_dir, 1, resume=True, **flags)
     assert sorted(path.name[-1] for path in (output_dir / "checkpoints").iterdir()) == ["2", "3"]
     state = json.loads((output_dir / "checkpoints" / "iteration_00000003" / "state.json").read_text())
     assert (state["iteration"], state["step"]) == (3, 6)
@@ -283,12 +282,12 @@ def test_a_finished_run_makes_no_step(script, run, world, capsys, caplog, update
 
 
 @one_text
-def test_another_run_is_refused(script, run, world, monkeypatch, tmp_path, expected):
+def test_another_run_is_refused(script, run, stopped_after, world, tmp_path, flags, expected):
     """A folder that holds a run or a model needs --resume. With it a flag that would make another run is refused by
     name, and so is a dataset with other rows. Nothing is changed. A flag that is newer than the run had its default."""
     dataset = Path(shutil.copy(world.dataset(7), tmp_path / "growing.jsonl"))
-    flags = flags_of(script, world) | dict(dataset=str(dataset))
-    stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
+    flags |= dict(dataset=str(dataset))
+    stopped = stopped_after(script, tmp_path / "out", 2, **flags)
     older = yaml.safe_load((stopped / "args.yaml").read_text())
     del older["weight_decay"]
     (stopped / "args.yaml").write_text(yaml.safe_dump(older | {"flag_of_another": 1}))
@@ -322,26 +321,24 @@ def test_another_run_is_refused(script, run, world, monkeypatch, tmp_path, expec
 
 
 @only("grpo", "ppo")
-def test_flags_that_do_not_make_another_run_may_change(script, run, world, monkeypatch, tmp_path, expected):
+def test_flags_that_do_not_make_another_run_may_change(script, run, stopped_after, tmp_path, flags, expected):
     """These flags change memory, or what is shown and kept. They do not change what is computed."""
-    stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags_of(script, world))
+    stopped = stopped_after(script, tmp_path / "out", 2, **flags)
     changed = dict(per_device_train_batch_size=2, per_device_rollout_batch_size=3, gradient_checkpointing=True)
     changed |= dict(save_every=2, num_sample_generations=1, eval_every=None, eval_temperature=1.0)
-    run(script, output_dir=str(stopped), resume=True, **flags_of(script, world) | changed)
+    ran = run(script, output_dir=str(stopped), resume=True, **flags | changed)
     lines, _, rollouts = expected
-    mine = [json.loads(line) for line in rollouts.splitlines()]
-    keys = ("iteration", "index", "token_ids", "score")
-    assert [[r[key] for key in keys] for r in read_jsonl(stopped / "rollouts.jsonl")] == [
-        [r[key] for key in keys] for r in mine
-    ]
-    assert [row["step"] for row in read_jsonl(stopped / "metrics.jsonl")] == [row["step"] for row in lines]
+    for row, line in zip(ran.rollouts, rollouts.splitlines(), strict=True):
+        mine = json.loads(line)
+        assert all(row[name] == mine[name] for name in ("iteration", "index", "token_ids", "score"))
+    assert [row["step"] for row in ran.metrics] == [row["step"] for row in lines]
 
 
 @only("rloo", "ppo")
-def test_a_resumed_lora_run_is_the_run_that_never_stopped(script, run, monkeypatch, tmp_path):
+def test_a_resumed_lora_run_is_the_run_that_never_stopped(script, run, stopped_after, tmp_path):
     """The adapters and their optimizer are in the checkpoint. The base model is not."""
     flags = SAVING | dict(lora_r=2, learning_rate=0.02)
-    stopped = stopped_after(script, run, monkeypatch, tmp_path / "out", 2, **flags)
+    stopped = stopped_after(script, tmp_path / "out", 2, **flags)
     kept = load_file(stopped / "checkpoints" / "iteration_00000002" / "model.safetensors")
     assert kept and all(re.search("lora_|value_head", name) for name in kept)
     run(script, output_dir=str(stopped), resume=True, **flags)
@@ -352,7 +349,7 @@ def test_a_resumed_lora_run_is_the_run_that_never_stopped(script, run, monkeypat
 
 @only("rloo")
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
-def test_a_full_disk_leaves_the_checkpoint_before(script, run, world, monkeypatch, tmp_path, name, expected):
+def test_a_full_disk_leaves_the_checkpoint_before(script, run, monkeypatch, tmp_path, name, flags, expected):
     """There is no room for the last byte of a file of the third checkpoint. The two before it stay, and the run goes on
     from them."""
     output_dir, save_checkpoint, limit = tmp_path / "full", script.save_checkpoint, resource.RLIMIT_FSIZE
@@ -367,7 +364,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(script, run, world, monkeypatc
         finally:
             resource.setrlimit(limit, (soft, hard))
 
-    flags = flags_of(script, world) | dict(output_dir=str(output_dir))
+    flags |= dict(output_dir=str(output_dir))
     monkeypatch.setattr(script, "save_checkpoint", save_without_room)
     with pytest.raises(Exception, match="(?i)file too large|iostream|write"):
         run(script, **flags)

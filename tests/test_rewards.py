@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import (
     EOS,
+    MANY_EOS,
     PAD,
     VOCAB,
     encode,
@@ -64,9 +65,9 @@ def test_a_reward_is_called_as_trl_calls_it(script, run, tmp_path, world):
     (tmp_path / "recording.py").write_text(RECORDING)
     flags = dict(dataset=write_jsonl(tmp_path / "data.jsonl", rows), reward=f"{tmp_path / 'recording.py'}:record")
     flags |= dict(model_path=chat_policy(world, tmp_path / "policy"), num_train_epochs=12, batch_size=24)
-    _, metrics, output_dir = run(script, **flags)
-    calls, episodes = read_jsonl(tmp_path / "recording.jsonl"), read_jsonl(output_dir / "rollouts.jsonl")
-    assert len(calls) == len(metrics)
+    ran = run(script, **flags)
+    calls, episodes = read_jsonl(tmp_path / "recording.jsonl"), ran.rollouts
+    assert len(calls) == len(ran.metrics)
     names = {"prompts", "completions", "completion_ids", "answer", "level"}
     assert all(set(call) == names for call in calls)
     called = {name: [x for call in calls for x in call[name]] for name in calls[0]}
@@ -90,7 +91,7 @@ def test_exact_match(script, run, tmp_path, world):
     rows = [{"prompt": user(text), "answer": answer} for text in ("1", "2", "3") for answer in ("", 5, "a")]
     flags = dict(dataset=write_jsonl(tmp_path / "chat.jsonl", rows), reward="exact_match", batch_size=96)
     flags |= dict(model_path=chat_policy(world, tmp_path / "policy"), response_length=2, num_train_epochs=4)
-    episodes = read_jsonl(run(script, **flags)[2] / "rollouts.jsonl")
+    episodes = run(script, **flags).rollouts
     assert 0 < sum(row["score"] for row in episodes) < len(episodes)
     assert {row["completion"].strip() for row in episodes if row["score"]} <= {"", "5", "a"}
 
@@ -100,26 +101,21 @@ def test_a_reward_that_names_its_prompt_comes_back_to_it(script, run, world):
     """Every episode has the score of its own prompt, also where a prompt is drawn twice in an iteration; a reward that
     depends on the prompt alone has advantage 0."""
     flags = dict(num_train_epochs=3, batch_size=24, per_device_rollout_batch_size=5, kl_coef=0)
-    _, metrics, output_dir = run(script, reward=world.reward("number"), **flags)
-    prompts, rows = make_prompts(7), read_jsonl(output_dir / "rollouts.jsonl")
+    ran = run(script, reward=world.reward("number"), **flags)
+    prompts, rows = make_prompts(7), ran.rollouts
     assert len({row["score"] for row in rows}) == 7
     assert all(row["score"] == prompts.index(row["prompt"]) and row["advantage"] == 0 for row in rows)
-    assert all(row["grad_norm"] == 0 for row in metrics)
+    assert all(row["grad_norm"] == 0 for row in ran.metrics)
 
 
 @one_text
-def test_rewards_may_be_lists_arrays_tensors_or_parts(script, run, world):
-    """A list, an array and a tensor give the same scores. The parts of a dict are logged and added to one score."""
-    scores = {}
+def test_rewards_may_be_lists_arrays_or_tensors(script, run, world):
+    """They give the same scores."""
+    scores = []
     for name in ("letters", "numpy_array", "tensor"):
-        output_dir = run(script, reward=world.reward(name), total_episodes=12)[2]
-        scores[name] = [row["score"] for row in read_jsonl(output_dir / "rollouts.jsonl")]
-    assert scores["letters"] == scores["numpy_array"] == pytest.approx(scores["tensor"])
-    _, metrics, output_dir = run(script, reward=world.reward("parts"), total_episodes=12)
-    rows = read_jsonl(output_dir / "rollouts.jsonl")
-    assert metrics[0]["reward/length"] == pytest.approx(np.mean([len(row["completion"]) for row in rows]))
-    assert metrics[0]["reward/ones"] == pytest.approx(np.mean([row["completion"].count("1") for row in rows]))
-    assert [row["score"] for row in rows] == [len(row["completion"]) + row["completion"].count("1") for row in rows]
+        rows = run(script, reward=world.reward(name), total_episodes=12).rollouts
+        scores.append([row["score"] for row in rows])
+    assert scores[0] == scores[1] == pytest.approx(scores[2])
 
 
 @only("rloo", "grpo")
@@ -127,7 +123,7 @@ def test_large_scores_keep_their_differences(script, run, monkeypatch):
     """2^24, 2^24 + 1 and 2^24 + 2 are three scores. In float32 they would be two."""
     large = [2.0**24, 2.0**24 + 1, 2.0**24 + 2]
     monkeypatch.setattr(script, "load_reward", lambda *_: lambda prompts, **_: large * (len(prompts) // 3))
-    rows = read_jsonl(run(script, kl_coef=0)[2] / "rollouts.jsonl")
+    rows = run(script, kl_coef=0).rollouts
     step = 1.5 if script.__name__ == "rloo" else 1 / 1.0001
     assert [row["advantage"] for row in rows] == pytest.approx([-step, 0, step] * 7)
 
@@ -135,7 +131,7 @@ def test_large_scores_keep_their_differences(script, run, monkeypatch):
 @one_text
 def test_the_kl_alone_may_be_the_reward(script, run, world):
     """--reward none with a --ref-model-path: all scores are 0."""
-    rows = read_jsonl(run(script, reward="none", ref_model_path=world.reference)[2] / "rollouts.jsonl")
+    rows = run(script, reward="none", ref_model_path=world.reference).rollouts
     kl = torch.tensor([sum(row["logprobs"]) - sum(row["ref_logprobs"]) for row in rows])
     assert {row["score"] for row in rows} == {0.0} and kl.std() > 0.5
     assert [row["advantage"] for row in rows] == pytest.approx(script.rloo_advantages(-0.05 * kl, 3).tolist(), abs=1e-5)
@@ -182,16 +178,14 @@ def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
         assert mine() == [7, 1 / 3] and pickle.loads(pickle.dumps(mine)) is mine  # as a pool of processes needs it
         monkeypatch.syspath_prepend(tmp_path / "pack")
         assert script.load_reward("--reward", "inner:score")() == [1.0]
-        with pytest.raises(AttributeError, match="no_such"):
-            script.load_reward("--reward", f"{tmp_path / 'tally_mine.py'}:no_such")
-        with pytest.raises(FileNotFoundError, match="no_such_file.py"):
-            script.load_reward("--reward", f"{tmp_path / 'no_such_file.py'}:score")
-        with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-            script.load_reward("--reward", "no_such_module.inner:score")
-        with pytest.raises(
-            ValueError, match=r"--eval-reward .*json.py:score: Python already knows another module json"
+        for spec, error, message in (
+            (f"{tmp_path / 'tally_mine.py'}:no_such", AttributeError, "no_such"),
+            (f"{tmp_path / 'no_such_file.py'}:score", FileNotFoundError, "no_such_file.py"),
+            ("no_such_module.inner:score", ModuleNotFoundError, "no_such_module"),
+            (f"{tmp_path / 'json.py'}:score", ValueError, "--eval-reward .*json.py:score: .* another module json"),
         ):
-            script.load_reward("--eval-reward", f"{tmp_path / 'json.py'}:score")
+            with pytest.raises(error, match=message):
+                script.load_reward("--eval-reward", spec)
     assert script.load_reward("--reward", "exact_match") is script.exact_match
 
 
@@ -200,9 +194,9 @@ def test_order_of_a_score(script, run, world):
     flags = dict(reward=world.reward("five"), missing_eos_penalty=3.0, kl_coef=0.5, eval_dataset=world.dataset(5))
     flags |= dict(score_clip=2.5) if script.__name__ == "ppo" else {}
     paths = dict(ref_model_path=world.reference, model_path=world.many_eos)
-    _, metrics, output_dir = run(script, **flags, **paths)
-    rows = read_jsonl(output_dir / "rollouts.jsonl")
-    ended = [row["token_ids"][-1] in (EOS, 5, 9, 14) for row in rows]
+    ran = run(script, **flags, **paths)
+    rows, metrics = ran.rollouts, ran.metrics
+    ended = [row["token_ids"][-1] in MANY_EOS for row in rows]
     assert any(ended) and not all(ended)
     assert [row["score"] for row in rows] == [flags.get("score_clip", 5.0) if end else 2.0 for end in ended]
     assert metrics[0]["eval/scores"] == metrics[-1]["eval/scores"] == 5.0
@@ -237,14 +231,13 @@ def test_reward_model_reads_the_episode_with_its_eos(script, run, world, tmp_pat
     path, model = save_classifier(tmp_path / "rm", pad_token_id=pad_token_id, tokenizer=tokenizer)
     flags = dict(reward_model_path=path, model_path=getattr(world, policy), kl_coef=0)
     flags |= dict(per_device_train_batch_size=5, total_episodes=36, batch_size=36)
-    rows = read_jsonl(run(script, reward="none", **flags)[2] / "rollouts.jsonl")
+    rows = run(script, reward="none", **flags).rollouts
     assert any(row["token_ids"][-1] == EOS for row in rows) and len({len(row["token_ids"]) for row in rows}) > 2
     for row in rows:
         assert row["score"] == pytest.approx(plain_score(model, encode(row["prompt"]) + row["token_ids"]), abs=1e-5)
-    _, metrics, output_dir = run(script, reward=world.reward("five"), **flags)
-    summed = [row["score"] for row in read_jsonl(output_dir / "rollouts.jsonl")]
-    assert summed == pytest.approx([row["score"] + 5 for row in rows], abs=1e-4)
-    assert metrics[0]["reward/reward_model"] == pytest.approx(np.mean([row["score"] for row in rows]), abs=1e-5)
+    summed = run(script, reward=world.reward("five"), **flags)
+    assert [row["score"] for row in summed.rollouts] == pytest.approx([row["score"] + 5 for row in rows], abs=1e-4)
+    assert summed.metrics[0]["reward/reward_model"] == pytest.approx(np.mean([row["score"] for row in rows]), abs=1e-5)
 
 
 @pytest.mark.parametrize("ends_with_eos", [False, True])
@@ -264,7 +257,7 @@ def test_reward_model_of_another_vocabulary_reads_the_text(script, run, world, t
     rows += [{"prompt": user(text), "chat_template_kwargs": {"mark": "9"}} for text in ("22", "3")]
     flags = dict(model_path=chat_policy(world, tmp_path / "policy"), kl_coef=0, batch_size=36, num_train_epochs=4)
     flags |= dict(dataset=write_jsonl(tmp_path / "chat.jsonl", rows), reward="none", reward_model_path=path)
-    rollouts = read_jsonl(run(script, **flags)[2] / "rollouts.jsonl")
+    rollouts = run(script, **flags).rollouts
     assert {row["prompt"] for row in rollouts} == {"1+1=", "22=-", "3=-"}
     assert len({row["token_ids"][-1] == EOS for row in rollouts}) == 2
     for row in rollouts:
@@ -277,10 +270,8 @@ def test_reward_model_of_another_vocabulary_reads_the_text(script, run, world, t
 
 @one_text
 @pytest.mark.parametrize("labels", [3, None, 1])
-def test_a_reward_model_without_a_head_of_one_label_is_refused(script, run, world, tmp_path, labels):
+def test_a_reward_model_without_a_head_of_one_label_is_refused(script, refuses, world, tmp_path, labels):
     """The error names the head, and nothing is written. None: a model without a head. 1: BERT's has another name."""
     architecture, fault = ("bert", "does not score") if labels == 1 else ("llama", "score.weight")
     path = save_classifier(tmp_path / "rm", labels, architecture=architecture)[0] if labels else world.reference
-    with pytest.raises(ValueError, match=rf"--reward-model-path .*{fault}"):
-        run(script, reward="none", reward_model_path=path, output_dir=str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
+    refuses(script, f"--reward-model-path .*{fault}", reward="none", reward_model_path=path, error=ValueError)

@@ -10,31 +10,23 @@ import pytest
 import torch
 from conftest import (
     EOS,
+    MANY_EOS,
     PAD,
+    USUAL,
     VOCAB,
+    WINDOWS,
     encode,
     make_model,
     make_prompts,
-    of_architectures,
     one_text,
-    read_jsonl,
     record_calls,
-    weights_of,
+    result_of,
 )
-from plain import completion_model
+from plain import sample
 from transformers import AutoModelForCausalLM
 
 UNSCORED = "eval/num_unscored"
 PROMPTS = ["1", "23+45=", "0000-1111=22", "7="]
-
-
-def sample(script, model, prompts, uniforms, temperature, eos_ids):
-    """A script's `sample`, of these texts."""
-    policy = completion_model(script, model, eos_ids)
-    inputs = dict(prompts=[encode(prompt) for prompt in prompts], uniforms=uniforms, temperature=temperature)
-    result = script.run_inside(policy, script.sample, **inputs)
-    model.eval()  # no dropout in what it is compared with; a script's models have none at all
-    return result
 
 
 def random_uniforms(*shape, seed=0):
@@ -48,7 +40,7 @@ def left_padded(prompts):
 
 
 @one_text
-@of_architectures
+@pytest.mark.parametrize("architecture", [*USUAL, *WINDOWS])
 def test_greedy_sampling_equals_generate(script, architecture):
     """At temperature 0, with prompts of different lengths, `sample` gives what model.generate gives."""
     model = make_model(architecture)
@@ -134,7 +126,7 @@ def test_entropies_are_exact_also_beside_tokens_of_probability_zero(script):
 @one_text
 def test_a_prompt_runs_once_and_finished_rows_leave(script):
     """The prompt of a group goes through the model once. After that, only the episodes that have not ended do."""
-    model, rows_in, eos_ids = make_model("llama"), [], [EOS, 5, 9, 14, 17]
+    model, rows_in, eos_ids = make_model("llama"), [], [*MANY_EOS, 17]
     model.register_forward_pre_hook(lambda module, args, kwargs: rows_in.append(len(args[0])), with_kwargs=True)
     episodes = [prompt for prompt in PROMPTS for _ in range(5)]
     result = sample(script, model, episodes, random_uniforms(20, 8), 1.0, eos_ids)
@@ -163,7 +155,7 @@ def test_an_episode_does_not_depend_on_its_neighbours(script):
         torch.testing.assert_close(torch.cat([one[name] for one in alone]), rows, atol=1e-5, rtol=0)
 
 
-END_TOKENS = {"llama": {EOS}, "many_eos": {EOS, 5, 9, 14}, "emits_pad": {EOS, 7}, "pad_is_eos": {EOS}}
+END_TOKENS = {"llama": {EOS}, "many_eos": {*MANY_EOS}, "emits_pad": {EOS, 7}, "pad_is_eos": {EOS}}
 
 
 @pytest.mark.parametrize("policy", END_TOKENS)
@@ -171,16 +163,16 @@ END_TOKENS = {"llama": {EOS}, "many_eos": {EOS, 5, 9, 14}, "emits_pad": {EOS, 7}
 def test_an_episode_ends_with_its_first_eos(script, run, world, policy):
     """The first EOS is the last token, whichever EOS it is. Only the longest length ends an episode without one."""
     flags = dict(model_path=getattr(world, policy), total_episodes=48, batch_size=48)
-    _, metrics, output_dir = run(script, **flags)
-    rows, eos_ids = read_jsonl(output_dir / "rollouts.jsonl"), END_TOKENS[policy]
+    ran = run(script, **flags)
+    [line], rows, eos_ids = ran.metrics, ran.rollouts, END_TOKENS[policy]
     ended = [row["token_ids"][-1] in eos_ids for row in rows]
     for row in rows:
         assert not set(row["token_ids"][:-1]) & eos_ids
         assert len(row["token_ids"]) == 6 or row["token_ids"][-1] in eos_ids
         assert len(row["logprobs"]) == len(row["token_ids"])
     assert any(ended) and not all(ended), "the test needs both"
-    assert metrics[0]["val/num_eos_tokens"] == sum(ended)
-    assert metrics[0]["response_length_mean"] == pytest.approx(np.mean([len(row["token_ids"]) for row in rows]))
+    assert line["val/num_eos_tokens"] == sum(ended)
+    assert line["response_length_mean"] == pytest.approx(np.mean([len(row["token_ids"]) for row in rows]))
     assert len({row["token_ids"][-1] for row, end in zip(rows, ended) if end}) > (policy == "many_eos")
     if policy == "emits_pad":
         assert any(PAD in row["token_ids"][:-1] for row in rows), "the policy must emit pad"
@@ -220,8 +212,7 @@ def test_junk_after_the_end_changes_no_run(script, run, monkeypatch):
     monkeypatch.setattr(script, "sample", littering_sample)
     littered = run(script, **flags)[2]
     assert sum(junk_tokens) > 5
-    assert (clean / "rollouts.jsonl").read_text() == (littered / "rollouts.jsonl").read_text()
-    assert all(torch.equal(a, b) for a, b in zip(weights_of(clean / "model"), weights_of(littered / "model")))
+    assert result_of(littered) == result_of(clean)
 
 
 @one_text

@@ -1,11 +1,36 @@
-"""The identities of docs/theory.md, through the scripts' functions. Completions are enumerated, so a mean is exact."""
+"""The identities of docs/theory.md, and the table of KL estimates in docs/papers.md, through the scripts' functions.
+
+Completions are enumerated, so a mean is exact.
+"""
+
+import itertools
 
 import pytest
 import torch
 from conftest import MODULES
-from test_gradients import TOKENS, make_logits, same, token_logprobs
 
 rloo, grpo, ppo = (MODULES[name] for name in ("rloo", "grpo", "ppo"))
+TOKENS = 3
+COMPLETIONS = torch.tensor(list(itertools.product(range(TOKENS), repeat=2)))  # [completions, 2]
+
+
+def make_logits(seed):
+    """The logits of the first token, then those of the second token after each first one: [1 + TOKENS, TOKENS]."""
+    generator = torch.Generator().manual_seed(seed)
+    return 2 * torch.randn(1 + TOKENS, TOKENS, dtype=torch.float64, generator=generator)
+
+
+def token_logprobs(logits):
+    """The log-probability of both tokens of each completion: [completions, 2]."""
+    logprobs = logits.log_softmax(-1)
+    first, second = COMPLETIONS.T
+    return torch.stack([logprobs[0, first], logprobs[1 + first, second]], 1)
+
+
+def same(a, b):
+    return torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
 LOGITS = make_logits(1).requires_grad_()
 LOGPROBS = token_logprobs(LOGITS)  # [completions, 2]
 P = LOGPROBS.sum(1).exp().detach()  # [completions]
@@ -108,3 +133,36 @@ def test_training_ends_at_the_optimum_under_the_kl(scores, beta):
         advantages = rloo.rloo_advantages(reward(log_p)[episodes], 2)
         logits.data += 2 / beta * ascent(advantages, p, episodes, logits)
     assert torch.allclose(log_p, optimum, atol=0.01) and advantages.abs().max() < 0.02
+
+
+def test_the_table_of_kl_estimates():
+    """Of each estimate the mean, the gradient in the reward and that in the loss. A completion is one action."""
+    p, old, ref = LOGPROBS.sum(1), *(token_logprobs(make_logits(seed)).sum(1) for seed in (7, 8))
+    kl, other_kl = (p.exp() * (p - ref)).sum(), (ref.exp() * (ref - p)).sum()
+    true, other = gradient(kl), gradient(other_kl)
+    table = {"k1": (kl, true, 0 * true), "k2": (None, None, true), "k3": (kl, true - other, other)}
+    for name, expected in table.items():
+        estimate = ppo.token_kl(p, ref, name)
+        found = (P * estimate).sum(), -ascent(-estimate.detach(), P), gradient((P * estimate).sum())
+        assert all(right is None or same(x, right) for x, right in zip(found, expected)), name
+        if name == "k2":
+            assert not any(torch.isclose(found[0], wrong, rtol=0.1) for wrong in (kl, other_kl))
+            assert not any(torch.allclose(found[1], wrong, atol=0.01) for wrong in (true, other, true - other))
+    k3, ratio = grpo.k3_kl(p, ref), (p - old).exp()
+    assert same(gradient((P * k3).sum()), other) and not torch.allclose(true, other, atol=0.01)
+    means = [(old.exp() * estimate).sum() for estimate in (ratio * k3, k3)]  # The old policy sampled.
+    assert same(means[0], kl) and not torch.isclose(means[1], kl, rtol=0.1)
+    assert same(gradient(means[0]), true) and not torch.allclose(gradient(means[1]), true, atol=0.01)
+
+
+def test_near_the_reference_only_k1_pulls_back():
+    """In the reward, k2 and k3 vanish with the square of the distance. k1 vanishes with the distance."""
+    ref = token_logprobs(make_logits(8)).sum(1)
+
+    def pull(estimator, distance):
+        logits = (make_logits(8) + distance * make_logits(4)).requires_grad_()
+        p = token_logprobs(logits).sum(1).detach()
+        return ascent(ppo.token_kl(p, ref, estimator), p.exp(), logits=logits).norm()
+
+    for estimator, power in (("k1", 1), ("k2", 2), ("k3", 2)):
+        assert float(pull(estimator, 2e-4) / pull(estimator, 1e-4)) == pytest.approx(2**power, rel=0.01)
