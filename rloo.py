@@ -1070,7 +1070,7 @@ def head_logits(model, hidden) -> torch.Tensor:
 def load_model(path: str, auto_class, dtype: torch.dtype, device, longest: int = 0, **changes):
     """`from_pretrained` with all dropout off, on the device.
 
-    Every weight must be in the checkpoint. Otherwise it would be random.
+    Every weight must be in the checkpoint, in the right shape. Otherwise it would be random.
     longest: tokens of the longest row that the model will read; changes: of its config
     """
     if (Path(path) / "adapter_config.json").exists():
@@ -1085,10 +1085,13 @@ def load_model(path: str, auto_class, dtype: torch.dtype, device, longest: int =
     if longest > (positions or math.inf):
         needed = f"the longest prompt and --response-length need {longest}"
         raise ValueError(f"{path} has {positions} positions; {needed}")
-    settings = dict(config=config, dtype=dtype, output_loading_info=True)
-    model, info = auto_class.from_pretrained(path, **settings)
-    if info["missing_keys"]:
-        raise ValueError(f"{path}: its weights lack {sorted(info['missing_keys'])}")
+    settings = dict(ignore_mismatched_sizes=True, output_loading_info=True)
+    model, info = auto_class.from_pretrained(path, config=config, dtype=dtype, **settings)
+    wrong = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+    if wrong:
+        raise ValueError(
+            f"{path}: in its weights are missing or have another shape: {sorted(wrong)}"
+        )
     model.dropout_rates = rates  # The config gets them back when the model is saved.
     # Gradient checkpointing works only in train mode. Without dropout nothing there is random.
     return model.to(device).train()
@@ -1418,9 +1421,12 @@ def finish(accelerator, policy, output_dir: Path, plan: SimpleNamespace, state: 
         summary += f"; model in {folder.rename(output_dir / 'model')}"
     accelerator.print(summary, flush=True)
     accelerator.wait_for_everyone()  # Another process may still be reading a checkpoint.
-    if accelerator.is_main_process:
-        for folder in output_dir.glob("checkpoints/iteration_*"):
+    checkpoints = output_dir / "checkpoints"
+    if accelerator.is_main_process and checkpoints.exists():
+        for folder in checkpoints.glob("iteration_*"):
             shutil.rmtree(folder)
+        with contextlib.suppress(OSError):  # Files of the user stay.
+            checkpoints.rmdir()
 
 
 # ===================================== 10  sharded models =====================================
@@ -1548,7 +1554,9 @@ def start_accelerator(args: Args) -> accelerate.Accelerator:
     # accelerate can start one process where several were asked for, or several that are alone.
     asked_for_more = {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1 + asked_for_more)):
-        raise RuntimeError("fewer processes than launched; without GPUs, launch as shown above")
+        raise RuntimeError(
+            "fewer processes than launched; CPUs need ACCELERATE_USE_CPU=true torchrun"
+        )
     if accelerator.distributed_type == accelerate.DistributedType.DEEPSPEED:
         configure_deepspeed(accelerator, args)
     return accelerator
@@ -1570,11 +1578,8 @@ def open_output_dir(args: Args, accelerator) -> Path:
         accelerator.print(
             "float32: the same run anywhere; --dtype bfloat16 is several times faster"
         )
-    if (output_dir / "model").exists():
-        accelerator.print(f"nothing to do: the run in {output_dir} is finished")
-        accelerator.end_training()
-        sys.exit()
-    if (output_dir / "metrics.jsonl").exists() or (output_dir / "checkpoints").exists():
+    names = ("metrics.jsonl", "checkpoints", "model")
+    if any((output_dir / name).exists() for name in names):
         if not args.resume:
             raise ValueError(f"--output-dir {output_dir} holds a run; --resume continues it")
         theirs = yaml.safe_load((output_dir / "args.yaml").read_text())
@@ -1584,6 +1589,10 @@ def open_output_dir(args: Args, accelerator) -> Path:
             if name not in FREE_FLAGS and its != mine:
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{flag} {mine}: the run in {output_dir} has {its}")
+    if (output_dir / "model").exists():
+        accelerator.print(f"nothing to do: the run in {output_dir} is finished")
+        accelerator.end_training()
+        sys.exit()
     return output_dir
 
 

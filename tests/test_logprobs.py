@@ -109,7 +109,7 @@ def test_ratio_is_one_while_the_weights_stand_still(script, run, world, policy):
         assert row["objective/kl"] == pytest.approx(0, abs=1e-5)
 
 
-@pytest.mark.parametrize("dtype, logged, refused", [("float32", 5e-4, 0.01), ("bfloat16", 0.4, 0.6)])
+@pytest.mark.parametrize("dtype, logged, refused", [("float32", 5e-4, 0.01), ("bfloat16", 0.2, 0.4)])
 @one_text
 def test_a_sampler_that_is_not_the_training_pass_stops_the_run(
     script, run, monkeypatch, updates, dtype, logged, refused
@@ -136,13 +136,13 @@ def test_a_sampler_that_is_not_the_training_pass_stops_the_run(
 def test_bfloat16_runs_and_keeps_weights_in_float32(script, run, world, monkeypatch):
     """Forward passes are in bfloat16. The weights that are trained stay in float32."""
     passes = record_calls(monkeypatch, torch.nn.functional, "linear")
-    loaded, check = record_calls(monkeypatch, script, "load_model"), script.check_padding
+    loaded, check = record_calls(monkeypatch, script, "load_model"), script.check_model
     # This check of a model, before the run, is in the type in which the model is held.
-    monkeypatch.setattr(script, "check_padding", lambda *args: check(*args) or passes.clear())
+    monkeypatch.setattr(script, "check_model", lambda *args: check(*args) or passes.clear())
     ran = run(script, dtype="bfloat16", ref_model_path=world.reference, num_train_epochs=2)
     assert {call.result.dtype for call in passes} == {torch.bfloat16}
     dtypes = {call.args[0]: call.result.dtype for call in loaded}
-    assert dtypes["--ref-model-path"] == torch.bfloat16 and dtypes["--model-path"] == torch.float32
+    assert dtypes[world.reference] == torch.bfloat16 and dtypes[world.llama] == torch.float32
     assert {w.dtype for w in weights_of(ran.folder / "model")} == {torch.float32}
     assert all(math.isfinite(value) for row in ran.metrics for value in row.values())
     rows = ran.rollouts[:12]  # the first iteration's
@@ -156,7 +156,7 @@ def test_gradient_checkpointing_recomputes(script, run, monkeypatch):
     """Every pass of a layer with gradient is made twice. test_processes.py shows that the run is the same."""
     passes, layer = [], transformers.models.llama.modeling_llama.LlamaMLP
     forward = layer.forward  # counted as it begins: torch ends a recomputation as soon as it has what it needs
-    monkeypatch.setattr(script, "check_padding", lambda *args: None)  # Its passes are before the run.
+    monkeypatch.setattr(script, "check_model", lambda *args: None)  # Its passes are before the run.
     monkeypatch.setattr(layer, "forward", lambda *args: passes.append(torch.is_grad_enabled()) or forward(*args))
     counts = []
     for gradient_checkpointing in (False, True):
@@ -174,7 +174,7 @@ def test_lora_is_the_policy_with_its_adapter(script, run, world, monkeypatch):
     loads = record_calls(monkeypatch, script, "load_model")
     flags = dict(lora_r=2, learning_rate=0.02, kl_coef=0.1, num_train_epochs=2)
     _, metrics, output_dir = ran = run(script, **flags)
-    assert "--ref-model-path" not in [call.args[0] for call in loads]
+    assert len(loads) == (2 if script.__name__ == "ppo" else 1)  # and PPO's value model
     rows = ran.rollouts
     for row, expected in zip(rows, row_logprobs(world.llama, rows)):
         assert row["ref_logprobs"] == pytest.approx(expected, abs=1e-4)
@@ -186,7 +186,7 @@ def test_lora_is_the_policy_with_its_adapter(script, run, world, monkeypatch):
         assert (adapted(prompt).logits - first).abs().max() > 0.01
     assert not os.path.exists(output_dir / "model" / "model.safetensors")
     assert '"lora_alpha": 4,' in (output_dir / "model" / "adapter_config.json").read_text()
-    with pytest.raises(ValueError, match="--model-path .*: holds LoRA adapters; docs/recipes.md"):
+    with pytest.raises(ValueError, match="model holds LoRA adapters; docs/recipes.md"):
         run(script, model_path=str(output_dir / "model"))
     assert metrics[0]["objective/kl"] == pytest.approx(0, abs=1e-5) and abs(metrics[-1]["objective/kl"]) > 1e-4
     assert run(script, **flags).rollouts == rows

@@ -13,7 +13,6 @@ from conftest import (
     launch,
     launch_twice,
     launched,
-    make_args,
     one_text,
     only,
     read_jsonl,
@@ -218,7 +217,7 @@ def test_the_launchers_gradient_accumulation_changes_nothing(script, run, monkey
 @one_text
 def test_the_launchers_mixed_precision_is_the_default_of_dtype(script, run, monkeypatch, capsys, world):
     """A launcher's bf16 makes --dtype bfloat16. The first line and args.yaml say so. A --dtype on the command line is
-    stronger. fp16 is refused."""
+    stronger."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     for flags, dtype in ((dict(), "bfloat16"), (dict(dtype="float32"), "float32")):
         capsys.readouterr()
@@ -227,8 +226,4 @@ def test_the_launchers_mixed_precision_is_the_default_of_dtype(script, run, monk
         assert capsys.readouterr().out.splitlines()[0] == first
         assert f"dtype: {dtype}\n" in (output_dir / "args.yaml").read_text()
         assert {weights.dtype for weights in weights_of(output_dir / "model")} == {torch.float32}
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(ValueError, match="--dtype must be given: the launcher's fp16 is not supported"):
-        make_args(script, **base_flags(world))
-    assert make_args(script, dtype="bfloat16").dtype == "bfloat16"
     assert "MASTER_ADDR" not in os.environ

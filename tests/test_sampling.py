@@ -16,6 +16,7 @@ from conftest import (
     VOCAB,
     WINDOWS,
     encode,
+    make_args,
     make_model,
     make_prompts,
     one_text,
@@ -264,16 +265,19 @@ def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
 
 
 @one_text
-def test_the_best_of_m_is_the_mean_over_all_choices(script, run, world):
+def test_the_best_of_m_is_the_mean_over_all_choices(script, run, world, monkeypatch):
     """m of the k scores of a prompt are chosen without replacement. Prompts with missing scores are left out."""
     for k, counts in ((1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8])):
         scores = torch.randn(4, k, generator=torch.Generator().manual_seed(k)).round(decimals=1).double()
         scores[2, 0] = math.nan
-        expected = {}
+        with monkeypatch.context() as patch:
+            patch.setattr(script, "generate", lambda *_: None)
+            patch.setattr(script, "score_episodes", lambda *_: (scores.flatten(), {}))
+            metrics = script.evaluate(make_args(script, eval_k=k, eval_temperature=1.0), None, None, [], {}, 0)
         for m in counts:
             choices = [max(group) for row in scores[[0, 1, 3]].tolist() for group in itertools.combinations(row, m)]
-            expected[f"eval/best_of_{m}"] = pytest.approx(np.mean(choices))
-        assert script.best_of(scores) == expected
+            assert metrics.pop(f"eval/best_of_{m}") == pytest.approx(np.mean(choices))
+        assert set(metrics) == {"eval/scores", "eval/num_unscored"}
     flags = dict(eval_dataset=world.dataset(5, seed=9), eval_k=4, eval_temperature=1.0, reward=world.reward("parts"))
     for row in run(script, **flags)[1][::2]:
         assert row["eval/best_of_1"] == pytest.approx(row["eval/scores"])
