@@ -1,36 +1,31 @@
-"""Tally against TRL 1.16, or against another checkout of Tally, on the same work: seconds per step, and memory.
+"""Tally against TRL 1.16 on the same work: seconds per step, and memory.
 
     python benchmark/smollm2/prepare.py                                      # the model of cases c and d
     python benchmark/throughput/throughput.py                                # all cases, some hours on two cores
     python benchmark/throughput/throughput.py --case a b                     # some; results of the others stay
     python benchmark/throughput/throughput.py --device cuda --case a g i     # on the first GPU
-    python benchmark/throughput/throughput.py --case a --against ../before   # another checkout instead of TRL
     python benchmark/throughput/throughput.py --plot                         # the chart of the results that are there
 
 For every case and algorithm, the two run in turn, A B A B, each in a process of its own, with equal settings and equal
-micro-batches. The first two steps of every run are dropped. The numbers are medians over the other steps of all pairs.
-The seconds of a step last until the next step begins, so the start of the program does not count. They have four parts:
+micro-batches. The numbers are medians over the steps of all pairs, without the first two of every run. A step lasts
+until the next one begins, so the start of the program does not count. It has four parts:
 
     generation     sampling
     logprobs       log-probabilities without gradient: the reference's, and the old policy's in TRL's RLOO
     train          forward, backward, clipping and the optimizer
     rest           tokenizing, decoding, scores and metrics
 
-CPU seconds are those of all threads of the process. Memory
-is the peak of the process's resident memory, with models and libraries (Linux). On a GPU it is the most that PyTorch's
-tensors had at once. Every process gets the variables of `KEEP_FREED_MEMORY`. With them glibc keeps the memory of freed
-tensors. Otherwise it gives large ones back at once, and the kernel clears their pages again for the next tensor.
+Memory is the peak of the process's resident memory, with models and libraries (Linux). On a GPU it is the most that
+PyTorch's tensors had at once. KEEP_FREED_MEMORY lets glibc keep the memory of freed tensors. Otherwise it gives large
+ones back at once, and the kernel clears their pages again for the next tensor.
 
-The program checks that both trained on the same number of episodes, that their prompts had the same lengths at every
-step, and that they sampled the same number of tokens. The tolerance for tokens is 10 %, or 3 standard errors where
-lengths are sampled. If a check fails, the exit status is 1. `trl_worker.py` has TRL's configuration, with the reasons.
-TRL needs an environment of its own, with the versions of requirements.txt:
+`check` stops the program if the two did not do the same work. `trl_worker.py` has TRL's configuration, with the
+reasons. TRL needs an environment of its own, with the versions of requirements.txt:
 
     python -m venv benchmark/.trl_environment
     benchmark/.trl_environment/bin/pip install trl==1.16.0 torch==2.13.0 transformers==5.23.0 accelerate==1.15.0
 
-TRL has no PPO, so `ppo` needs `--against`. The results against TRL are merged into throughput.json, case by case, and
-the chart beside it is drawn from that file.
+The results are merged into throughput.json, case by case, and the chart beside it is drawn from that file.
 """
 
 import datetime
@@ -53,7 +48,7 @@ from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-from run import BENCHMARK, read_rows
+from run import BENCHMARK, machine, read_rows
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -88,17 +83,15 @@ BILLION = dict(num_attention_heads=32, num_key_value_heads=8, intermediate_size=
 SENTENCES = RESULT.with_name("sentences.txt").read_text().splitlines()
 # the model ends most such answers by itself, which it does not when asked for a summary
 TITLE = "Give this post a title of at most five words."
-Case = Literal["a", "b", "c", "c-bf16", "d", "g", "h", "i"]
 
 
 @dataclass
 class Args:
-    case: tuple[Case, ...] = ("a", "b", "c", "c-bf16", "d", "g", "h")  # what to run
-    algorithms: tuple[Literal["rloo", "grpo", "ppo"], ...] = ("rloo", "grpo")  # which to run
-    against: Path | None = None  # another checkout, which takes the place of TRL; the results are only printed
+    case: tuple[Literal[tuple(CASES)], ...] = tuple(name for name in CASES if name != "i")  # what to run
+    algorithms: tuple[Literal["rloo", "grpo"], ...] = ("rloo", "grpo")  # which to run
     device: Literal["cpu", "cuda"] = "cpu"  # where both run
     pairs: int = 2  # runs of each program, in turn
-    steps: int = 5  # iterations of a run, with the two that are dropped: an optimizer step each, in PPO two
+    steps: int = 5  # optimizer steps of a run, with the two that are dropped
     threads: int = os.cpu_count() or 1  # of each program
     trl_python: Path = BENCHMARK / ".trl_environment" / "bin" / "python"  # of an environment with TRL
     seed: int = 1  # of the prompts and, counted up from pair to pair, of the samples
@@ -210,7 +203,7 @@ def summary(runs: list[dict], batch: int) -> dict:
 def make_job(name: str, algorithm: str, args: Args, folder: Path) -> dict:
     """What the workers need to know of a case with one algorithm; its model and prompts are written to the folder."""
     folder.mkdir()
-    case = CASES[name] | (dict(k=1, updates=2) if algorithm == "ppo" else {})
+    case = CASES[name]
     model, rows = model_and_rows(name, args.steps * case["batch"] // case["k"], folder, args.seed)
     dataset = folder / "prompts.jsonl"
     dataset.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -226,28 +219,24 @@ def measure(name: str, algorithm: str, args: Args, folder: Path) -> dict:
     for pair in range(args.pairs):
         job["seed"] = args.seed + pair
         ours.append(run(RESULT.parent / "tally_worker.py", job, folder / f"tally_{pair}"))
-        worker, python = RESULT.parent / "trl_worker.py", args.trl_python
-        if args.against:
-            worker, python = args.against.resolve() / "benchmark" / "throughput" / "tally_worker.py", sys.executable
-        theirs.append(run(worker, job, folder / f"other_{pair}", python))
+        theirs.append(run(RESULT.parent / "trl_worker.py", job, folder / f"trl_{pair}", args.trl_python))
     check(f"case {name}, {algorithm}", job, ours, theirs)
-    tally, other = summary(ours, job["batch"]), summary(theirs, job["batch"])
+    tally, trl = summary(ours, job["batch"]), summary(theirs, job["batch"])
     rates = ("episodes_per_second", "tokens_per_second")
     settings = {key: job[key] for key in job if key not in ("algorithm", "model", "dataset", "seed", "threads")}
-    processors = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
     return dict(
         case=name,
         algorithm=algorithm,
         about=CASES[name]["about"],
-        **{f"{rate}_ratio": tally[rate] / other[rate] for rate in rates},
-        cpu_seconds_ratio=other["cpu_seconds_per_step"] / tally["cpu_seconds_per_step"],
-        trl=other,
-        memory_ratio=tally["peak_gib"] / other["peak_gib"],
+        **{f"{rate}_ratio": tally[rate] / trl[rate] for rate in rates},
+        cpu_seconds_ratio=trl["cpu_seconds_per_step"] / tally["cpu_seconds_per_step"],
+        trl=trl,
+        memory_ratio=tally["peak_gib"] / trl["peak_gib"],
         tally=tally,
         settings=settings | dict(pairs=args.pairs, dropped_steps=DROPPED_STEPS, seed=args.seed),
         environment=KEEP_FREED_MEMORY,
         date=datetime.date.today().isoformat(),
-        processor=processors[0] if processors else "unknown",
+        processor=machine().split(", ")[0],
         device=ours[0]["device"],
         threads=args.threads,
         versions=dict(python=sys.version.split()[0], **theirs[0]["versions"]),
@@ -259,17 +248,20 @@ def measure(name: str, algorithm: str, args: Args, folder: Path) -> dict:
 
 def merge(entry: dict):
     """Put an entry in the place of the old one of the same device, threads, case and algorithm, in order."""
-    kept = {(e["device"], e["threads"], e["case"], e["algorithm"]): e for e in json.loads(RESULT.read_text()) + [entry]}
     order = [(case, algorithm) for case in CASES for algorithm in ("rloo", "grpo")]
-    place = lambda e: (e["device"], e["threads"], order.index((e["case"], e["algorithm"])))  # noqa: E731
-    merged = sorted(kept.values(), key=place)
-    RESULT.write_text(json.dumps(merged, indent=1) + "\n")
+
+    def place(e):
+        return e["device"], e["threads"], order.index((e["case"], e["algorithm"]))
+
+    kept = {place(e): e for e in [*json.loads(RESULT.read_text()), entry]}
+    RESULT.write_text(json.dumps([kept[key] for key in sorted(kept)], indent=1) + "\n")
 
 
-def show(entry: dict, other: str):
+def show(entry: dict):
     speed, cpu = entry["episodes_per_second_ratio"], entry["cpu_seconds_ratio"]
-    print(f"case {entry['case']}, {entry['algorithm']}: {speed:.2f} times as fast as {other}; {cpu:.2f} in CPU seconds")
-    for program, side in (("Tally", entry["tally"]), (other, entry["trl"])):
+    print(f"case {entry['case']}, {entry['algorithm']}: {speed:.2f} times as fast as TRL; {cpu:.2f} in CPU seconds")
+    for program in ("tally", "trl"):
+        side = entry[program]
         seconds = f"{side['seconds_per_step']:.3g} s and {side['cpu_seconds_per_step']:.3g} CPU s a step"
         print(f"    {program}: {seconds}, {side['peak_gib']:.2f} GiB", flush=True)
 
@@ -307,11 +299,9 @@ def main(args: Args):
         for name in args.case:
             for algorithm in args.algorithms:
                 entry = measure(name, algorithm, args, work / f"{name}_{algorithm}")
-                show(entry, str(args.against or "TRL"))
-                if not args.against:
-                    merge(entry)
-    if not args.against:
-        plot()
+                show(entry)
+                merge(entry)
+    plot()
 
 
 if __name__ == "__main__":

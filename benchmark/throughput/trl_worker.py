@@ -22,7 +22,7 @@ import json
 import sys
 from pathlib import Path
 
-import rewards
+import tally_worker
 import torch
 from tally_worker import moment, now, result_of
 from transformers import TrainerCallback
@@ -109,7 +109,7 @@ def main(job: dict) -> dict:
     """Run a job's steps -> the seconds and counts of each, and the run's memory."""
     torch.set_num_threads(job["threads"])
     rows = [json.loads(line) for line in open(job["dataset"], encoding="utf-8")]
-    reward, episodes = getattr(rewards, job["reward"]), 0
+    reward, episodes = getattr(tally_worker, job["reward"]), 0
 
     def score(completions, **columns):
         nonlocal episodes
