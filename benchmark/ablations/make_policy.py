@@ -1,8 +1,8 @@
 """A policy whose answers have very different lengths: `python benchmark/ablations/make_policy.py`, two minutes.
 
-The default policy is trained for a few more steps on its own sampled answers, right and wrong as they are. If a sum
-begins with an odd digit, 8 to 12 spaces stand behind its answer. `exact_match` strips them. So half of the prompts take
-four times as many tokens, and there is the same thing to learn. Writes policy/ beside this file.
+The default policy is trained for a few more steps on its own sampled answers. If a sum begins with an odd digit, 8 to
+12 spaces stand behind its answer. `exact_match` strips them. So half of the prompts take four times as many tokens, and
+there is the same thing to learn. Writes policy/ beside this file.
 """
 
 import sys

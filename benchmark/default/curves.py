@@ -1,11 +1,10 @@
-"""Runs the three scripts as they come, seeds 1 to 10, with an evaluation every 16 iterations more.
+"""The three scripts as they come, seeds 1 to 10, with an evaluation every 16 iterations more.
 
     python benchmark/default/curves.py                                # some ten minutes on two cores
-    python benchmark/default/curves.py --plot                         # only the figure again, of what is there
+    python benchmark/default/curves.py --plot                         # only the figure again
 
-As many runs at once as there are cores, of one thread each. Writes curves.json, a run a line, and curves.png: the
-score of the sampled training completions (mean of ten iterations) and that of the held-out prompts at temperature 0,
-against episodes and against seconds of rollout and training.
+Writes curves.json, a run a line, and curves.png: the score of sampled training completions, mean of ten iterations, and
+that of held-out prompts at temperature 0, against episodes and against seconds of rollout and training.
 """
 
 import sys
@@ -18,11 +17,8 @@ import draw
 from run import SCRIPTS, update
 
 RESULT = Path(__file__).with_suffix(".json")
-JOBS = {
-    (script, f"--seed {seed} --eval-every 16"): dict(script=script, seed=seed)
-    for script in SCRIPTS
-    for seed in range(1, 11)
-}
+RUNS = [dict(script=script, seed=seed) for script in SCRIPTS for seed in range(1, 11)]
+JOBS = {(run["script"], f"--seed {run['seed']} --eval-every 16"): run for run in RUNS}
 
 
 def to_curve(_, result: dict) -> dict:
