@@ -3,10 +3,9 @@
     python benchmark/hardware/architectures.py                        # all, five minutes on one core
     python benchmark/hardware/architectures.py --only mamba2 jamba    # these, by their `model_type`
 
-rloo.py samples four completions of each of four prompts of different lengths, and trains on them, with a KL. Then the
-plainest way gives the truth: one pass of the whole model for each token, without padding and cache. `difference` is how
-far the sampler and the reference are from it, and `unmasked` is how far padding that is not masked is from it: the
-weights are so large that a mistake shows. Writes architectures.json.
+rloo.py trains on prompts of different lengths, with a KL. The truth is one pass of the whole model for each token,
+without padding and cache. `difference` is how far the sampler and the reference are from it, and `unmasked` how far
+padding that is not masked is from it: the weights are so large that a mistake shows. Writes architectures.json.
 """
 
 import json
