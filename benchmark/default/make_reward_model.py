@@ -1,20 +1,15 @@
-"""
-Makes the reward model of the default task, as RLHF does: `python benchmark/default/make_reward_model.py`.
+"""Makes the reward model of the default task, as RLHF does: `python benchmark/default/make_reward_model.py`, a minute.
 
-1. The default policy draws 8 completions of each of the 2,048 training prompts, at temperature 1.
+1. The default policy draws 8 completions of each training prompt, at temperature 1.
 2. A rule stands in for the people who compare answers: of two completions of a prompt, it prefers a right one to a
-   wrong one. All such pairs are kept. A pair counts once, however often its two completions were drawn.
+   wrong one. A pair counts once, however often its two completions were drawn.
 3. A copy of the policy gets a head that gives one number instead of a distribution. It is trained on the pairs with the
    loss of Bradley and Terry, -log sigmoid(r_chosen - r_rejected) (Stiennon et al. 2020, arXiv 2009.01325).
 
-The model reads prompt and completion as token ids, the EOS included. Its score is the output of the head at the last
-token. Only differences of scores mean something: the loss leaves the zero open. As in RLHF, the pairs are read only a
-few times (here twice), and all come from the policy before RL. So the model has never learned what to think of answers
-that this policy never gives. `reward_model_curves.py` shows what RL makes of that.
-
-One thread does the work with seeded generators, so two runs on one machine write the same bytes. It takes about half a
-minute, prints the accuracy on pairs made in the same way of the held-out prompts (about six in seven are right), and
-writes `reward_model/` beside this file: weights (float32), config and tokenizer, for `from_pretrained`.
+The score is the output of the head at the last token. Only differences of scores mean something: the loss leaves the
+zero open. As in RLHF, all pairs come from the policy before RL. So the model has never learned what to think of answers
+that this policy never gives, and `reward_model_curves.py` shows what RL makes of that. It prints the accuracy on pairs
+of held-out prompts (about six in seven are right), and writes `reward_model/`, the same bytes again on one machine.
 """
 
 import itertools

@@ -4,14 +4,10 @@
     python benchmark/ladder/ladder.py --draw   # only draws
 
 Only the estimator differs: COMMON turns the KL off, and sets one update for each batch and the same constant learning
-rate. REINFORCE is rloo.py with reinforce.patch.
-
-A run with learning rate 0 never changes its weights, so each step is one more estimate of the same gradient. The
-dataset of such a run is one batch, which each iteration samples anew. A set is 16 prompts, with four completions of
-each. ppo.py samples a prompt once, so its dataset has each prompt four times. "fresh" has other prompts in each
+rate. A run with learning rate 0 never changes its weights, so each step is one more estimate of the same gradient. The
+dataset of such a run is a set: one batch, which each iteration samples anew. "fresh" has other prompts in each
 iteration, as a training run has. This is measured at the start, and with the weights of a half-finished PPO run.
-
-Writes ladder.json, a row for each run, and ladder.png. Then benchmark/tables.py writes the tables of docs/ladder.md.
+Writes ladder.json, a row for each run, and ladder.png.
 """
 
 import importlib

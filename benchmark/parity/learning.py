@@ -2,12 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmark/parity/learning.py             # an hour on one core; what is done is kept
 
-It runs in the environment of trl_trainer.py. Each program draws its prompts and samples with its own random numbers. So
-only the distributions of the curves can be compared.
-
-Writes learning.png, and learning.json with a line for each run and each test. `right` counts the right ones of an
-iteration's 64 completions. The score is the mean of the last ten iterations, the area the mean of all 256. p is that
-of Welch's test, two-sided.
+It runs in the environment of trl_trainer.py. Each program draws its prompts and samples with its own random numbers, so
+only the distributions of the curves can be compared. Writes learning.png, and learning.json with a line for each run
+and each test. `right` counts the right ones of an iteration's 64 completions. The score is the mean of the last ten
+iterations, the area the mean of all 256. p is that of Welch's test, two-sided.
 """
 
 import json

@@ -1,10 +1,9 @@
-"""The whole of Tally's default run, trained by TRL: the same completions, and TRL's own weights after each update.
+"""The whole of Tally's default run, trained by TRL on the same completions, with TRL's own weights after each update.
 
     OMP_NUM_THREADS=1 python benchmark/parity/replay.py               # four minutes on one core
 
-It runs in the environment of trl_trainer.py, with the settings of learning.py. TRL gets Tally's completions, 256 times
-64 of them, in place of its own samples. It does not get Tally's weights, and all the rest of the training is its own.
-Writes replay.json: how far the final weights are apart, by the distance that Tally's moved.
+It runs in the environment of trl_trainer.py. Writes replay.json: how far the final weights are apart, by the distance
+that Tally's moved.
 """
 
 import tempfile

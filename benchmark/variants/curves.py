@@ -2,12 +2,11 @@
 
     python benchmark/variants/curves.py                               # half an hour on two cores
     python benchmark/variants/curves.py dynamic_sampling original     # only these, the others are kept
-    python benchmark/variants/curves.py --plot                        # only the figure again, of what is there
+    python benchmark/variants/curves.py --plot                        # only the figure again
 
 Writes curves.json, a run a line, and curves.png. The figure shows held-out right answers, at temperature 0 but for the
-KL and MaxRL. Dynamic sampling has a second curve, over the episodes that it generated. The runs of the KL are trained
-on the reward model alone, which is wrong at some places. Distillation and MaxRL are flags alone: they have no patch.
-The teacher is a run of rloo.py with its defaults. MaxRL samples at temperature 4, so that few answers are right.
+KL and MaxRL. Dynamic sampling has a second curve, over the episodes that it generated. Distillation and MaxRL have no
+patch: they are flags alone. The teacher is a run of rloo.py with its defaults.
 """
 
 import sys
