@@ -52,25 +52,16 @@ def now(job: dict) -> float:
     return time.perf_counter()
 
 
-def moment(job: dict) -> tuple[float, float]:
-    """Wall and CPU seconds."""
-    return now(job), time.process_time()
-
-
 def result_of(job: dict, steps: list[dict], moments: list, episodes: int, packages: tuple[str, ...]) -> dict:
     """What a worker writes. moments: those at which each step began, and the end of the last one"""
     for step, (begin, end) in zip(steps, itertools.pairwise(moments), strict=True):
-        step["seconds"], step["cpu"] = end[0] - begin[0], end[1] - begin[1]
+        step["seconds"] = end - begin
         step["rest"] = step["seconds"] - step["generation"] - step["logprobs"] - step["train"]
     on_gpu = job["device"] == "cuda"
     peak = torch.cuda.max_memory_allocated() if on_gpu else peak_bytes()
-    return dict(
-        steps=steps,
-        episodes=episodes,
-        peak_gib=peak / 2**30,
-        device=torch.cuda.get_device_name() if on_gpu else "cpu",
-        versions={name: version(name) for name in packages},
-    )
+    versions = {name: version(name) for name in packages}
+    device = torch.cuda.get_device_name() if on_gpu else "cpu"
+    return dict(steps=steps, episodes=episodes, peak_gib=peak / 2**30, device=device, versions=versions)
 
 
 def flags(job: dict) -> list[str]:
@@ -117,7 +108,7 @@ def measure(job: dict) -> dict:
         return prompts
 
     def in_file_order(seed, num_prompts, first, count):  # as TRL takes them here
-        moments.append(moment(job))
+        moments.append(now(job))
         order = [position % num_prompts for position in range(first, first + count)]
         lengths = [prompt_lengths[i] for i in order]
         counts = dict(prompt_tokens=job["k"] * sum(lengths), longest_prompt=max(lengths))
@@ -136,7 +127,7 @@ def measure(job: dict) -> dict:
     put_a_clock_around("run_pass", "logprobs")
     module.load_prompts = keep_lengths
     module.draw_prompts = in_file_order
-    module.finish = lambda *args: moments.append(moment(job))
+    module.finish = lambda *args: moments.append(now(job))
     module.draw_mini_batches = before_an_epoch
     module.mean_metrics = after_the_updates
     module.main(tyro.cli(module.Args, args=flags(job)))
@@ -144,7 +135,6 @@ def measure(job: dict) -> dict:
     rows = [row for row in rows if row["iteration"] > 0]
     for step, row in zip(steps, rows, strict=True):
         step["tokens"] = round(row["response_length_mean"] * job["batch"])
-        step["ended"] = row["val/num_eos_tokens"]
     return result_of(job, steps, moments, rows[-1]["episode"], ("torch", "transformers", "accelerate"))
 
 

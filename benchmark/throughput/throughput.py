@@ -58,8 +58,8 @@ TOKEN_TOLERANCE = 0.10
 PARTS = ("generation", "logprobs", "train", "rest")
 KEEP_FREED_MEMORY = dict(MALLOC_TRIM_THRESHOLD_=str(2**31 - 1), MALLOC_MMAP_MAX_="0")
 
-DEFAULTS = dict(reward="share_of_letters", k=4, batch=16, forced=False, kl_coef=0.05)
-DEFAULTS |= dict(dtype="float32", learning_rate=1e-6)
+DEFAULTS = dict(reward="share_of_letters", k=4, batch=16, forced=False, kl_coef=0.05, dtype="float32")
+DEFAULTS |= dict(learning_rate=1e-6)
 FORCED = DEFAULTS | dict(forced=True)  # Every completion has all its tokens, because no EOS ends it.
 SMOLLM2 = "SmolLM2-135M"
 LARGE = "a random Llama of 42M parameters with a vocabulary of 151,936"
@@ -67,17 +67,22 @@ CASES = {
     "a": DEFAULTS | dict(about="the default policy, 6 and up to 8 tokens", batch=256, completion_tokens=8),
     "b": FORCED | dict(about="a random Llama of 0.9M parameters, 12 and 64 tokens", batch=64, completion_tokens=64),
     "c": FORCED | dict(about=f"{SMOLLM2}, 30 and 32 tokens", completion_tokens=32),
-    "c-bf16": FORCED | dict(about=f"{SMOLLM2} in bfloat16, 30 and 32 tokens", completion_tokens=32),
+    "c-bf16": FORCED | dict(about=f"{SMOLLM2} in bfloat16, 30 and 32 tokens", completion_tokens=32, dtype="bfloat16"),
     "d": DEFAULTS | dict(about=f"{SMOLLM2}, 300 to 400 and up to 53 tokens", completion_tokens=53),
     "g": FORCED | dict(about=f"{LARGE}, 32 and 128 tokens", batch=8, completion_tokens=128),
     "h": FORCED | dict(about=f"{LARGE}, 32 and 384 tokens", batch=8, completion_tokens=384),
     "i": FORCED | dict(about="a random Llama of 1.2B parameters in bfloat16, 64 and 128 tokens; it needs a GPU"),
 }
 CASES["a"] |= dict(reward="exact_match")
-CASES["c-bf16"] |= dict(dtype="bfloat16")
 CASES["d"] |= dict(micro_batch=8)  # With 16 TRL does not fit into 24 GiB.
 CASES["i"] |= dict(reward="place_in_group", batch=64, micro_batch=8, completion_tokens=128, dtype="bfloat16")
 BILLION = dict(num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192)
+LLAMAS = {  # random ones: vocabulary, tokens of a prompt, and sizes
+    "b": (256, 12, dict(hidden=128, layers=4)),
+    "g": (151_936, 32, dict(hidden=256, layers=4)),
+    "h": (151_936, 32, dict(hidden=256, layers=4)),
+    "i": (128_256, 64, dict(hidden=2048, layers=16, dtype="bfloat16") | BILLION),
+}
 
 # what the prompts of SmolLM2's cases are made of, in a drawn order and cut to length
 SENTENCES = RESULT.with_name("sentences.txt").read_text().splitlines()
@@ -101,7 +106,7 @@ class Args:
 # ---- models and prompts
 
 
-def random_llama(folder: Path, vocabulary: int, hidden: int, layers: int, dtype: str = "float32", **more) -> str:
+def random_llama(folder: Path, vocabulary: int, hidden: int, layers: int, dtype="float32", **more) -> str:
     """Write a Llama with random weights and a tokenizer of `vocabulary` words, `w2` and so on -> its path."""
     logging.disable_progress_bar()
     words = {word: i for i, word in enumerate(["<pad>", "<eos>", *(f"w{i}" for i in range(2, vocabulary))])}
@@ -140,12 +145,10 @@ def model_and_rows(name: str, count: int, folder: Path, seed: int) -> tuple[str,
     if name == "a":
         rows = read_rows(BENCHMARK / "default" / "train.jsonl")
         return str(BENCHMARK / "default" / "policy"), (rows * (count // len(rows) + 1))[:count]
-    if name in "bghi":
-        vocabulary, tokens = {"b": (256, 12), "i": (128_256, 64)}.get(name, (151_936, 32))
+    if name in LLAMAS:
+        vocabulary, tokens, sizes = LLAMAS[name]
         prompts = [[f"w{draw.randrange(2, vocabulary)}" for _ in range(tokens)] for _ in range(count)]
-        rows = [{"prompt": " ".join(words)} for words in prompts]
-        sizes = {"b": dict(hidden=128, layers=4), "i": dict(hidden=2048, layers=16, dtype="bfloat16") | BILLION}
-        return random_llama(folder / "llama", vocabulary, **sizes.get(name, dict(hidden=256, layers=4))), rows
+        return random_llama(folder / "llama", vocabulary, **sizes), [{"prompt": " ".join(words)} for words in prompts]
     model = BENCHMARK / "smollm2" / "model"
     tokenizer = AutoTokenizer.from_pretrained(model)
     lengths = range(300, 401) if name == "d" else [30]
@@ -157,15 +160,14 @@ def model_and_rows(name: str, count: int, folder: Path, seed: int) -> tuple[str,
 
 def run(worker: Path, job: dict, folder: Path, python: str = sys.executable) -> dict:
     """Run a worker script on a job in a process of its own -> what it measured."""
-    job_file, result_file = folder / "job.json", folder / "result.json"
     folder.mkdir(parents=True)
-    job_file.write_text(json.dumps(job | dict(output_dir=str(folder / "run"))))
+    (folder / "job.json").write_text(json.dumps(job | dict(output_dir=str(folder / "run"))))
     environment = os.environ | KEEP_FREED_MEMORY
     environment |= dict(OMP_NUM_THREADS=str(job["threads"]), TOKENIZERS_PARALLELISM="false")
     with open(folder / "log.txt", "w") as log:
-        command = [python, worker, job_file, result_file]
+        command = [python, worker, folder / "job.json", folder / "result.json"]
         subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
-    return json.loads(result_file.read_text())
+    return json.loads((folder / "result.json").read_text())
 
 
 def check(where: str, job: dict, ours: list[dict], theirs: list[dict]):
@@ -184,16 +186,14 @@ def check(where: str, job: dict, ours: list[dict], theirs: list[dict]):
 
 def summary(runs: list[dict], batch: int) -> dict:
     """Medians over the measured steps of all runs, in seconds; memory in GiB, the most of any run."""
+    by_run = [[step["seconds"] for step in result["steps"][DROPPED_STEPS:]] for result in runs]
     steps = [step for result in runs for step in result["steps"][DROPPED_STEPS:]]
     seconds = statistics.median(step["seconds"] for step in steps)
-    by_run = [[step["seconds"] for step in result["steps"][DROPPED_STEPS:]] for result in runs]
+    tokens = statistics.mean(step["tokens"] for step in steps) / batch
     return dict(
         seconds_per_step=seconds,
-        cpu_seconds_per_step=statistics.median(step["cpu"] for step in steps),
         episodes_per_second=batch / seconds,
-        tokens_per_second=statistics.median(step["tokens"] / step["seconds"] for step in steps),
-        tokens_per_episode=statistics.mean(step["tokens"] for step in steps) / batch,
-        ended=statistics.mean(step["ended"] for step in steps) / batch,
+        tokens_per_episode=tokens,
         parts={part: statistics.median(step[part] for step in steps) for part in PARTS},
         peak_gib=max(result["peak_gib"] for result in runs),
         seconds_by_run=[statistics.median(seconds) for seconds in by_run],
@@ -222,25 +222,14 @@ def measure(name: str, algorithm: str, args: Args, folder: Path) -> dict:
         theirs.append(run(RESULT.parent / "trl_worker.py", job, folder / f"trl_{pair}", args.trl_python))
     check(f"case {name}, {algorithm}", job, ours, theirs)
     tally, trl = summary(ours, job["batch"]), summary(theirs, job["batch"])
-    rates = ("episodes_per_second", "tokens_per_second")
     settings = {key: job[key] for key in job if key not in ("algorithm", "model", "dataset", "seed", "threads")}
-    return dict(
-        case=name,
-        algorithm=algorithm,
-        about=CASES[name]["about"],
-        **{f"{rate}_ratio": tally[rate] / trl[rate] for rate in rates},
-        cpu_seconds_ratio=trl["cpu_seconds_per_step"] / tally["cpu_seconds_per_step"],
-        trl=trl,
-        memory_ratio=tally["peak_gib"] / trl["peak_gib"],
-        tally=tally,
-        settings=settings | dict(pairs=args.pairs, dropped_steps=DROPPED_STEPS, seed=args.seed),
-        environment=KEEP_FREED_MEMORY,
-        date=datetime.date.today().isoformat(),
-        processor=machine().split(", ")[0],
-        device=ours[0]["device"],
-        threads=args.threads,
-        versions=dict(python=sys.version.split()[0], **theirs[0]["versions"]),
-    )
+    entry = dict(case=name, algorithm=algorithm, about=CASES[name]["about"], tally=tally, trl=trl)
+    entry |= dict(episodes_per_second_ratio=tally["episodes_per_second"] / trl["episodes_per_second"])
+    entry |= dict(memory_ratio=tally["peak_gib"] / trl["peak_gib"], environment=KEEP_FREED_MEMORY)
+    entry |= dict(settings=settings | dict(pairs=args.pairs, dropped_steps=DROPPED_STEPS, seed=args.seed))
+    entry |= dict(date=datetime.date.today().isoformat(), processor=machine().split(", ")[0], threads=args.threads)
+    versions = dict(python=sys.version.split()[0], **theirs[0]["versions"])
+    return entry | dict(device=ours[0]["device"], versions=versions)
 
 
 # ---- results
@@ -258,12 +247,10 @@ def merge(entry: dict):
 
 
 def show(entry: dict):
-    speed, cpu = entry["episodes_per_second_ratio"], entry["cpu_seconds_ratio"]
-    print(f"case {entry['case']}, {entry['algorithm']}: {speed:.2f} times as fast as TRL; {cpu:.2f} in CPU seconds")
+    print(f"case {entry['case']}, {entry['algorithm']}: {entry['episodes_per_second_ratio']:.2f} times as fast as TRL")
     for program in ("tally", "trl"):
         side = entry[program]
-        seconds = f"{side['seconds_per_step']:.3g} s and {side['cpu_seconds_per_step']:.3g} CPU s a step"
-        print(f"    {program}: {seconds}, {side['peak_gib']:.2f} GiB", flush=True)
+        print(f"    {program}: {side['seconds_per_step']:.3g} s a step, {side['peak_gib']:.2f} GiB", flush=True)
 
 
 def plot():

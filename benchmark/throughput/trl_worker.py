@@ -17,7 +17,7 @@ from pathlib import Path
 
 import tally_worker
 import torch
-from tally_worker import moment, now, result_of
+from tally_worker import now, result_of
 from transformers import TrainerCallback
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "parity"))
@@ -72,7 +72,6 @@ def clocked(trainer_class, job: dict):
                 prompt_tokens=sum(len(ids) for ids in prompt_ids),
                 longest_prompt=max(len(ids) for ids in prompt_ids),
                 tokens=sum(len(ids) for ids in completion_ids),
-                ended=sum(ids[-1] in self.eos_token_ids for ids in completion_ids),
             )
             return result
 
@@ -94,7 +93,7 @@ class StepEnds(TrainerCallback):
         self.job, self.moments = job, []
 
     def on_train_begin(self, *args, **kwargs):
-        self.moments.append(moment(self.job))
+        self.moments.append(now(self.job))
 
     on_step_end = on_train_begin
 
@@ -118,7 +117,7 @@ def main(job: dict) -> dict:
         trainer.eos_token_ids = [-1]  # an EOS that is sampled all the same does not cut the completion
     trainer.train()
 
-    for step, (end, _) in zip(trainer.steps, ends.moments[1:], strict=True):
+    for step, end in zip(trainer.steps, ends.moments[1:], strict=True):
         step["train"] = end - step.pop("train_began")  # forward, backward, clipping and the optimizer
     return result_of(job, trainer.steps, ends.moments, episodes, ("trl", "torch", "transformers", "accelerate"))
 
