@@ -142,9 +142,7 @@ def rows_of(folder: Path) -> dict:
     return {name: [(row["iteration"], row.get("index")) for row in rows] for name, rows in files.items()}
 
 
-def main(
-    scripts: tuple[str, ...] = SCRIPTS, seed: int = 1, runs: tuple[str, ...] = tuple(PROCESSES), results: Path = RESULT
-):
+def main(scripts: tuple[str, ...] = SCRIPTS, seed=1, runs: tuple[str, ...] = tuple(PROCESSES), results: Path = RESULT):
     started, draw, rows = time.time(), random.Random(seed), []
     work = Path(tempfile.mkdtemp(prefix="kill_and_resume_"))
     for script in scripts:

@@ -34,7 +34,6 @@ SETS = range(1, 6)
 REPETITIONS = 64  # estimates of one gradient
 
 
-# ================================================== the rungs ================================================
 def no_values(ppo):
     """Compute the advantages of ppo.py as if all value predictions were 0."""
     gae = ppo.gae
@@ -74,15 +73,13 @@ GRADIENTS = RUNGS | {
 }
 
 
-# ================================================== learning =================================================
 def learning_rows() -> list[dict]:
     """Train each rung with each seed -> a row for each run, with its evaluations on held-out prompts."""
     jobs = {}
     for seed in SEEDS:
         for rung, (script, flags) in LEARNING.items():
-            run_flags = f"--seed {seed} --total-episodes {EPISODES} --num-sample-generations 0"
-            evaluation = "--eval-every 4 --eval-reward exact_match"
-            jobs[script, f"{run_flags} {evaluation} {flags}"] = dict(measured="learning", rung=rung, seed=seed)
+            run_flags = f"--seed {seed} --total-episodes {EPISODES} --eval-every 4 --eval-reward exact_match {flags}"
+            jobs[script, run_flags] = dict(measured="learning", rung=rung, seed=seed)
 
     def to_row(job, result):
         held_out = [round(row["eval/scores"], 4) for row in result["evaluations"]]
@@ -91,7 +88,6 @@ def learning_rows() -> list[dict]:
     return run_all(list(jobs), to_row)
 
 
-# ================================================= gradients =================================================
 def gradient_rows(folder: Path) -> list[dict]:
     """Measure the gradients of each rung at the start and half-way -> a row for each rung and set of prompts."""
     half = folder / "half_way"  # The learning rate is constant, so this is the first half of a whole run.
@@ -126,11 +122,10 @@ def write_datasets(folder: Path, prompts: int | str) -> tuple[dict[str, str], in
         positions, epochs = np.random.default_rng(0).integers(len(rows), size=count * REPETITIONS), 1
     else:
         positions = np.random.default_rng(prompts).permutation(len(rows))[:count]
-    files = {}
-    for name, copies in (("groups", 1), ("ppo", GROUP)):
-        files[name] = str(folder / f"{prompts}_{name}.jsonl")
-        lines = [json.dumps(rows[position]) + "\n" for position in positions]
-        Path(files[name]).write_text("".join(line * copies for line in lines))
+    lines = [json.dumps(rows[position]) + "\n" for position in positions]
+    files = {"groups": str(folder / f"{prompts}_groups.jsonl"), "ppo": str(folder / f"{prompts}_ppo.jsonl")}
+    Path(files["groups"]).write_text("".join(lines))
+    Path(files["ppo"]).write_text("".join(line * GROUP for line in lines))  # ppo.py samples a prompt once.
     return files, epochs
 
 
@@ -188,17 +183,14 @@ def moments(products: np.ndarray) -> tuple[float, float]:
 
 def noise_band(products: np.ndarray) -> float:
     """Half the width of the 95 % interval of variance / squared mean, from leaving out one gradient at a time."""
-    n = len(products)
-    without_one = []
+    n, without_one = len(products), []
     for left_out in range(n):
-        kept = np.delete(np.arange(n), left_out)
-        squared_mean, variance = moments(products[np.ix_(kept, kept)])
+        squared_mean, variance = moments(np.delete(np.delete(products, left_out, 0), left_out, 1))
         without_one.append(variance / squared_mean)
     return 1.96 * np.sqrt((n - 1) * np.var(without_one))
 
 
-# ================================================= the figure ================================================
-STYLES = {
+STYLES = {  # of the figure
     "REINFORCE": dict(color=draw.OTHERS[0]),
     "RLOO": dict(color=draw.COLORS["rloo"]),
     "GRPO": dict(color=draw.COLORS["grpo"]),

@@ -28,8 +28,8 @@ BATCH, ITERATIONS = 64, 256
 
 def train_tally(algorithm: str, seed: int) -> list[float]:
     """The score of each iteration of the default run."""
-    result = run(algorithm, f"--seed {seed} --num-sample-generations 1")
-    return [row["objective/scores"] for row in result["metrics"] if row["iteration"] > 0]
+    rows = run(algorithm, f"--seed {seed} --num-sample-generations 1")["metrics"]
+    return [row["objective/scores"] for row in rows if row["iteration"] > 0]
 
 
 def train_trl(algorithm: str, seed: int) -> list[float]:
@@ -38,7 +38,7 @@ def train_trl(algorithm: str, seed: int) -> list[float]:
         data = dict(rows=read_rows(trl_trainer.TRAIN_ROWS), reward=exact_match, folder=folder)
         trainer = trl_trainer.make_trainer(algorithm, **data, batch=BATCH, max_steps=ITERATIONS, seed=seed)
         trainer.train()
-        return [row["reward"] for row in trainer.state.log_history if "reward" in row]
+    return [row["reward"] for row in trainer.state.log_history if "reward" in row]
 
 
 TRAIN = {"tally": train_tally, "trl": train_trl}

@@ -74,10 +74,9 @@ def to_curve(_, result: dict) -> dict:
     """What is kept of a run: its evaluations, and the means of some metrics between them."""
     rows = result["metrics"]
     curve = curves(result, KEPT)
-    if "eval/best_of_8" in rows[0]:
-        curve["eval/best_of_8"] = [round(row["eval/best_of_8"], 4) for row in result["evaluations"]]
-    if "generated_episodes" in rows[-1]:
-        curve["generated_episodes"] = [row.get("generated_episodes", 0) for row in result["evaluations"]]
+    for name in ("eval/best_of_8", "generated_episodes"):
+        if name in rows[-1]:
+            curve[name] = [round(row.get(name, 0), 4) for row in result["evaluations"]]
     for name in ("val/sampler_weight_std", "val/importance_std", "val/masked_fraction"):
         if name in rows[-1]:
             curve[name] = float(f"{np.mean([row[name] for row in rows[1:]]):.4g}")
