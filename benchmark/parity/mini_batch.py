@@ -80,7 +80,6 @@ def two_parts(**columns) -> dict[str, list]:
     return {"seven": none_of_seven(**columns), "long": none_of_long(**columns)}
 
 
-TRL_REWARDS = {"two_parts": [none_of_seven, none_of_long]}
 LLAMA = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
 GPT2 = dict(n_embd=32, n_layer=2, n_head=2, n_positions=64)
 
@@ -209,7 +208,7 @@ def run_trl(world, algorithm: str, tally, micro_batches: int = 1, reward=None, p
     in_order = patch.object(TRL_FILES[algorithm], "shuffle_sequence_dict", permuted)
     data = dict(rows=[{"prompt": row["prompt"]} for row in rollout[:: args.k]], model=args.model_path)
     name = args.reward.split(":")[1]
-    data["reward"] = reward or TRL_REWARDS.get(name) or globals()[name]
+    data["reward"] = reward or ([none_of_seven, none_of_long] if name == "two_parts" else globals()[name])
     data |= dict(callbacks=[TallyWeights(tally.updates)], given=[[row["token_ids"] for row in rollout]])
     output = tempfile.TemporaryDirectory(dir=world.folder)
     with output as folder, quiet_and_fresh(), kept_updates() as updates, in_order:
@@ -444,9 +443,8 @@ def torchrl_objective(tally, weights: list, **settings) -> ClipPPOLoss:
     policy, trunk = (c.from_pretrained(args.model_path) for c in (AutoModelForCausalLM, AutoModel))
     head, tokenizer = torch.nn.Linear(trunk.config.hidden_size, 1), AutoTokenizer.from_pretrained(args.model_path)
     with torch.no_grad():
-        for parameter, ours in zip(
-            [*policy.parameters(), *trunk.parameters(), *head.parameters()], weights, strict=True
-        ):
+        parameters = [*policy.parameters(), *trunk.parameters(), *head.parameters()]
+        for parameter, ours in zip(parameters, weights, strict=True):
             parameter.copy_(ours)
     logits = TensorDictModule(Rows(policy, None, rollout, tokenizer), in_keys=["index"], out_keys=["logits"])
     values = TensorDictModule(Rows(trunk, head, rollout, tokenizer), in_keys=["index"], out_keys=["state_value"])
@@ -479,9 +477,9 @@ def compare_ppo(world) -> list[dict]:
     whiten = torchrl_objective(tally, tally.updates[0].weights)._maybe_normalize_advantage
     theirs = whiten(columns["advantage"], columns, update_norm=False)
     sampled = whiten(columns["advantage"], columns.exclude("shifted_valid"), update_norm=False)
-    rows = [case | dict(of="advantages (GAE)", value=distance(gae, columns["advantage"][:, 0]))]
-    rows.append(case | dict(of="returns", value=distance(returns, columns["value_target"][:, 0])))
-    rows.append(case | dict(of="whitened advantages", value=distance(ours, theirs[:, 0])))
+    pairs = {"advantages (GAE)": (gae, columns["advantage"][:, 0]), "returns": (returns, columns["value_target"][:, 0])}
+    pairs["whitened advantages"] = (ours, theirs[:, 0])
+    rows = [case | dict(of=name, value=distance(*pair)) for name, pair in pairs.items()]
     n = len(ours)
     named = dict(what="PPO, whitening: torchrl takes the deviation of a sample, Tally that of the population")
     named |= dict(value=distance(ours, sampled[:, 0]), undone_by="times ((n - 1) / n) ** -0.5")
