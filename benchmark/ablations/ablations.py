@@ -3,22 +3,26 @@
     python benchmark/ablations/ablations.py                           # all, 40 minutes on two cores
     python benchmark/ablations/ablations.py group clip                # some; results of the others stay
     python benchmark/ablations/ablations.py --plot                    # only the figures again
+    python benchmark/ablations/ablations.py policy                    # only the policy of `loss`, two minutes
 
-The runs of `loss` start from the policy of make_policy.py. Writes ablations.json, a run a line with its scores at the
-end and its curve in sixteen points, and draws ablations.png.
+Writes ablations.json, a run a line with its scores at the end and its curve in sixteen points, and ablations.png.
 """
 
 import sys
 from pathlib import Path
 
 import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-import make_policy
-from run import SCRIPTS, update
+from run import BENCHMARK, POLICY, SCRIPTS, read_rows, update
+from win_rate import complete
 
 RESULT = Path(__file__).with_suffix(".json")
+OWN_POLICY = RESULT.with_name("policy")
+STEPS, BATCH_SIZE = 400, 128  # of its training
 SHORT = "--num-sample-generations 0 --total-episodes"
 MODEL = "--reward none --reward-model-path benchmark/default/reward_model --eval-reward exact_match"
 LENGTH = "--model-path benchmark/ablations/policy --response-length 16 --learning-rate 1e-4 --num-ppo-epochs 2"
@@ -63,6 +67,40 @@ ENDS = [  # lines of numbers at the end: study, script, number, label, color
 ]
 
 
+def is_long(prompt: str) -> bool:
+    return int(prompt[0]) % 2 == 1
+
+
+def make_policy():
+    """A policy whose answers have very different lengths.
+
+    The default policy is trained for a few more steps on its own sampled answers. If a sum begins with an odd digit, 8
+    to 12 spaces stand behind its answer. `exact_match` strips them. So half of the prompts take four times as many
+    tokens, and there is the same thing to learn.
+    """
+    torch.set_num_threads(1)
+    tokenizer, policy = AutoTokenizer.from_pretrained(POLICY), AutoModelForCausalLM.from_pretrained(POLICY)
+    texts = [row["prompt"] for row in read_rows(BENCHMARK / "default" / "train.jsonl")] * 4
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    rng = np.random.default_rng([1, 0])
+    answers, _ = complete(policy, tokenizer, prompts, rng.random((len(prompts), 4)))
+    rows = []  # prompt, answer, spaces, EOS
+    for text, prompt, answer in zip(texts, prompts, answers):
+        spaces = [tokenizer.convert_tokens_to_ids(" ")] * int(rng.integers(8, 13)) * is_long(text)
+        rows.append(prompt + answer[:-1] + spaces + answer[-1:])
+    longest, start = max(map(len, rows)), len(prompts[0])
+    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    labels = torch.tensor([row + [-100] * (longest - len(row)) for row in rows])
+    labels[:, :start] = -100  # only the answers are learned
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-4, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, STEPS)
+    for _ in range(STEPS):
+        chosen = torch.from_numpy(rng.integers(len(rows), size=BATCH_SIZE))
+        policy(input_ids=tokens[chosen], labels=labels[chosen]).loss.backward()
+        optimizer.step(), schedule.step(), optimizer.zero_grad()
+    policy.save_pretrained(OWN_POLICY), tokenizer.save_pretrained(OWN_POLICY)
+
+
 def all_jobs() -> dict[tuple, dict]:
     """Every setting of every study, with every seed."""
     jobs = {}
@@ -86,7 +124,7 @@ def to_result(_, result: dict) -> dict:
     kept |= {"tokens": end("response_length_mean"), "entropy": end("policy/entropy_avg")}
     kept |= {"ended": round(end("val/num_eos_tokens") / result["args"]["batch_size"], 4)}
     for name in ("long", "short") if result["rollouts"] else ():  # the prompts that are answered at length, the others
-        some = [e for e in result["rollouts"] if make_policy.is_long(e["prompt"]) == (name == "long")]
+        some = [e for e in result["rollouts"] if is_long(e["prompt"]) == (name == "long")]
         last = some[-len(some) // 8 :]
         kept[f"{name}_scores"] = round(float(np.mean([e["score"] for e in some])), 4)  # over the run
         kept[f"{name}_tokens"] = round(float(np.mean([len(e["token_ids"]) for e in last])), 2)
@@ -140,8 +178,8 @@ def plot(results: list[dict]):
 
 
 def main():
-    if "--plot" not in sys.argv and not make_policy.FOLDER.exists():
-        make_policy.main()
+    if "--plot" not in sys.argv and not OWN_POLICY.exists():
+        make_policy()
     plot(update(RESULT, all_jobs(), to_result))
 
 

@@ -78,7 +78,7 @@ def run_coin() -> list[dict]:
 
 
 def run_form() -> list[dict]:
-    """The policy of ablations/make_policy.py writes spaces. It is rewarded for the format, or for answers in it."""
+    """The policy of ablations.py writes spaces. It is rewarded for the format, or for answers in it."""
     policy, jobs = BENCHMARK / "ablations" / "policy", {}
     for reward, judge, seed in product(("digits", "exactly"), ("exact_match", f"{REWARDS}:exactly"), SEEDS):
         flags = f"{SHORT} {SAMPLED} --model-path {policy} --response-length 16 --seed {seed}"
