@@ -13,7 +13,7 @@ The reward model is made as in RLHF. The policy draws 8 completions of each trai
 people who compare answers: of two completions of a prompt, it prefers a right one to a wrong one. A copy of the policy
 gets a head that gives one number instead of a distribution, and is trained on these pairs (Stiennon et al. 2020, arXiv
 2009.01325). Only differences of its scores mean something: the loss leaves the zero open. It has never learned what to
-think of answers that this policy never gives, and `reward_model_curves.py` shows what RL makes of that.
+think of answers that this policy never gives, and `curves.py` shows what RL makes of that.
 
 One thread and seeded generators write the same bytes again on the same machine: policy/, train.jsonl, eval.jsonl and
 reward_model/. It prints the accuracy on pairs of held-out prompts (about six in seven are right).
