@@ -1,4 +1,7 @@
-"""Check on 2 CPU processes that DeepSpeed ZeRO-2 and ZeRO-3 compute what one process computes, for all three scripts.
+"""Check that 2 CPU processes compute what one process computes, for all three scripts.
+
+    python benchmark/hardware/sharded.py                 # DDP and FSDP2, 5 minutes; writes fsdp2_cpu.json
+    python benchmark/hardware/sharded.py deepspeed       # ZeRO-2 and ZeRO-3, 10 minutes; writes sharded.json
 
 DeepSpeed is not in the default environment: once it is there, accelerate and transformers import it at every start.
 From the environment that runs the scripts:
@@ -8,12 +11,13 @@ From the environment that runs the scripts:
     mv parent.pth /tmp/with_deepspeed/lib/python3*/site-packages/
     /tmp/with_deepspeed/bin/pip install setuptools wheel
     DS_BUILD_OPS=0 /tmp/with_deepspeed/bin/pip install --no-build-isolation deepspeed==0.19.8
-    /tmp/with_deepspeed/bin/python benchmark/hardware/sharded.py
+    /tmp/with_deepspeed/bin/python benchmark/hardware/sharded.py deepspeed
 
-Compared with one process are every metric (1e-4 relative or 5e-6 absolute), the final weights (by norm, relative to how
-far they moved, 1e-3), and the steps that DeepSpeed's engine really took, with their learning rates. No weight may be
-gathered while completions are sampled. Then the run is resumed from half of it, which must give the same weights bit by
-bit. Writes sharded.json. The exit status is 1 if something differs.
+Compared with one process are every metric (1e-4 relative or 5e-6 absolute) and the final weights (by norm, relative to
+how far they moved, 1e-3). With DeepSpeed these are, too: the steps that its engine really took, with their learning
+rates, and that no weight is gathered while completions are sampled. FSDP2 may gather each layer once for all tokens of
+a rollout. Then the run with DeepSpeed is resumed from half of it, which must give the same weights bit by bit. The exit
+status is 1 if something differs.
 """
 
 import json
@@ -28,7 +32,7 @@ import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import SCRIPTS, import_script, machine, read_rows, relative_distance, run, torchrun
+from run import POLICY, SCRIPTS, import_script, machine, read_rows, relative_distance, run, torchrun
 
 FLAGS = (
     "--total-episodes 128 --batch-size 32 --num-mini-batches 1 --per-device-train-batch-size 4 "
@@ -130,11 +134,28 @@ def engine_of(folder: Path, single: Path) -> dict:
     return dict(steps=len(engine["rates"]), steps_and_rates_as_planned=bool(as_planned)) | engine["gathers"]
 
 
-def measure(program: str, name: str, kinds: tuple, train, is_fine):
-    """Train each script on one process and in each of `kinds`, and write the table beside the program. Ends it.
+def train(script: str, folder: Path, single: Path, kind: str | int) -> dict:
+    """Train on two processes -> what is kept of the run. kind: DDP, FSDP2, or the stage of ZeRO"""
+    if kind in (2, 3):
+        run_sharded(script, folder, kind)
+        return engine_of(folder, single) | dict(resumed_bitwise=resumes_bitwise(script, folder, kind))
+    program = [Path(__file__).with_name("fsdp2_cpu.py")] if kind == "FSDP2" else []
+    output = run(script, FLAGS, folder, torchrun(2, *program), ACCELERATE_USE_CPU="true")["output"]
+    return json.loads(output.splitlines()[-1]) if program else {}
 
-    train(script, folder, single, kind) returns what else is kept of a run; name: the kind's column in the table
-    """
+
+def is_fine(row: dict) -> bool:
+    layers = json.loads((POLICY / "config.json").read_text())["num_hidden_layers"]
+    gathers = 0 if "stage" in row else layers * row.get("samplings", 0)
+    as_planned = row.get("steps_and_rates_as_planned", True) and row.get("resumed_bitwise", True)
+    near = row["relative_distance"] < 1e-3 and not row["metrics_that_differ"]
+    return near and as_planned and row.get("while_sampling", 0) <= gathers
+
+
+def main():
+    name, kinds, result = "kind", ("DDP", "FSDP2"), "fsdp2_cpu.json"
+    if sys.argv[1:] == ["deepspeed"]:
+        name, kinds, result = "stage", (2, 3), "sharded.json"
     work, rows = Path(tempfile.mkdtemp(prefix="sharded_")), []
     for script in SCRIPTS:
         single = work / script
@@ -144,21 +165,9 @@ def measure(program: str, name: str, kinds: tuple, train, is_fine):
             more = train(script, folder, single, kind)
             rows.append({"script": script, name: kind} | compare(folder, single) | more)
             print(json.dumps(rows[-1]), flush=True)
-    result = dict(machine=machine(), flags=FLAGS, runs=rows)
-    Path(program).with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    near = [row["relative_distance"] < 1e-3 and not row["metrics_that_differ"] for row in rows]
-    raise SystemExit(0 if all(near) and all(map(is_fine, rows)) else 1)
-
-
-def main():
-    def train(script, folder, single, stage):
-        run_sharded(script, folder, stage)
-        return engine_of(folder, single) | dict(resumed_bitwise=resumes_bitwise(script, folder, stage))
-
-    def is_fine(row):
-        return row["steps_and_rates_as_planned"] and row["resumed_bitwise"] and not row["while_sampling"]
-
-    measure(__file__, "stage", (2, 3), train, is_fine)
+    result = Path(__file__).with_name(result)
+    result.write_text(json.dumps(dict(machine=machine(), flags=FLAGS, runs=rows), indent=1) + "\n")
+    raise SystemExit(0 if all(map(is_fine, rows)) else 1)
 
 
 if __name__ == "__main__":
