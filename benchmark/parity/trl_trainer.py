@@ -32,7 +32,7 @@ def settings(algorithm: str, folder, batch: int = 64, **changes) -> dict:
     """The arguments of RLOOConfig or GRPOConfig, Tally's defaults and `changes`. In brackets: TRL's defaults."""
     chosen = dict(
         output_dir=str(folder),
-        use_cpu=True,  # only throughput.py can use a GPU
+        use_cpu=True,
         bf16=False,  # [True, also on a CPU]
         model_init_kwargs={"dtype": "float32"},
         gradient_checkpointing=False,  # [True] It changes memory, not the result.

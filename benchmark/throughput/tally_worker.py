@@ -35,33 +35,18 @@ def share_of_letters(completions: list, **_) -> list[float]:
     return [sum(character in "e1" for character in text) / max(len(text), 1) for text in texts_of(completions)]
 
 
-def place_in_group(completions: list, **_) -> list[float]:
-    """0, 1, 2, 3, 0, 1, .. with k = 4. No group has equal scores, so every episode is trained on."""
-    return [float(episode % 4) for episode in range(len(completions))]
-
-
 def peak_bytes() -> int:
     """The most memory that this process had. Not getrusage's ru_maxrss: a process inherits that from its parent."""
     return 2**10 * int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")))
 
 
-def now(job: dict) -> float:
-    """The time. A GPU works on while the program goes on, so this waits until it is done with all that it was given."""
-    if job["device"] == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def result_of(job: dict, steps: list[dict], moments: list, episodes: int, packages: tuple[str, ...]) -> dict:
+def result_of(steps: list[dict], moments: list, episodes: int, packages: tuple[str, ...]) -> dict:
     """What a worker writes. moments: those at which each step began, and the end of the last one"""
     for step, (begin, end) in zip(steps, itertools.pairwise(moments), strict=True):
         step["seconds"] = end - begin
         step["rest"] = step["seconds"] - step["generation"] - step["logprobs"] - step["train"]
-    on_gpu = job["device"] == "cuda"
-    peak = torch.cuda.max_memory_allocated() if on_gpu else peak_bytes()
     versions = {name: version(name) for name in packages}
-    device = torch.cuda.get_device_name() if on_gpu else "cpu"
-    return dict(steps=steps, episodes=episodes, peak_gib=peak / 2**30, device=device, versions=versions)
+    return dict(steps=steps, episodes=episodes, peak_gib=peak_bytes() / 2**30, versions=versions)
 
 
 def flags(job: dict) -> list[str]:
@@ -69,7 +54,7 @@ def flags(job: dict) -> list[str]:
     words = f"--model-path {job['model']} --dataset {job['dataset']} --reward {__file__}:{job['reward']}"
     words += f" --total-episodes {job['steps'] * job['batch']} --batch-size {job['batch']}"
     words += f" --per-device-train-batch-size {job['micro_batch']} --response-length {job['completion_tokens']}"
-    words += f" --kl-coef {job['kl_coef']} --learning-rate {job['learning_rate']} --dtype {job['dtype']}"
+    words += f" --kl-coef {job['kl_coef']} --learning-rate {job['learning_rate']}"
     words += f" --save-every None --temperature 1 --max-grad-norm 1 --num-sample-generations 0 --seed {job['seed']}"
     group = {"rloo": "--rloo-k", "grpo": "--num-generations"}[job["algorithm"]]
     return f"{words} {group} {job['k']} --output-dir {job['output_dir']}".split()
@@ -79,8 +64,7 @@ def measure(job: dict) -> dict:
     """Run a job's steps -> the seconds and counts of each, and the run's memory."""
     import tyro  # not in TRL's environment
 
-    if job["device"] == "cpu":
-        os.environ["ACCELERATE_USE_CPU"] = "true"
+    os.environ["ACCELERATE_USE_CPU"] = "true"
     sys.path.insert(0, str(ROOT))
     torch.set_num_threads(job["threads"])
     module = importlib.import_module(job["algorithm"])
@@ -95,9 +79,9 @@ def measure(job: dict) -> dict:
         def clocked(*args, **inputs):
             if torch.is_grad_enabled() or not steps:  # a pass of training, or the check of a model at its load
                 return function(*args, **inputs)
-            started = now(job)
+            started = time.perf_counter()
             result = function(*args, **inputs)
-            steps[-1][part] += now(job) - started
+            steps[-1][part] += time.perf_counter() - started
             return result
 
         setattr(module, name, clocked)
@@ -108,7 +92,7 @@ def measure(job: dict) -> dict:
         return prompts
 
     def in_file_order(seed, num_prompts, first, count):  # as TRL takes them here
-        moments.append(now(job))
+        moments.append(time.perf_counter())
         order = [position % num_prompts for position in range(first, first + count)]
         lengths = [prompt_lengths[i] for i in order]
         counts = dict(prompt_tokens=job["k"] * sum(lengths), longest_prompt=max(lengths))
@@ -116,18 +100,18 @@ def measure(job: dict) -> dict:
         return order
 
     def before_an_epoch(*args):
-        steps[-1].setdefault("train", -now(job))
+        steps[-1].setdefault("train", -time.perf_counter())
         return draw_mini_batches(*args)
 
     def after_the_updates(rows):
-        steps[-1]["train"] += now(job)
+        steps[-1]["train"] += time.perf_counter()
         return mean_metrics(rows)
 
     put_a_clock_around("sample", "generation")
     put_a_clock_around("run_pass", "logprobs")
     module.load_prompts = keep_lengths
     module.draw_prompts = in_file_order
-    module.finish = lambda *args: moments.append(now(job))
+    module.finish = lambda *args: moments.append(time.perf_counter())
     module.draw_mini_batches = before_an_epoch
     module.mean_metrics = after_the_updates
     module.main(tyro.cli(module.Args, args=flags(job)))
@@ -135,7 +119,7 @@ def measure(job: dict) -> dict:
     rows = [row for row in rows if row["iteration"] > 0]
     for step, row in zip(steps, rows, strict=True):
         step["tokens"] = round(row["response_length_mean"] * job["batch"])
-    return result_of(job, steps, moments, rows[-1]["episode"], ("torch", "transformers", "accelerate"))
+    return result_of(steps, moments, rows[-1]["episode"], ("torch", "transformers", "accelerate"))
 
 
 if __name__ == "__main__":

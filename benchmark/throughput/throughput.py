@@ -3,7 +3,6 @@
     python benchmark/smollm2/prepare.py                                      # the model of cases c and d
     python benchmark/throughput/throughput.py                                # all cases, some hours on two cores
     python benchmark/throughput/throughput.py --case a b                     # some; results of the others stay
-    python benchmark/throughput/throughput.py --device cuda --case a g i     # on the first GPU
     python benchmark/throughput/throughput.py --plot                         # the chart of the results that are there
 
 For every case and algorithm, the two run in turn, A B A B, each in a process of its own, with equal settings and equal
@@ -15,9 +14,9 @@ until the next one begins, so the start of the program does not count. It has fo
     train          forward, backward, clipping and the optimizer
     rest           tokenizing, decoding, scores and metrics
 
-Memory is the peak of the process's resident memory, with models and libraries (Linux). On a GPU it is the most that
-PyTorch's tensors had at once. KEEP_FREED_MEMORY lets glibc keep the memory of freed tensors. Otherwise it gives large
-ones back at once, and the kernel clears their pages again for the next tensor.
+Memory is the peak of the process's resident memory, with models and libraries (Linux). KEEP_FREED_MEMORY lets glibc
+keep the memory of freed tensors. Otherwise it gives large ones back at once, and the kernel clears their pages again
+for the next tensor.
 
 `check` stops the program if the two did not do the same work. `trl_worker.py` has TRL's configuration, with the
 reasons. TRL needs an environment of its own, with the versions of requirements.txt:
@@ -58,8 +57,7 @@ TOKEN_TOLERANCE = 0.10
 PARTS = ("generation", "logprobs", "train", "rest")
 KEEP_FREED_MEMORY = dict(MALLOC_TRIM_THRESHOLD_=str(2**31 - 1), MALLOC_MMAP_MAX_="0")
 
-DEFAULTS = dict(reward="share_of_letters", k=4, batch=16, forced=False, kl_coef=0.05, dtype="float32")
-DEFAULTS |= dict(learning_rate=1e-6)
+DEFAULTS = dict(reward="share_of_letters", k=4, batch=16, forced=False, kl_coef=0.05, learning_rate=1e-6)
 FORCED = DEFAULTS | dict(forced=True)  # Every completion has all its tokens, because no EOS ends it.
 SMOLLM2 = "SmolLM2-135M"
 LARGE = "a random Llama of 42M parameters with a vocabulary of 151,936"
@@ -67,21 +65,16 @@ CASES = {
     "a": DEFAULTS | dict(about="the default policy, 6 and up to 8 tokens", batch=256, completion_tokens=8),
     "b": FORCED | dict(about="a random Llama of 0.9M parameters, 12 and 64 tokens", batch=64, completion_tokens=64),
     "c": FORCED | dict(about=f"{SMOLLM2}, 30 and 32 tokens", completion_tokens=32),
-    "c-bf16": FORCED | dict(about=f"{SMOLLM2} in bfloat16, 30 and 32 tokens", completion_tokens=32, dtype="bfloat16"),
     "d": DEFAULTS | dict(about=f"{SMOLLM2}, 300 to 400 and up to 53 tokens", completion_tokens=53),
     "g": FORCED | dict(about=f"{LARGE}, 32 and 128 tokens", batch=8, completion_tokens=128),
     "h": FORCED | dict(about=f"{LARGE}, 32 and 384 tokens", batch=8, completion_tokens=384),
-    "i": FORCED | dict(about="a random Llama of 1.2B parameters in bfloat16, 64 and 128 tokens; it needs a GPU"),
 }
 CASES["a"] |= dict(reward="exact_match")
 CASES["d"] |= dict(micro_batch=8)  # With 16 TRL does not fit into 24 GiB.
-CASES["i"] |= dict(reward="place_in_group", batch=64, micro_batch=8, completion_tokens=128, dtype="bfloat16")
-BILLION = dict(num_attention_heads=32, num_key_value_heads=8, intermediate_size=8192)
-LLAMAS = {  # random ones: vocabulary, tokens of a prompt, and sizes
-    "b": (256, 12, dict(hidden=128, layers=4)),
-    "g": (151_936, 32, dict(hidden=256, layers=4)),
-    "h": (151_936, 32, dict(hidden=256, layers=4)),
-    "i": (128_256, 64, dict(hidden=2048, layers=16, dtype="bfloat16") | BILLION),
+LLAMAS = {  # random ones: vocabulary, tokens of a prompt, hidden size and layers
+    "b": (256, 12, 128, 4),
+    "g": (151_936, 32, 256, 4),
+    "h": (151_936, 32, 256, 4),
 }
 
 # what the prompts of SmolLM2's cases are made of, in a drawn order and cut to length
@@ -92,9 +85,8 @@ TITLE = "Give this post a title of at most five words."
 
 @dataclass
 class Args:
-    case: tuple[Literal[tuple(CASES)], ...] = tuple(name for name in CASES if name != "i")  # what to run
+    case: tuple[Literal[tuple(CASES)], ...] = tuple(CASES)  # what to run
     algorithms: tuple[Literal["rloo", "grpo"], ...] = ("rloo", "grpo")  # which to run
-    device: Literal["cpu", "cuda"] = "cpu"  # where both run
     pairs: int = 2  # runs of each program, in turn
     steps: int = 5  # optimizer steps of a run, with the two that are dropped
     threads: int = os.cpu_count() or 1  # of each program
@@ -103,10 +95,7 @@ class Args:
     plot: bool = False  # run nothing: draw the chart of the results that are there
 
 
-# ---- models and prompts
-
-
-def random_llama(folder: Path, vocabulary: int, hidden: int, layers: int, dtype="float32", **more) -> str:
+def random_llama(folder: Path, vocabulary: int, hidden: int, layers: int) -> str:
     """Write a Llama with random weights and a tokenizer of `vocabulary` words, `w2` and so on -> its path."""
     logging.disable_progress_bar()
     words = {word: i for i, word in enumerate(["<pad>", "<eos>", *(f"w{i}" for i in range(2, vocabulary))])}
@@ -117,8 +106,8 @@ def random_llama(folder: Path, vocabulary: int, hidden: int, layers: int, dtype=
     torch.manual_seed(0)
     sizes = dict(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=4)
     ids = dict(vocab_size=vocabulary, pad_token_id=0, bos_token_id=None, eos_token_id=1)
-    config = LlamaConfig(**(sizes | more), **ids, tie_word_embeddings=True, max_position_embeddings=1024)
-    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
+    config = LlamaConfig(**sizes, **ids, tie_word_embeddings=True, max_position_embeddings=1024)
+    LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
 
 
@@ -146,16 +135,13 @@ def model_and_rows(name: str, count: int, folder: Path, seed: int) -> tuple[str,
         rows = read_rows(BENCHMARK / "default" / "train.jsonl")
         return str(BENCHMARK / "default" / "policy"), (rows * (count // len(rows) + 1))[:count]
     if name in LLAMAS:
-        vocabulary, tokens, sizes = LLAMAS[name]
+        vocabulary, tokens, *sizes = LLAMAS[name]
         prompts = [[f"w{draw.randrange(2, vocabulary)}" for _ in range(tokens)] for _ in range(count)]
-        return random_llama(folder / "llama", vocabulary, **sizes), [{"prompt": " ".join(words)} for words in prompts]
+        return random_llama(folder / "llama", vocabulary, *sizes), [{"prompt": " ".join(words)} for words in prompts]
     model = BENCHMARK / "smollm2" / "model"
     tokenizer = AutoTokenizer.from_pretrained(model)
     lengths = range(300, 401) if name == "d" else [30]
     return str(model), [post(draw, tokenizer, draw.choice(lengths), chat=name == "d") for _ in range(count)]
-
-
-# ---- runs
 
 
 def run(worker: Path, job: dict, folder: Path, python: str = sys.executable) -> dict:
@@ -209,7 +195,7 @@ def make_job(name: str, algorithm: str, args: Args, folder: Path) -> dict:
     dataset.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     job = {key: value for key, value in case.items() if key != "about"}
     job.setdefault("micro_batch", case["batch"])
-    job |= dict(algorithm=algorithm, model=model, dataset=str(dataset), device=args.device)
+    job |= dict(algorithm=algorithm, model=model, dataset=str(dataset))
     return job | dict(steps=args.steps, threads=args.threads, seed=args.seed)
 
 
@@ -228,19 +214,15 @@ def measure(name: str, algorithm: str, args: Args, folder: Path) -> dict:
     entry |= dict(memory_ratio=tally["peak_gib"] / trl["peak_gib"], environment=KEEP_FREED_MEMORY)
     entry |= dict(settings=settings | dict(pairs=args.pairs, dropped_steps=DROPPED_STEPS, seed=args.seed))
     entry |= dict(date=datetime.date.today().isoformat(), processor=machine().split(", ")[0], threads=args.threads)
-    versions = dict(python=sys.version.split()[0], **theirs[0]["versions"])
-    return entry | dict(device=ours[0]["device"], versions=versions)
-
-
-# ---- results
+    return entry | dict(device="cpu", versions=dict(python=sys.version.split()[0], **theirs[0]["versions"]))
 
 
 def merge(entry: dict):
-    """Put an entry in the place of the old one of the same device, threads, case and algorithm, in order."""
+    """Put an entry in the place of the old one of the same threads, case and algorithm, in order."""
     order = [(case, algorithm) for case in CASES for algorithm in ("rloo", "grpo")]
 
     def place(e):
-        return e["device"], e["threads"], order.index((e["case"], e["algorithm"]))
+        return e["threads"], order.index((e["case"], e["algorithm"]))
 
     kept = {place(e): e for e in [*json.loads(RESULT.read_text()), entry]}
     RESULT.write_text(json.dumps([kept[key] for key in sorted(kept)], indent=1) + "\n")

@@ -7,17 +7,17 @@ fastest on a CPU, are use_transformers_continuous_batching (some 60 times slower
 static cache was no faster).
 
 No setting changes two things. Without Triton, so on every CPU, TRL 1.16 also computes the log-probabilities of the
-prompt's tokens, and masks them. And its backward pass computes the logits again, which saves memory. In bfloat16 its
-frozen reference keeps float32 weights under autocast, as the policy does. Tally loads its reference in bfloat16.
+prompt's tokens, and masks them. And its backward pass computes the logits again, which saves memory.
 """
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import tally_worker
 import torch
-from tally_worker import now, result_of
+from tally_worker import result_of
 from transformers import TrainerCallback
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "parity"))
@@ -29,8 +29,6 @@ def settings(job: dict) -> dict:
     micro_batches = job["batch"] // job["micro_batch"]
     return dict(
         seed=job["seed"],
-        use_cpu=job["device"] == "cpu",
-        bf16=job["dtype"] == "bfloat16",  # The weights are float32 in both programs, and bfloat16 is autocast in both.
         batch=job["micro_batch"],
         gradient_accumulation_steps=micro_batches,  # the same as Tally's
         steps_per_generation=micro_batches,
@@ -45,7 +43,7 @@ def settings(job: dict) -> dict:
     )
 
 
-def clocked(trainer_class, job: dict):
+def clocked(trainer_class):
     """The trainer's class with clocks around its parts; each step's seconds and counts are in the list `steps`."""
 
     class Clocked(trainer_class):
@@ -60,13 +58,13 @@ def clocked(trainer_class, job: dict):
                 self.steps.append(dict(generation=0.0, logprobs=0.0))
             inputs = super()._prepare_inputs(*args, **kwargs)
             if is_first:
-                self.steps[-1]["train_began"] = now(job)
+                self.steps[-1]["train_began"] = time.perf_counter()
             return inputs
 
         def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-            started = now(job)
+            started = time.perf_counter()
             result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-            self.steps[-1]["generation"] += now(job) - started
+            self.steps[-1]["generation"] += time.perf_counter() - started
             completion_ids = result[0] if isinstance(result, tuple) else result  # GRPO's has log-probabilities, too
             self.steps[-1] |= dict(
                 prompt_tokens=sum(len(ids) for ids in prompt_ids),
@@ -78,9 +76,9 @@ def clocked(trainer_class, job: dict):
         def _get_per_token_logps_and_entropies(self, *args, **kwargs):
             if torch.is_grad_enabled():  # a pass of training, which has its own clock
                 return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            started = now(job)  # a pass of the old policy or of the reference
+            started = time.perf_counter()  # a pass of the old policy or of the reference
             result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            self.steps[-1]["logprobs"] += now(job) - started
+            self.steps[-1]["logprobs"] += time.perf_counter() - started
             return result
 
     return Clocked
@@ -89,11 +87,11 @@ def clocked(trainer_class, job: dict):
 class StepEnds(TrainerCallback):
     """The moment that training began, and those at which each optimizer step was done."""
 
-    def __init__(self, job: dict):
-        self.job, self.moments = job, []
+    def __init__(self):
+        self.moments = []
 
     def on_train_begin(self, *args, **kwargs):
-        self.moments.append(now(self.job))
+        self.moments.append(time.perf_counter())
 
     on_step_end = on_train_begin
 
@@ -109,9 +107,9 @@ def main(job: dict) -> dict:
         episodes += len(completions)
         return reward(completions=completions, **columns)
 
-    ends = StepEnds(job)
+    ends = StepEnds()
     data = dict(rows=rows, reward=score, folder=job["output_dir"], model=job["model"], callbacks=[ends])
-    data |= dict(subclass=lambda trainer_class: clocked(trainer_class, job))
+    data |= dict(subclass=clocked)
     trainer = trl_trainer.make_trainer(job["algorithm"], **data, **settings(job))
     if job["forced"]:
         trainer.eos_token_ids = [-1]  # an EOS that is sampled all the same does not cut the completion
@@ -119,7 +117,7 @@ def main(job: dict) -> dict:
 
     for step, end in zip(trainer.steps, ends.moments[1:], strict=True):
         step["train"] = end - step.pop("train_began")  # forward, backward, clipping and the optimizer
-    return result_of(job, trainer.steps, ends.moments, episodes, ("trl", "torch", "transformers", "accelerate"))
+    return result_of(trainer.steps, ends.moments, episodes, ("trl", "torch", "transformers", "accelerate"))
 
 
 if __name__ == "__main__":
