@@ -3,13 +3,10 @@
     python benchmark/default/curves.py                                # some twenty minutes on two cores
     python benchmark/default/curves.py --plot                         # only the figures again
 
-As they come, seeds 1 to 10. curves.png shows the score of sampled training completions, mean of ten iterations, and
-that of held-out prompts at temperature 0, against episodes and against seconds of rollout and training.
-
-reward_model_curves.png shows what the KL term is for. One KL coefficient is next to nothing, the other has the right
-size. The held-out evaluation goes by the rule: a sum is right or wrong. No run has seen the rule. GRPO does not divide
-scores by the deviation of their group here, so that its coefficient weighs the KL against scores of the same size as in
-the other scripts. The .json files have a run a line.
+curves.png shows the score of sampled training completions, mean of ten iterations, and that of held-out prompts at
+temperature 0, against episodes and against seconds of rollout and training. reward_model_curves.png shows what the KL
+term is for. There GRPO does not divide scores by the deviation of their group, so that its coefficient weighs the KL
+against scores of the same size as in the other scripts. The .json files have a run a line.
 """
 
 import sys

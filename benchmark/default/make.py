@@ -1,13 +1,9 @@
 """Makes the default policy, its data and its reward model: `python benchmark/default/make.py`, some six minutes.
 
-The task is adding two-digit numbers: prompt "37+58=", answer "95". The policy is a Llama of 0.64M parameters that reads
-one character at a time. First it learns right sums, well beyond the point where it can add: the weaker the skill, the
-lower RL ends. Then it briefly learns sums of which 70 % end in a wrong digit, by a fixed table for the 100 pairs of
-last digits.
-
-Why so? Reinforcement learning makes likelier what a policy already does now and then. So the skill must be there, and
-sampled unreliably, as in RLHF. A single wrong habit (the carry forgotten) is unlearned at once. Digits that are wrong
-at random leave the right answer the likeliest, and RL only sharpens it.
+README.md of benchmark/ says what the policy first learns right and then wrong. Why so? Reinforcement learning makes likelier
+what a policy already does now and then. So the skill must be there, and sampled unreliably, as in RLHF. A single wrong
+habit (the carry forgotten) is unlearned at once. Digits that are wrong at random leave the right answer the likeliest,
+and RL only sharpens it. And the weaker the skill was at first, the lower RL ends.
 
 The reward model is made as in RLHF. The policy draws 8 completions of each training prompt. A rule stands in for the
 people who compare answers: of two completions of a prompt, it prefers a right one to a wrong one. A copy of the policy
@@ -15,8 +11,8 @@ gets a head that gives one number instead of a distribution, and is trained on t
 2009.01325). Only differences of its scores mean something: the loss leaves the zero open. It has never learned what to
 think of answers that this policy never gives, and `curves.py` shows what RL makes of that.
 
-One thread and seeded generators write the same bytes again on the same machine: policy/, train.jsonl, eval.jsonl and
-reward_model/. It prints the accuracy on pairs of held-out prompts (about six in seven are right).
+One thread and seeded generators write the same bytes again on the same machine. It prints the accuracy of the reward
+model on pairs of held-out prompts (about six in seven are right).
 """
 
 import itertools

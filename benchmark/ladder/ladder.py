@@ -3,11 +3,9 @@
     python benchmark/ladder/ladder.py          # measures everything, and draws the figure
     python benchmark/ladder/ladder.py --draw   # only draws
 
-Only the estimator differs: COMMON turns the KL off, and sets one update for each batch and the same constant learning
-rate. A run with learning rate 0 never changes its weights, so each step is one more estimate of the same gradient. The
-dataset of such a run is a set: one batch, which each iteration samples anew. "fresh" has other prompts in each
-iteration, as a training run has. This is measured at the start, and with the weights of a half-finished PPO run.
-Writes ladder.json, a row for each run, and ladder.png.
+Only the estimator differs, see COMMON. A run with learning rate 0 never changes its weights, so each step is one more
+estimate of the same gradient. The dataset of such a run is one batch, which each iteration samples anew. "fresh" has
+other prompts in each iteration, as a training run has. Writes ladder.json, a row for each run, and ladder.png.
 """
 
 import importlib

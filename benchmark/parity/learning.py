@@ -5,8 +5,7 @@
 
 It runs in the environment of trl_trainer.py. Each program draws its prompts and samples with its own random numbers, so
 only the distributions of the curves can be compared. Writes learning.png, and learning.json with a line for each run
-and each test. `right` counts the right ones of an iteration's 64 completions. The score is the mean of the last ten
-iterations, the area the mean of all 256. p is that of Welch's test, two-sided.
+and each test. `right` counts the right ones of an iteration's 64 completions.
 
 `replay` trains TRL on the completions of Tally's default run, with TRL's own weights after each update. Writes
 replay.json: how far the final weights are apart, by the distance that Tally's moved.

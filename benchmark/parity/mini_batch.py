@@ -2,14 +2,12 @@
 
     OMP_NUM_THREADS=1 python benchmark/parity/mini_batch.py           # nine minutes on one core
 
-It runs in the environment of trl_trainer.py. README.md beside this file says what is compared. TRL and torchrl make
-each update at the weights at which Tally made it. Otherwise rounding would grow to whole steps, because Adam divides a
-gradient by its size.
+It runs in the environment of trl_trainer.py. TRL and torchrl make each update at the weights at which Tally made it.
+Otherwise rounding would grow to whole steps, because Adam divides a gradient by its size.
 
 The gradient is that before clipping. The measure is |ours - theirs| / |ours|, or |ours - theirs| for a loss nearer to 0
-than 0.01. `cut` is the share of ratios where the clip changes the loss (cispo: the ratio). DIFFERENCES has the places
-where flags of one name mean different things. Writes mini_batch.json, a line for each case. The exit status is 1 if an
-unexplained difference above 1e-5 is left.
+than 0.01. `cut` is the share of ratios where the clip changes the loss (cispo: the ratio). Writes mini_batch.json, a
+line for each case. The exit status is 1 if an unexplained difference above 1e-5 is left.
 """
 
 import contextlib

@@ -11,9 +11,8 @@ import re
 import reasoning_gym
 
 # 200 questions exist; the 2,000 drawn here, each from its own seed, hold them all
-DATASET = reasoning_gym.create_dataset(
-    "chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1, size=2000, seed=0
-)
+SIZES = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+DATASET = reasoning_gym.create_dataset("chain_sum", **SIZES, size=2000, seed=0)
 # a minus right after a number, a letter or ")" is an operator, not a sign: the last number of "5-9" is 9
 NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?")
 
