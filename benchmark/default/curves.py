@@ -10,6 +10,7 @@ against scores of the same size as in the other scripts. The .json files have a 
 """
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +23,8 @@ RESULT = Path(__file__).with_suffix(".json")
 REWARD_MODEL = RESULT.with_name("reward_model_curves.json")
 KL_COEFS = (0.01, 0.3)
 SCRIPT_FLAGS = {"rloo": "", "grpo": "--scale-rewards none", "ppo": "--num-ppo-epochs 4 --learning-rate 1e-4"}
-FLAGS = (
-    "--reward none --reward-model-path benchmark/default/reward_model --total-episodes 12288 --eval-every 8 "
-    "--eval-dataset benchmark/default/eval.jsonl --eval-reward exact_match --eval-temperature 1.0 "
-    "--num-sample-generations 0"
-)
+FLAGS = "--reward none --reward-model-path benchmark/default/reward_model --total-episodes 12288 --eval-every 8"
+FLAGS += " --eval-reward exact_match --eval-temperature 1 --num-sample-generations 0"
 KEPT = ("objective/scores", "objective/kl", "eval/scores")
 
 
@@ -88,12 +86,10 @@ def main():
     runs = [dict(script=script, seed=seed) for script in SCRIPTS for seed in range(1, 11)]
     jobs = {(run["script"], f"--seed {run['seed']} --eval-every 16"): run for run in runs}
     plot(update(RESULT, jobs, to_curve))
-    jobs = {
-        (script, f"{FLAGS} {flags} --kl-coef {kl_coef} --seed {seed}"): dict(script=script, kl_coef=kl_coef, seed=seed)
-        for script, flags in SCRIPT_FLAGS.items()
-        for kl_coef in KL_COEFS
-        for seed in (1, 2, 3)
-    }
+    jobs = {}
+    for script, kl_coef, seed in product(SCRIPTS, KL_COEFS, (1, 2, 3)):
+        flags = f"{FLAGS} {SCRIPT_FLAGS[script]} --kl-coef {kl_coef} --seed {seed}"
+        jobs[script, flags] = dict(script=script, kl_coef=kl_coef, seed=seed)
     plot_reward_model(update(REWARD_MODEL, jobs, lambda _, result: curves(result, KEPT)))
 
 

@@ -1,9 +1,9 @@
 """Makes the default policy, its data and its reward model: `python benchmark/default/make.py`, some six minutes.
 
-README.md of benchmark/ says what the policy first learns right and then wrong. Why so? Reinforcement learning makes likelier
-what a policy already does now and then. So the skill must be there, and sampled unreliably, as in RLHF. A single wrong
-habit (the carry forgotten) is unlearned at once. Digits that are wrong at random leave the right answer the likeliest,
-and RL only sharpens it. And the weaker the skill was at first, the lower RL ends.
+benchmark/README.md says what the policy learns. Why so? Reinforcement learning makes likelier what a policy already
+does now and then. So the skill must be there, and sampled unreliably, as in RLHF. A single wrong habit (the carry
+forgotten) is unlearned at once. Digits that are wrong at random leave the right answer the likeliest, and RL only
+sharpens it. And the weaker the skill was at first, the lower RL ends.
 
 The reward model is made as in RLHF. The policy draws 8 completions of each training prompt. A rule stands in for the
 people who compare answers: of two completions of a prompt, it prefers a right one to a wrong one. A copy of the policy
@@ -71,9 +71,8 @@ def make_tokenizer():
 def new_policy():
     sizes = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4)
     sizes |= dict(vocab_size=len(VOCAB), max_position_embeddings=64, attention_dropout=0.0)
-    policy = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**sizes, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
-    )
+    config = transformers.LlamaConfig(**sizes, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
+    policy = transformers.LlamaForCausalLM(config)
     policy.generation_config = transformers.GenerationConfig(do_sample=True, eos_token_id=EOS, pad_token_id=PAD)
     return policy
 
@@ -141,11 +140,8 @@ def draw_pairs(policy, tokenizer, path: Path, purpose: int) -> list[tuple[list[i
         is_right = tokenizer.decode(tokens, skip_special_tokens=True).strip() == row["answer"]
         sequences = chosen if is_right else rejected
         sequences.setdefault(row["prompt"], {})[(*prompt, *tokens)] = None
-    return [
-        (list(right), list(wrong))
-        for prompt in chosen
-        for right, wrong in itertools.product(chosen[prompt], rejected.get(prompt, ()))
-    ]
+    pairs = (itertools.product(chosen[prompt], rejected.get(prompt, ())) for prompt in chosen)
+    return [(list(right), list(wrong)) for of_prompt in pairs for right, wrong in of_prompt]
 
 
 def scores_of(model, sequences: list[list[int]]) -> torch.Tensor:
@@ -178,9 +174,8 @@ def make_reward_model():
     policy = transformers.AutoModelForCausalLM.from_pretrained(FOLDER / "policy", dtype=torch.float32).eval()
     pairs = draw_pairs(policy, tokenizer, FOLDER / "train.jsonl", TRAIN_SAMPLES)
     held_out = draw_pairs(policy, tokenizer, FOLDER / "eval.jsonl", EVAL_SAMPLES)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(
-        FOLDER / "policy", num_labels=1, dtype=torch.float32
-    )
+    classifier = transformers.AutoModelForSequenceClassification
+    model = classifier.from_pretrained(FOLDER / "policy", num_labels=1, dtype=torch.float32)
     torch.nn.init.zeros_(model.score.weight)
     rng = keyed_rng(SEED, PAIR_ORDER)
     order = np.concatenate([rng.permutation(len(pairs)) for _ in range(EPOCHS)])

@@ -85,10 +85,8 @@ def to_curve(_, result: dict) -> dict:
 
 def draw_panel(axis, runs: list[dict], variant: Variant, metric: str):
     """The mean of the seeds of a variant and of its original."""
-    styles = {
-        "original": dict(color=draw.COLORS[variant.script], label=f"{variant.script}.py"),
-        variant.patch: dict(color=draw.OTHERS[0], label=variant.label),
-    }
+    styles = {"original": dict(color=draw.COLORS[variant.script], label=f"{variant.script}.py")}
+    styles[variant.patch] = dict(color=draw.OTHERS[0], label=variant.label)
     for where, style in styles.items():
         names = list(jobs_of(variant, where).values())
         some = [row for row in runs if {name: row[name] for name in names[0]} in names]
