@@ -11,8 +11,7 @@ gets a head that gives one number instead of a distribution, and is trained on t
 2009.01325). Only differences of its scores mean something: the loss leaves the zero open. It has never learned what to
 think of answers that this policy never gives, and `curves.py` shows what RL makes of that.
 
-One thread and seeded generators write the same bytes again on the same machine. It prints the accuracy of the reward
-model on pairs of held-out prompts (about six in seven are right).
+One thread and seeded generators write the same bytes again on the same machine.
 """
 
 import itertools

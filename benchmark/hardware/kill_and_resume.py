@@ -1,8 +1,7 @@
 """Kill runs at drawn moments, start the same command again until it is done, and compare with a run never killed.
 
     python benchmark/hardware/kill_and_resume.py                         # all three scripts, 27 kills each
-    python benchmark/hardware/kill_and_resume.py --scripts ppo --seed 2  # other moments
-    python benchmark/hardware/kill_and_resume.py --runs "1, 2 by turns"  # 9 kills each
+    python benchmark/hardware/kill_and_resume.py --scripts ppo --seed 2  # other moments; --runs: some
 
 Every script trains a run of 12 iterations three times: on one process, on two, and on one and two by turns. Each of the
 three is killed nine times, by SIGKILL of all its processes, at a drawn call of a PHASE or after some seconds.

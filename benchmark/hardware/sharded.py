@@ -14,10 +14,9 @@ From the environment that runs the scripts:
     /tmp/with_deepspeed/bin/python benchmark/hardware/sharded.py deepspeed
 
 Compared with one process are every metric (1e-4 relative or 5e-6 absolute) and the final weights (by norm, relative to
-how far they moved, 1e-3). With DeepSpeed these are, too: the steps that its engine really took, with their learning
-rates, and that no weight is gathered while completions are sampled. FSDP2 may gather each layer once for all tokens of
-a rollout. Then the run with DeepSpeed is resumed from half of it, which must give the same weights bit by bit. The exit
-status is 1 if something differs.
+how far they moved, 1e-3). With DeepSpeed the steps that its engine really took and their learning rates are compared,
+too, no weight may be gathered while completions are sampled, and a run that is resumed from half of it must give the
+same weights bit by bit. FSDP2 may gather each layer once for each rollout. The exit status is 1 if something differs.
 """
 
 import json

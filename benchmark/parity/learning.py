@@ -7,8 +7,8 @@ It runs in the environment of trl_trainer.py. Each program draws its prompts and
 only the distributions of the curves can be compared. Writes learning.png, and learning.json with a line for each run
 and each test. `right` counts the right ones of an iteration's 64 completions.
 
-`replay` trains TRL on the completions of Tally's default run, with TRL's own weights after each update. Writes
-replay.json: how far the final weights are apart, by the distance that Tally's moved.
+`replay` trains TRL on the completions of Tally's default run, with TRL's own weights after each update. It writes how
+far the final weights are apart, by the distance that Tally's moved.
 """
 
 import json

@@ -18,8 +18,8 @@ Memory is the peak of the process's resident memory, with models and libraries (
 keep the memory of freed tensors. Otherwise it gives large ones back at once, and the kernel clears their pages again
 for the next tensor.
 
-`check` stops the program if the two did not do the same work. `trl_worker.py` has TRL's configuration, with the
-reasons. TRL needs an environment of its own, with the versions of requirements.txt:
+`check` stops the program if the two did not do the same work. `trl_worker.py` has TRL's configuration. TRL needs an
+environment of its own, with the versions of requirements.txt:
 
     python -m venv benchmark/.trl_environment
     benchmark/.trl_environment/bin/pip install trl==1.16.0 torch==2.13.0 transformers==5.23.0 accelerate==1.15.0
