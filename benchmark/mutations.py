@@ -3,15 +3,13 @@
     python benchmark/mutations.py                             # all, a minute on two cores
     python benchmark/mutations.py --only "KL sign, RLOO"      # one of them
 
-A mutation is a piece of one line of a script, the text that replaces it, and a test. The script is copied into a folder
-of its own, beside the tests, and the line is changed there. Then the test must fail, in one of two ways: by an
-assertion, or because the script itself stops the run, when sampling, training and padded rows differ. Another error
-does not count. Before that, the same tests must pass on the scripts as they are. Code that the three scripts share is
-broken in one of them only, because a test keeps it equal in all three. Prints one line for each mutation. The exit
-status is 1 if a mutation survives, or if its old text does not occur exactly once.
+A mutation changes a line in a copy of a script, which lies in a folder of its own, beside the tests. Then its test must
+fail, in one of two ways: by an assertion, or because the script itself stops the run (OWN_CHECKS). Another error does
+not count. Before that, the same tests must pass on the scripts as they are. Code that the three scripts share is broken
+in one of them only, because a test keeps it equal in all three. The exit status is 1 if a mutation survives, or if its
+old text does not occur exactly once.
 """
 
-import argparse
 import contextlib
 import importlib
 import multiprocessing
@@ -22,12 +20,14 @@ import tempfile
 import time
 from collections import namedtuple
 from pathlib import Path
+from typing import Literal
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
 os.environ |= {"TOKENIZERS_PARALLELISM": "false", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 os.environ.pop("CI", None)  # With it pytest shows the whole difference of two runs, and needs minutes to find it.
 
 import pytest
+import tyro
 
 REPO = Path(__file__).resolve().parent.parent
 OWN_CHECKS = "sampling and training give log-probabilities", "other results in padded rows", "`head_logits` does not"
@@ -180,10 +180,8 @@ def run_tests(job: tuple[str, str, str, str, list[str]]):
         return name, script, test, result, time.perf_counter() - started, log.read()
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="NAME", choices=[m.name for m in MUTATIONS])
-    only, started = parser.parse_args().only, time.perf_counter()
+def main(only: Literal[tuple(m.name for m in MUTATIONS)] | None = None):
+    started = time.perf_counter()
     chosen = [(m.name, m.script, m.old, m.new, [m.test]) for m in MUTATIONS if only in (None, m.name)]
     tests_of = {job[1]: sorted({test for _, script, *_, [test] in chosen if script == job[1]}) for job in chosen}
     unmutated = [("(no mutation)", script, "", "", tests) for script, tests in tests_of.items()]
@@ -210,4 +208,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

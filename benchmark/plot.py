@@ -4,9 +4,8 @@
     python benchmark/plot.py runs/a runs/b                            # two runs
     python benchmark/plot.py runs/* --metrics eval/scores grad_norm --x step --output curves.png
 
-Each metric has an axis, against `episode`, `step` or `seconds` of rollout and training. Runs that differ in the seed
-alone are one curve, their mean, in its 95 % confidence band. The legend has a curve's first run, and the flags
-in which curves differ.
+Runs that differ in the seed alone are one curve, their mean, in its 95 % confidence band. The legend has a curve's
+first run, and the flags in which curves differ.
 """
 
 import json

@@ -44,12 +44,11 @@ def read_run(folder: Path) -> dict:
     rows = read_rows(Path(folder) / "metrics.jsonl")
     for row, seconds in zip(rows, np.cumsum([r.get("time/rollout_s", 0) + r.get("time/train_s", 0) for r in rows])):
         row["seconds"] = float(seconds)
-    rollouts = Path(folder) / "rollouts.jsonl"
+    file = Path(folder) / "rollouts.jsonl"
+    rollouts = read_rows(file) if file.exists() else []
     args = yaml.safe_load((Path(folder) / "args.yaml").read_text())
     evaluations = [row for row in rows if "eval/scores" in row]
-    return dict(
-        args=args, metrics=rows, evaluations=evaluations, rollouts=read_rows(rollouts) if rollouts.exists() else []
-    )
+    return dict(args=args, metrics=rows, evaluations=evaluations, rollouts=rollouts)
 
 
 def relative_distance(folder: Path, right: Path) -> float:
@@ -75,9 +74,8 @@ def run(script: str, flags: str = "", folder: Path | None = None, launcher=(), *
         folder = Path(folder or f"{temporary}/run")
         path = script if str(script).endswith(".py") else ROOT / f"{script}.py"
         command = [sys.executable, *launcher, str(path), *flags.split(), "--output-dir", str(folder)]
-        finished = subprocess.run(
-            command, capture_output=True, text=True, cwd=ROOT, env=os.environ | DEFAULTS | environment
-        )
+        variables = os.environ | DEFAULTS | environment
+        finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables)
         if finished.returncode:
             raise SystemExit(f"{' '.join(command)}\nfailed:\n{finished.stdout[-2000:]}\n{finished.stderr[-4000:]}")
         return read_run(folder) | dict(output=finished.stdout)
@@ -120,9 +118,8 @@ def run_forked(job: tuple) -> dict:
             output_dir = next((x for x in more if isinstance(x, str)), f"{folder}/run")
             module.main(tyro.cli(module.Args, args=[*flags.split(), "--output-dir", output_dir]))
         except (Exception, SystemExit):
-            raise RuntimeError(
-                f"{script} {flags}\n{traceback.format_exc()}{Path(log.name).read_text()[-4000:]}"
-            ) from None
+            printed = Path(log.name).read_text()[-4000:]
+            raise RuntimeError(f"{script} {flags}\n{traceback.format_exc()}{printed}") from None
         return read_run(output_dir) | dict(output=Path(log.name).read_text())
 
 

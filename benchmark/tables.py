@@ -30,17 +30,24 @@ def load(path: str):
     return json.loads((ROOT / "benchmark" / path).read_text())
 
 
-def grouped(rows: list[dict], *names: str) -> dict:
-    """The rows by their entry of this name, or by several, as tuples."""
-    groups = {}
-    for row in rows:
-        key = row[names[0]] if len(names) == 1 else tuple(row[name] for name in names)
-        groups.setdefault(key, []).append(row)
-    return groups
+def having(rows: list[dict], **wanted) -> list[dict]:
+    """The rows that have these entries."""
+    return [row for row in rows if all(row.get(name) == x for name, x in wanted.items())]
+
+
+def grouped(rows: list[dict], name: str) -> dict:
+    """The rows by their entry of this name."""
+    return {key: having(rows, **{name: key}) for key in dict.fromkeys(row[name] for row in rows)}
 
 
 def small(value: float, digits: int = 1) -> str:
     return f"{value:.{digits}e}".replace("e-0", "e-")
+
+
+def over_seeds(values, digits: int = 2) -> str:
+    """The mean over the seeds, and half of its 95 % interval."""
+    middle, band = mean_and_band(list(values))
+    return f"{middle:.{digits}f} ± {band:.{digits}f}"
 
 
 def markdown(head: list, rows: list[list]) -> str:
@@ -66,7 +73,7 @@ def default_task() -> str:
 
 def largest(peer: str) -> float:
     """The largest difference to another program, where the settings are the same."""
-    rows = [row for row in load("parity/mini_batch.json") if row["peer"] == peer and "what" not in row]
+    rows = [row for row in having(load("parity/mini_batch.json"), peer=peer) if "what" not in row]
     names = ("loss", "gradient", "value_loss", "value")
     return max(row[name] for row in rows for name in names if name in row)
 
@@ -103,8 +110,8 @@ def kills() -> str:
 def smollm2() -> str:
     """A real model, before and after."""
     runs, rows = grouped(load("smollm2/results.json"), "script"), []
-    for name, text in (("right", "right answers"), ("ended", "answers that end"), ("tokens", "tokens of an answer")):
-        digits = 1 if name == "tokens" else 2
+    columns = {"right": ("right answers", 2), "ended": ("answers that end", 2), "tokens": ("tokens of an answer", 1)}
+    for name, (text, digits) in columns.items():
         found = [[f"{run['after'][name]:.{digits}f}" for run in some] for some in runs.values()]
         rows.append([text, *map(", ".join, found)])
     return markdown(["", "before", *(f"{script}, two seeds" for script in SCRIPTS)], rows)
@@ -114,7 +121,7 @@ def real_tasks() -> str:
     """A line per run, on one GPU or a CPU."""
     models = [("0.5B, LoRA", "24 GB"), ("0.5B", "24 GB"), ("1.5B", "80 GB")]
     rows = [[f"Qwen2.5-{model}", f"a GPU, {memory}", *["not run"] * 4] for model, memory in models]
-    before, *runs = [run for run in load("smollm2/results.json") if run["script"] in ("before", "grpo")]
+    [before], runs = (having(load("smollm2/results.json"), script=script) for script in ("before", "grpo"))
     after = ", ".join(f"{100 * run['after']['right']:.0f}" for run in runs)
     minutes = ", ".join(f"{run['seconds'] / 60:.0f}" for run in runs)
     cells = [f"{minutes} minutes", "nothing", f"{100 * before['after']['right']:.0f}", after]
@@ -128,7 +135,7 @@ def kl_term() -> str:
     for kl_coef in (0.01, 0.3):
         cells = []
         for script in SCRIPTS:
-            some = [c for c in curves if (c["script"], c["kl_coef"]) == (script, kl_coef)]
+            some = having(curves, script=script, kl_coef=kl_coef)
             first, last = (mean(c["objective/scores"][i] for c in some) for i in (1, -1))
             cells += [f"{first:.2f} -> {last:.2f}", f"{mean(c['eval/scores'][-1] for c in some):.2f}"]
         rows.append([str(kl_coef), *cells])
@@ -207,8 +214,7 @@ def with_interval(middle: float, band: float, digits: int = 3) -> str:
 
 
 def ladder(**wanted) -> list[dict]:
-    """The rows of ladder.json that have these entries."""
-    return [row for row in load("ladder/ladder.json") if all(row.get(name) == x for name, x in wanted.items())]
+    return having(load("ladder/ladder.json"), **wanted)
 
 
 def ladder_sets(rung: str, weights: str) -> list[dict]:
@@ -275,13 +281,12 @@ def number(value: float) -> str:
 
 def failure(name: str) -> str:
     """A failure and its healthy run: the last evaluation, and means of the other metrics over the second half."""
-    runs = [row for row in load("failures/failures.json") if row["failure"] == name]
+    runs = having(load("failures/failures.json"), failure=name)
 
     def cell(run, metric):
         ends = []  # of each seed
-        for row in runs:
-            if row["run"] == run and metric in row["curves"]:
-                curve = row["curves"][metric]
+        for row in having(runs, run=run):
+            if curve := row["curves"].get(metric):
                 ends.append(curve[-1] if metric == "eval/scores" else mean(curve[len(curve) // 2 :]))
         if not ends:
             return "not logged"
@@ -316,7 +321,7 @@ def variants() -> str:
         right, also = [], []
         for runs in (some, original):
             ends = [run["eval/scores"][-1] for run in runs]
-            right.append("{:.2f} ± {:.2f}".format(*mean_and_band(ends)))
+            right.append(over_seeds(ends))
             ends = [run[metric] for run in runs if metric in run]  # a curve, or the mean of the run
             ends = [end[-1] if isinstance(end, list) else end for end in ends]
             also.append(number(mean(ends)) if ends else "")
@@ -376,20 +381,18 @@ def mini_batch() -> str:
     for name, some in groups.items():
         cells = []
         for update in (1, 2):
-            of_update = [row for row in some if row["update"] == update]
+            of_update = having(some, update=update)
             cells += [power(max(row[x] for row in of_update)) if of_update else "" for x in ("loss", "gradient")]
-        cut = [f"{row['cut']:.2f}" for row in some if row["update"] == 2]
+        cut = [f"{row['cut']:.2f}" for row in having(some, update=2)]
         cells.append(f"{min(cut)}–{max(cut)}" if cut else "")
-        rows.append([name, sum(row["update"] == 1 for row in some), *cells])
-    head = ["what", "cases", "first: loss", "gradient", "second: loss", "gradient", "clipped"]
-    return markdown(head, rows)
+        rows.append([name, len(having(some, update=1)), *cells])
+    return markdown(["what", "cases", "first: loss", "gradient", "second: loss", "gradient", "clipped"], rows)
 
 
 def differences() -> str:
     """The places where the programs mean different things."""
     rows = []
-    different = [row for row in load("parity/mini_batch.json") if "what" in row]
-    for what, some in grouped(different, "what").items():
+    for what, some in grouped([row for row in load("parity/mini_batch.json") if "what" in row], "what").items():
         found = max(row.get("gradient", row.get("value")) for row in some)
         left = max(row.get("undone_gradient", row.get("undone_value")) for row in some)
         rows.append([what, power(found), some[0]["undone_by"], power(left)])
@@ -416,13 +419,8 @@ def learning() -> str:
 
 # ============================================== docs/claims.md ==============================================
 def claims(control: str, **wanted) -> list[dict]:
-    """The rows of a control that have these entries."""
-    rows = [row for row in load("claims/claims.json") if row["control"] == control and "environment" not in row]
-    return [row for row in rows if all(row.get(name) == x for name, x in wanted.items())]
-
-
-def over_seeds(values, digits: int = 2) -> str:
-    return "{:.{}f} ± {:.{}f}".format(*(x for y in mean_and_band(list(values)) for x in (y, digits)))
+    """The runs of a control that have these entries."""
+    return [row for row in having(load("claims/claims.json"), control=control, **wanted) if "environment" not in row]
 
 
 def claims_coin() -> str:
@@ -431,10 +429,10 @@ def claims_coin() -> str:
     constant = max(map(answers.count, answers)) / len(answers)
     before = [f"{mean(row[name][0] for row in claims('coin')):.2f}" for name in ("scores", "best_of_k")]
     rows = [["best constant answer", "", *[f"{constant:.2f}"] * 4], ["before training", "", *before * 2]]
-    for (reward, updates), some in sorted(grouped(claims("coin"), "reward", "updates").items()):
+    for reward, updates in sorted({(row["reward"], row["updates"]) for row in claims("coin")}):
         cells = []
         for script in ("rloo", "grpo"):
-            runs = [row for row in some if row["script"] == script]
+            runs = claims("coin", reward=reward, updates=updates, script=script)
             cells += [over_seeds(row[name][1] for row in runs) for name in ("scores", "best_of_k")]
         rows.append([f"`{reward}`", updates, *cells])
     head = [f"{script}: {what}" for script in ("RLOO", "GRPO") for what in ("right", "pass@16")]
@@ -506,9 +504,8 @@ def claims_rates() -> str:
     rates = sorted({row["rate"] for row in claims("rates")})
     rows = []
     for method, some in grouped(claims("rates"), "method").items():
-        scores = {rate: mean(row["score"] for row in some if row["rate"] == rate) for rate in rates}
-        best = max(scores.values())
-        rows.append([method, *(f"**{x:.3f}**" if x == best else f"{x:.3f}" for x in scores.values())])
+        scores = [mean(row["score"] for row in having(some, rate=rate)) for rate in rates]
+        rows.append([method, *(f"**{x:.3f}**" if x == max(scores) else f"{x:.3f}" for x in scores)])
     return markdown(["score of training", *map(small, rates)], rows)
 
 
@@ -524,11 +521,8 @@ def claims_methods() -> str:
         for ends in ([row["held_out"][-1] for row in x] for x in (some, ladder(measured="learning", rung=rung))):
             cells.append(math.ceil(2 * (2.8 * stdev(ends) / 0.02) ** 2))
         rows.append([method, *cells])
-    head = [
-        f"at {least['episode']:,} episodes",
-        f"at {least['seconds']:.1f} CPU seconds",
-        f"at a KL of {least['kl']:.2f}",
-    ]
+    head = ["at {episode:,} episodes", "at {seconds:.1f} CPU seconds", "at a KL of {kl:.2f}"]
+    head = [text.format(**least) for text in head]
     return markdown(["right answers", "CPU seconds", *head, "seeds for 0.02", "on the ladder"], rows)
 
 
@@ -556,11 +550,10 @@ def claims_smollm2() -> str:
 
 
 # ============================================ writing ========================================================
-TABLES = [default_task, hardware, kills, smollm2, real_tasks, kl_term, speed, evidence]
-TABLES += [ladder_learning, ladder_gradients, ladder_baselines, failure, variants, engine]
-TABLES += [architectures, mini_batch, differences, replay, learning]
-TABLES += [claims_coin, claims_form, claims_passes, claims_rates, claims_methods, claims_curve]
-TABLES += [claims_smollm2]
+TABLES = [default_task, hardware, kills, smollm2, real_tasks, kl_term, speed, evidence, architectures, failure]
+TABLES += [ladder_learning, ladder_gradients, ladder_baselines, variants, engine]
+TABLES += [mini_batch, differences, replay, learning]
+TABLES += [claims_coin, claims_form, claims_passes, claims_rates, claims_methods, claims_curve, claims_smollm2]
 TABLES = {function.__name__: function for function in TABLES}
 
 

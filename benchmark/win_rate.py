@@ -4,9 +4,8 @@
     python benchmark/win_rate.py --model runs/mine/model --baseline column:summary --dataset held_out.jsonl \\
         --response-length 53 --judge judge.py:better
 
-Both models complete the same held-out prompts. They sample as the scripts do. With `--baseline column:NAME`, that
-column of the dataset takes the place of the second model. Half of the pairs are shown in the other order. So a judge
-that only likes a position gives 50 %. The win rate in each order is printed, too.
+Both models complete the same held-out prompts, as the scripts sample. Half of the pairs are shown in the other order.
+So a judge that only likes a position gives 50 %. The win rate in each order is printed, too.
 
 The judge is called once, by keywords. It gets `prompts`, `first` and `second`, which are the completions in the order
 shown, and a list for each other column. A completion is a text, or a list of messages if the prompt of the row is one.
@@ -15,8 +14,8 @@ For each pair the judge returns 0 if the first is better, 1 if the second is bet
     def better(first, second, **_):  # the shorter one
         return [0.5 if len(a) == len(b) else int(len(b) < len(a)) for a, b in zip(first, second)]
 
-A tie counts half. The interval is Wilson's at 95 %, which keeps its width at 0 and 100 %. Ties make it wider than
-necessary, but never too narrow. Every pair is written to `--output`. It uses a GPU if there is one.
+A tie counts half. The interval is Wilson's at 95 %. Ties make it wider than necessary, but never too narrow. Every pair
+is written to `--output`. It uses a GPU if there is one.
 """
 
 import json

@@ -1,26 +1,28 @@
-"""One page of small figures: what each knob does, on the default task, five seeds each.
+"""What each knob does, on the default task: README.md beside this file says what differs.
 
     python benchmark/ablations/ablations.py                           # all, 40 minutes on two cores
     python benchmark/ablations/ablations.py group clip                # some; results of the others stay
-    python benchmark/ablations/ablations.py --plot                    # only the page again
+    python benchmark/ablations/ablations.py --plot                    # only the figures again
+    python benchmark/ablations/ablations.py policy                    # only the policy of `loss`, two minutes
 
-benchmark/ablations/README.md says what differs. The runs of `loss` start from the policy of make_policy.py.
-As many runs at once as there are cores, of one thread each. Writes ablations.json, a run a line with its scores at the
-end and its curve in sixteen points, and draws ablations.png.
+Writes ablations.json, a run a line with its scores at the end and its curve in sixteen points, and ablations.png.
 """
 
 import sys
 from pathlib import Path
 
 import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-import make_policy
-from run import SCRIPTS, update
+from run import BENCHMARK, POLICY, SCRIPTS, read_rows, update
+from win_rate import complete
 
 RESULT = Path(__file__).with_suffix(".json")
-SEEDS = (1, 2, 3, 4, 5)
+OWN_POLICY = RESULT.with_name("policy")
+STEPS, BATCH_SIZE = 400, 128  # of its training
 SHORT = "--num-sample-generations 0 --total-episodes"
 MODEL = "--reward none --reward-model-path benchmark/default/reward_model --eval-reward exact_match"
 LENGTH = "--model-path benchmark/ablations/policy --response-length 16 --learning-rate 1e-4 --num-ppo-epochs 2"
@@ -46,15 +48,57 @@ STUDIES = {  # name: [(script, label, flags)]
     "eos": [("grpo", str(p), f"{JUDGE} --missing-eos-penalty {p}") for p in (0, 1)],
     "learning_rate": [(script, f"{rate:g}", f"--learning-rate {rate}") for script in SCRIPTS for rate in RATES],
 }
-SENTENCES = {  # what the page says over each figure
+TITLES = {
     "group": "RLOO: k completions per prompt",
-    "kl": "RLOO: a reward model, and the truth",
     "epochs": "PPO: epochs x mini-batches",
     "loss": "GRPO: losses and scalings",
+    "lengths": "the same: length, a dot a seed",
     "clip": "RLOO: clip range, eight updates a rollout",
+    "kl": "RLOO: a reward model, and the truth",
     "eos": "GRPO: a judge that likes length",
     "learning_rate": "learning rate",
 }
+ENDS = [  # lines of numbers at the end: study, script, number, label, color
+    ("kl", "rloo", "scores", "learned score", draw.OTHERS[0]),
+    ("kl", "rloo", "held_out", "right, held-out", draw.OTHERS[1]),
+    ("eos", "grpo", "held_out", "right, held-out", draw.OTHERS[0]),
+    ("eos", "grpo", "ended", "ended", draw.OTHERS[1]),
+    *(("learning_rate", script, "held_out", f"{script}.py", draw.COLORS[script]) for script in SCRIPTS),
+]
+
+
+def is_long(prompt: str) -> bool:
+    return int(prompt[0]) % 2 == 1
+
+
+def make_policy():
+    """A policy whose answers have very different lengths.
+
+    The default policy is trained for a few more steps on its own sampled answers. If a sum begins with an odd digit, 8
+    to 12 spaces stand behind its answer. `exact_match` strips them. So half of the prompts take four times as many
+    tokens, and there is the same thing to learn.
+    """
+    torch.set_num_threads(1)
+    tokenizer, policy = AutoTokenizer.from_pretrained(POLICY), AutoModelForCausalLM.from_pretrained(POLICY)
+    texts = [row["prompt"] for row in read_rows(BENCHMARK / "default" / "train.jsonl")] * 4
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    rng = np.random.default_rng([1, 0])
+    answers, _ = complete(policy, tokenizer, prompts, rng.random((len(prompts), 4)))
+    rows = []  # prompt, answer, spaces, EOS
+    for text, prompt, answer in zip(texts, prompts, answers):
+        spaces = [tokenizer.convert_tokens_to_ids(" ")] * int(rng.integers(8, 13)) * is_long(text)
+        rows.append(prompt + answer[:-1] + spaces + answer[-1:])
+    longest, start = max(map(len, rows)), len(prompts[0])
+    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    labels = torch.tensor([row + [-100] * (longest - len(row)) for row in rows])
+    labels[:, :start] = -100  # only the answers are learned
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-4, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, STEPS)
+    for _ in range(STEPS):
+        chosen = torch.from_numpy(rng.integers(len(rows), size=BATCH_SIZE))
+        policy(input_ids=tokens[chosen], labels=labels[chosen]).loss.backward()
+        optimizer.step(), schedule.step(), optimizer.zero_grad()
+    policy.save_pretrained(OWN_POLICY), tokenizer.save_pretrained(OWN_POLICY)
 
 
 def all_jobs() -> dict[tuple, dict]:
@@ -63,9 +107,9 @@ def all_jobs() -> dict[tuple, dict]:
     for study, settings in STUDIES.items():
         episodes = 8192 if study in ("kl", "eos", "loss") else 4096
         for script, label, own in settings:
-            for seed in SEEDS:
-                flags = f"{SHORT} {episodes} {own} --seed {seed}"
-                jobs[script, flags] = dict(study=study, script=script, label=label, seed=seed, flags=flags)
+            for seed in range(1, 6):
+                names = dict(study=study, script=script, label=label, seed=seed)
+                jobs[script, f"{SHORT} {episodes} {own} --seed {seed}"] = names
     return jobs
 
 
@@ -80,7 +124,7 @@ def to_result(_, result: dict) -> dict:
     kept |= {"tokens": end("response_length_mean"), "entropy": end("policy/entropy_avg")}
     kept |= {"ended": round(end("val/num_eos_tokens") / result["args"]["batch_size"], 4)}
     for name in ("long", "short") if result["rollouts"] else ():  # the prompts that are answered at length, the others
-        some = [e for e in result["rollouts"] if make_policy.is_long(e["prompt"]) == (name == "long")]
+        some = [e for e in result["rollouts"] if is_long(e["prompt"]) == (name == "long")]
         last = some[-len(some) // 8 :]
         kept[f"{name}_scores"] = round(float(np.mean([e["score"] for e in some])), 4)  # over the run
         kept[f"{name}_tokens"] = round(float(np.mean([len(e["token_ids"]) for e in last])), 2)
@@ -98,44 +142,34 @@ def plot_curves(axis, results: list[dict], study: str):
         some = of(results, study, script, label)
         draw.curve(axis, some[0]["episode"], [r["curve"] for r in some], color=color, label=label.replace("\n", ", "))
     draw.in_thousands(axis)
+    axis.set_ylabel("right, sampled")
     axis.legend(frameon=False, fontsize=7, labelspacing=0.3, handlelength=1.2)
 
 
-def plot_ends(axis, results: list[dict], study: str, script: str, name: str, **style):
+def plot_ends(axis, results: list[dict], study: str, script: str, name: str, label: str, color: str):
     """A number at the end against the settings, with its 95 % interval."""
-    settings = [(label, of(results, study, script, label)) for its, label, _ in STUDIES[study] if its == script]
-    mean, band = np.transpose([draw.mean_and_band([r[name] for r in some]) for _, some in settings])
-    axis.errorbar(range(len(settings)), mean, band, fmt="o-", ms=3.5, lw=1.3, capsize=2, **style)
-    axis.set_xticks(range(len(settings)), [label for label, _ in settings])
+    settings = [setting for its, setting, _ in STUDIES[study] if its == script]
+    values = [[r[name] for r in of(results, study, script, setting)] for setting in settings]
+    mean, band = np.transpose(list(map(draw.mean_and_band, values)))
+    axis.errorbar(range(len(settings)), mean, band, fmt="o-", ms=3.5, lw=1.3, capsize=2, color=color, label=label)
+    axis.set_xticks(range(len(settings)), settings)
+    axis.legend(frameon=False, fontsize=7.5)
 
 
 def plot(results: list[dict]):
     figure, axes = draw.panels(4, 2, width=3.4, height=2.4)
-    axes = dict(zip(("group", "epochs", "loss", "lengths", "clip", "kl", "eos", "learning_rate"), axes.flatten()))
-    lengths = axes["lengths"]
+    axes = dict(zip(TITLES, axes.flatten()))
+    for name, title in TITLES.items():
+        axes[name].set_title(title, fontsize=8.5)
     for study in ("group", "epochs", "loss", "clip"):
-        axis = axes[study]
-        axis.set_title(SENTENCES[study], fontsize=8.5)
-        axis.set_ylabel("right, sampled")
-        plot_curves(axis, results, study)
-    for study in ("kl", "eos", "learning_rate"):
-        axis = axes[study]
-        axis.set_title(SENTENCES[study], fontsize=8.5)
-        axis.set_ylim(0, 1.05 if study != "kl" else None)
-        pairs = {
-            "kl": [("rloo", "scores", "learned score"), ("rloo", "held_out", "right, held-out")],
-            "eos": [("grpo", "held_out", "right, held-out"), ("grpo", "ended", "ended")],
-            "learning_rate": [(script, "held_out", f"{script}.py") for script in SCRIPTS],
-        }[study]
-        for (script, name, label), other in zip(pairs, draw.OTHERS):
-            color = draw.COLORS[script] if study == "learning_rate" else other
-            plot_ends(axis, results, study, script, name, color=color, label=label)
-        axis.legend(frameon=False, fontsize=7.5)
-    axes["kl"].set_xlabel("--kl-coef")
-    axes["eos"].set(xlabel="--missing-eos-penalty", xlim=(-0.5, 1.5))
-    axes["learning_rate"].set(xlabel="--learning-rate", ylabel="right, held-out, greedy")
+        plot_curves(axes[study], results, study)
+    for study, *line in ENDS:
+        plot_ends(axes[study], results, study, *line)
+    axes["kl"].set(xlabel="--kl-coef", ylim=(0, 1))
+    axes["eos"].set(xlabel="--missing-eos-penalty", xlim=(-0.5, 1.5), ylim=(0, 1.05))
+    axes["learning_rate"].set(xlabel="--learning-rate", ylabel="right, held-out, greedy", ylim=(0, 1.05))
+    lengths = axes["lengths"]
     lengths.set(ylabel="tokens of an answer at the end", ylim=(0, 16.5), yticks=range(0, 17, 4))
-    lengths.set_title("the same: length, a dot a seed", fontsize=8.5)
     for x, ((script, label, _), color) in enumerate(zip(STUDIES["loss"], draw.OTHERS)):
         tokens = [r["tokens"] for r in of(results, "loss", script, label)]
         lengths.plot([x] * len(tokens), tokens, "o", ms=4, alpha=0.7, color=color)
@@ -144,8 +178,8 @@ def plot(results: list[dict]):
 
 
 def main():
-    if "--plot" not in sys.argv and not make_policy.FOLDER.exists():
-        make_policy.main()
+    if "--plot" not in sys.argv and not OWN_POLICY.exists():
+        make_policy()
     plot(update(RESULT, all_jobs(), to_result))
 
 

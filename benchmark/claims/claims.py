@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import BENCHMARK, POLICY, SCRIPTS, copy_script, machine, run_all, write_lines
+from run import BENCHMARK, POLICY, SCRIPTS, machine, run_all, write_lines
 
 RESULT = Path(__file__).with_suffix(".json")
 REWARDS = "benchmark/claims/claims.py"
@@ -31,9 +31,7 @@ COIN = 0.26  # the share of right samples before training
 SAMPLES = 32  # of each question, for pass@k
 TEMPERATURES = (0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0)
 RATES = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4)
-METHODS = {"RLOO": "rloo", "GRPO": "grpo", "PPO": "ppo", "filtered": "reinforce"}  # scripts; the last one is patched
-
-
+METHODS = {"RLOO": "rloo", "GRPO": "grpo", "PPO": "ppo", "filtered": "rloo ladder/reinforce.patch"}
 TOSSES = np.random.default_rng(0)  # A hash of the text would be no coin: it could be learned.
 
 
@@ -60,8 +58,7 @@ def run_named(jobs: dict[tuple, dict], finish) -> list[dict]:
 def ends(result: dict) -> dict:
     """The held-out score before and after, that of the best sample of each question, and the clipped ratios."""
     first, *_, last = result["evaluations"]
-    best = [name for name in first if name.startswith("eval/best_of_")][-1]  # of all samples of a question
-    names = {"scores": "eval/scores", "best_of_k": best}
+    names = {"scores": "eval/scores", "best_of_k": f"eval/best_of_{result['args']['eval_k']}"}
     found = {kept: [round(row[name], 4) for row in (first, last)] for kept, name in names.items()}
     clipped = [row["policy/clipfrac_avg"] for row in result["metrics"] if "policy/clipfrac_avg" in row]
     return found | dict(clipped=round(float(np.mean(clipped)), 5))
@@ -81,7 +78,7 @@ def run_coin() -> list[dict]:
 
 
 def run_form() -> list[dict]:
-    """The policy of ablations/make_policy.py writes spaces. It is rewarded for the format, or for answers in it."""
+    """The policy of ablations.py writes spaces. It is rewarded for the format, or for answers in it."""
     policy, jobs = BENCHMARK / "ablations" / "policy", {}
     for reward, judge, seed in product(("digits", "exactly"), ("exact_match", f"{REWARDS}:exactly"), SEEDS):
         flags = f"{SHORT} {SAMPLED} --model-path {policy} --response-length 16 --seed {seed}"
@@ -118,15 +115,12 @@ def right_answers(result: dict) -> dict:
 
 def of_methods(rates: dict[str, tuple], seeds, flags: str, finish) -> list[dict]:
     """Run each method at its rates. Filtered: REINFORCE with scores 0 and 1, so wrong answers have no loss."""
-    with tempfile.TemporaryDirectory() as folder:
-        patched = copy_script(Path(folder), "rloo", "ladder/reinforce.patch").rename(f"{folder}/reinforce.py")
-        jobs = {}
-        for seed, (method, script) in product(seeds, METHODS.items()):
-            for rate in rates[method]:
-                path = str(patched) if script == "reinforce" else script
-                run_flags = f"{SHORT} --learning-rate {rate} --seed {seed} {flags}"
-                jobs[path, run_flags] = dict(method=method, rate=rate, seed=seed)
-        return run_named(jobs, finish)
+    jobs = {}
+    for seed, (method, script) in product(seeds, METHODS.items()):
+        for rate in rates[method]:
+            run_flags = f"{SHORT} --learning-rate {rate} --seed {seed} {flags}"
+            jobs[script, run_flags] = dict(method=method, rate=rate, seed=seed)
+    return run_named(jobs, finish)
 
 
 def run_rates() -> list[dict]:
@@ -220,12 +214,9 @@ def run_whole() -> list[dict]:
 def run_smollm2() -> list[dict]:
     """RLOO on a real model, one seed (needs smollm2/prepare.py): a coin, the true reward, and other temperatures."""
     path, jobs = "benchmark/smollm2/chain_sum", {}
-    flags = (
-        f"{COMMON} --model-path benchmark/smollm2/model --dataset {path}_train.jsonl --per-device-train-batch-size 16"
-    )
-    flags += (
-        f" --eval-dataset {path}_eval.jsonl --eval-reward {path}.py:score --eval-k 8 --rloo-k 8 --response-length 24"
-    )
+    flags = f"{COMMON} --model-path benchmark/smollm2/model --dataset {path}_train.jsonl --rloo-k 8 --eval-k 8"
+    flags += f" --eval-dataset {path}_eval.jsonl --eval-reward {path}.py:score --response-length 24"
+    flags += " --per-device-train-batch-size 16"
     settings = [("coin", 640, 1e-5, 1.0), ("chain_sum", 640, 1e-5, 1.0), ("none", 8, 0.0, 0.7), ("none", 8, 0.0, 0.3)]
     for name, episodes, rate, temperature in settings:
         own = f"--total-episodes {episodes} --learning-rate {rate} --eval-temperature {temperature} --seed 1"

@@ -1,28 +1,31 @@
-"""Runs the three scripts as they come, seeds 1 to 10, with an evaluation every 16 iterations more.
+"""The three scripts on the default task: as they come, and trained on the reward model alone.
 
-    python benchmark/default/curves.py                                # some ten minutes on two cores
-    python benchmark/default/curves.py --plot                         # only the figure again, of what is there
+    python benchmark/default/curves.py                                # some twenty minutes on two cores
+    python benchmark/default/curves.py --plot                         # only the figures again
 
-As many runs at once as there are cores, of one thread each. Writes curves.json, a run a line, and curves.png: the
-score of the sampled training completions (mean of ten iterations) and that of the held-out prompts at temperature 0,
-against episodes and against seconds of rollout and training.
+curves.png shows the score of sampled training completions, mean of ten iterations, and that of held-out prompts at
+temperature 0, against episodes and against seconds of rollout and training. reward_model_curves.png shows what the KL
+term is for. There GRPO does not divide scores by the deviation of their group, so that its coefficient weighs the KL
+against scores of the same size as in the other scripts. The .json files have a run a line.
 """
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-from run import SCRIPTS, update
+from run import SCRIPTS, curves, update
 
 RESULT = Path(__file__).with_suffix(".json")
-JOBS = {
-    (script, f"--seed {seed} --eval-every 16"): dict(script=script, seed=seed)
-    for script in SCRIPTS
-    for seed in range(1, 11)
-}
+REWARD_MODEL = RESULT.with_name("reward_model_curves.json")
+KL_COEFS = (0.01, 0.3)
+SCRIPT_FLAGS = {"rloo": "", "grpo": "--scale-rewards none", "ppo": "--num-ppo-epochs 4 --learning-rate 1e-4"}
+FLAGS = "--reward none --reward-model-path benchmark/default/reward_model --total-episodes 12288 --eval-every 8"
+FLAGS += " --eval-reward exact_match --eval-temperature 1 --num-sample-generations 0"
+KEPT = ("objective/scores", "objective/kl", "eval/scores")
 
 
 def to_curve(_, result: dict) -> dict:
@@ -42,14 +45,13 @@ def to_curve(_, result: dict) -> dict:
     }
 
 
-def main():
-    curves = update(RESULT, JOBS, to_curve)
+def plot(runs: list[dict]):
     figure, [axes] = draw.panels(1, 3, width=3.3, sharey=True)
     axes[0].set(title="sampled, training prompts", ylabel="right answers", ylim=(0, 1.02))
     axes[1].set_title("greedy, held-out prompts")
     axes[2].set(title="greedy, held-out prompts", xlabel="seconds of one core")
     for script in SCRIPTS:
-        some = [curve for curve in curves if curve["script"] == script]
+        some = [curve for curve in runs if curve["script"] == script]
         style = dict(color=draw.COLORS[script], label=f"{script}.py")
         draw.curve(axes[0], some[0]["episode"], [draw.running_mean(c["objective/scores"]) for c in some], **style)
         greedy = [c["eval/scores"] for c in some]
@@ -59,6 +61,36 @@ def main():
         draw.in_thousands(axis)
     axes[0].legend(frameon=False, loc="lower right")
     draw.save(figure, RESULT.with_suffix(".png"))
+
+
+def plot_reward_model(runs: list[dict]):
+    figure, axes = draw.panels(2, 3, width=3, height=2.3, sharex=True, sharey="row")
+    rows = (("objective/scores", "learned score\n(reward model, training)"), ("eval/scores", "true score\n(held-out)"))
+    for column, script in zip(axes.T, SCRIPT_FLAGS):
+        column[0].set_title(f"{script}.py {' '.join(SCRIPT_FLAGS[script].split()[:2])}", fontweight="bold")
+        for axis, (name, label) in zip(column, rows):
+            if script == "rloo":
+                axis.set_ylabel(label)
+            for kl_coef, style in zip(KL_COEFS, ("--", "-")):
+                some = [curve[name] for curve in runs if (curve["script"], curve["kl_coef"]) == (script, kl_coef)]
+                settings = dict(color=draw.COLORS[script], ls=style, label=f"--kl-coef {kl_coef}")
+                draw.curve(axis, runs[0]["episode"], some, **settings)
+        draw.in_thousands(column[1])
+        column[1].set_ylim(0, 1)
+        column[1].axhline(np.mean([c["eval/scores"][0] for c in runs]), color="gray", lw=1, ls=":", label="before RL")
+    axes[1, 0].legend(frameon=False, fontsize=8)
+    draw.save(figure, REWARD_MODEL.with_suffix(".png"))
+
+
+def main():
+    runs = [dict(script=script, seed=seed) for script in SCRIPTS for seed in range(1, 11)]
+    jobs = {(run["script"], f"--seed {run['seed']} --eval-every 16"): run for run in runs}
+    plot(update(RESULT, jobs, to_curve))
+    jobs = {}
+    for script, kl_coef, seed in product(SCRIPTS, KL_COEFS, (1, 2, 3)):
+        flags = f"{FLAGS} {SCRIPT_FLAGS[script]} --kl-coef {kl_coef} --seed {seed}"
+        jobs[script, flags] = dict(script=script, kl_coef=kl_coef, seed=seed)
+    plot_reward_model(update(REWARD_MODEL, jobs, lambda _, result: curves(result, KEPT)))
 
 
 if __name__ == "__main__":

@@ -1,33 +1,35 @@
-"""
-Makes the default policy and data of the three scripts, in one command: `python benchmark/default/make.py`.
+"""Makes the default policy, its data and its reward model: `python benchmark/default/make.py`, some six minutes.
 
-The task is adding two-digit numbers: prompt "37+58=", answer "95". The policy is a Llama of 3 layers, hidden size 128
-and 0.64M parameters that reads one character at a time. It is made in two stages of supervised training:
+benchmark/README.md says what the policy learns. Why so? Reinforcement learning makes likelier what a policy already
+does now and then. So the skill must be there, and sampled unreliably, as in RLHF. A single wrong habit (the carry
+forgotten) is unlearned at once. Digits that are wrong at random leave the right answer the likeliest, and RL only
+sharpens it. And the weaker the skill was at first, the lower RL ends.
 
-1. on right sums, well beyond the point where it can add: the weaker the skill, the lower RL ends;
-2. briefly, on sums of which 70 % end in a wrong digit, by a fixed table: each of the 100 pairs of last digits has its
-   own. 37+58 ends in what the table says of 7 and 8.
+The reward model is made as in RLHF. The policy draws 8 completions of each training prompt. A rule stands in for the
+people who compare answers: of two completions of a prompt, it prefers a right one to a wrong one. A copy of the policy
+gets a head that gives one number instead of a distribution, and is trained on these pairs (Stiennon et al. 2020, arXiv
+2009.01325). Only differences of its scores mean something: the loss leaves the zero open. It has never learned what to
+think of answers that this policy never gives, and `curves.py` shows what RL makes of that.
 
-Why so? Reinforcement learning from a score makes likelier what a policy already does now and then. So the skill must
-be there, and sampled unreliably, as in RLHF. A single wrong habit (the carry forgotten) is unlearned at once; digits
-that are wrong at random leave the right answer the likeliest, and RL only sharpens it.
-
-One thread does the work with seeded generators, so that two runs on one machine write the same bytes. It takes about
-four minutes and writes, beside this file:
-
-    policy/       model.safetensors (float32), config, generation config and tokenizer, for `from_pretrained`
-    train.jsonl   2,048 prompts with their answers
-    eval.jsonl    256 held-out prompts with their answers
+One thread and seeded generators write the same bytes again on the same machine.
 """
 
+import itertools
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from run import read_rows
+from win_rate import complete
+
+from rloo import keyed_rng, pad_left
 
 FOLDER = Path(__file__).resolve().parent
 VOCAB = ["<pad>", "<eos>", *"0123456789+-= "]
@@ -37,6 +39,9 @@ RESPONSE_LENGTH = len("198") + 1  # the longest answer and its EOS
 NUM_TRAIN, NUM_EVAL = 2048, 256
 BATCH_SIZE = 128
 SEED = 1
+NUM_SAMPLES, SAMPLED_LENGTH = 8, 8  # completions of each prompt for the reward model, and their longest
+NUM_PAIRS, EPOCHS = 64, 2  # pairs in a batch; each is read twice
+TRAIN_SAMPLES, EVAL_SAMPLES, PAIR_ORDER = range(3)  # what the reward model's random numbers are for
 
 
 def split_sums(rng):
@@ -59,14 +64,15 @@ def make_tokenizer():
     backend.decoder = decoders.Fuse()
     special = dict(pad_token="<pad>", eos_token="<eos>", model_max_length=64, clean_up_tokenization_spaces=False)
     names = ["input_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **special)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **special)
 
 
-def make_policy():
+def new_policy():
     sizes = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4)
     sizes |= dict(vocab_size=len(VOCAB), max_position_embeddings=64, attention_dropout=0.0)
-    policy = LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD))
-    policy.generation_config = GenerationConfig(do_sample=True, eos_token_id=EOS, pad_token_id=PAD)
+    config = transformers.LlamaConfig(**sizes, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
+    policy = transformers.LlamaForCausalLM(config)
+    policy.generation_config = transformers.GenerationConfig(do_sample=True, eos_token_id=EOS, pad_token_id=PAD)
     return policy
 
 
@@ -102,22 +108,89 @@ def losses_on_answers(policy, sums, steps, rng, wrong_digits=None, wrong=0.0):
         yield torch.nn.functional.cross_entropy(logits.flatten(0, 1), responses.flatten(), ignore_index=PAD)
 
 
-def main():
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)
+def make_policy():
     torch.manual_seed(SEED)
     rng = np.random.default_rng(SEED)
     seen, held_out = split_sums(rng)
-    policy = make_policy()
+    policy = new_policy()
     fit(policy, losses_on_answers(policy, seen, 3000, rng), steps=3000, lr=1e-3, warmup=50)
     # 10 x 10 wrong last digits, one for every pair of last digits
     wrong_digits = (np.add.outer(range(10), range(10)) + rng.integers(1, 10, size=(10, 10))) % 10
     fit(policy, losses_on_answers(policy, seen, 600, rng, wrong_digits, wrong=0.7), steps=600, lr=5e-4, warmup=50)
-
     write_jsonl(FOLDER / "train.jsonl", seen[:NUM_TRAIN])
     write_jsonl(FOLDER / "eval.jsonl", held_out)
     policy.save_pretrained(FOLDER / "policy")
     make_tokenizer().save_pretrained(FOLDER / "policy")
+
+
+# ---- the reward model
+
+
+def draw_pairs(policy, tokenizer, path: Path, purpose: int) -> list[tuple[list[int], list[int]]]:
+    """Samples completions of a file's prompts -> pairs (chosen, rejected) of token lists, prompt and completion.
+
+    A pair counts once, however often its two completions were drawn.
+    """
+    rows = [row for row in read_rows(path) for _ in range(NUM_SAMPLES)]
+    prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
+    drawn, _ = complete(policy, tokenizer, prompts, keyed_rng(SEED, purpose).random((len(rows), SAMPLED_LENGTH)))
+    chosen, rejected = {}, {}  # of each prompt; dicts as sets that keep their order
+    for row, prompt, tokens in zip(rows, prompts, drawn):
+        is_right = tokenizer.decode(tokens, skip_special_tokens=True).strip() == row["answer"]
+        sequences = chosen if is_right else rejected
+        sequences.setdefault(row["prompt"], {})[(*prompt, *tokens)] = None
+    pairs = (itertools.product(chosen[prompt], rejected.get(prompt, ())) for prompt in chosen)
+    return [(list(right), list(wrong)) for of_prompt in pairs for right, wrong in of_prompt]
+
+
+def scores_of(model, sequences: list[list[int]]) -> torch.Tensor:
+    """The head's output at each last token, with gradient, [rows]."""
+    input_ids, mask = pad_left(sequences, "cpu")
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    hidden = model.base_model(input_ids, attention_mask=mask, position_ids=positions, use_cache=False)
+    return model.score(hidden.last_hidden_state[:, -1]).squeeze(-1)
+
+
+def losses_of(model, pairs: list, batches: list):
+    """Bradley and Terry's loss of each batch of pairs."""
+    for batch in batches:
+        chosen, rejected = zip(*(pairs[i] for i in batch))
+        chosen_scores, rejected_scores = scores_of(model, chosen + rejected).chunk(2)
+        yield -torch.nn.functional.logsigmoid(chosen_scores - rejected_scores).mean()
+
+
+@torch.no_grad()
+def accuracy(model, pairs: list) -> float:
+    """The fraction of pairs whose right completion scores higher."""
+    chosen, rejected = (scores_of(model, list(side)) for side in zip(*pairs))
+    return (chosen > rejected).double().mean().item()
+
+
+def make_reward_model():
+    logging.set_verbosity_error()  # the new head is meant to be missing in the policy's checkpoint
+    torch.manual_seed(SEED)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER / "policy")
+    policy = transformers.AutoModelForCausalLM.from_pretrained(FOLDER / "policy", dtype=torch.float32).eval()
+    pairs = draw_pairs(policy, tokenizer, FOLDER / "train.jsonl", TRAIN_SAMPLES)
+    held_out = draw_pairs(policy, tokenizer, FOLDER / "eval.jsonl", EVAL_SAMPLES)
+    classifier = transformers.AutoModelForSequenceClassification
+    model = classifier.from_pretrained(FOLDER / "policy", num_labels=1, dtype=torch.float32)
+    torch.nn.init.zeros_(model.score.weight)
+    rng = keyed_rng(SEED, PAIR_ORDER)
+    order = np.concatenate([rng.permutation(len(pairs)) for _ in range(EPOCHS)])
+    batches = np.array_split(order, len(order) // NUM_PAIRS)
+    fit(model, losses_of(model, pairs, batches), len(batches), lr=3e-4, warmup=10)
+    for name, some in (("training", pairs), ("held-out", held_out)):
+        print(f"{len(some):,} {name} pairs: accuracy {accuracy(model, some):.3f}")
+    model.save_pretrained(FOLDER / "reward_model")
+    tokenizer.save_pretrained(FOLDER / "reward_model")
+
+
+def main():
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    make_policy()
+    make_reward_model()
 
 
 if __name__ == "__main__":

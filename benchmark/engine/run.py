@@ -3,9 +3,8 @@
     python benchmark/engine/run.py                              # the environment and all cases, 60 minutes on two cores
     python benchmark/engine/run.py --only long                  # one case; the results of the others stay
 
-The engine needs libraries of its own versions. So the first start makes an environment in benchmark/.engine_environment
-(3 minutes, 3.5 GB), and goes on in it. There both the patched and the plain scripts run. `smollm2` needs the model of
-benchmark/smollm2/prepare.py. The results are merged into run.json, run by run. The tests need no engine:
+The first start makes an environment in benchmark/.engine_environment (3 minutes, 3.5 GB), with the engine's versions of
+libraries, and goes on in it. There both the patched and the plain scripts run. The tests need no engine:
 signatures.json has the signatures of its calls, as they were recorded on 2026-11-22.
 """
 

@@ -1,10 +1,10 @@
-"""Runs a script with one of its functions broken. docs/failures.md shows what happens then.
+"""Runs a script with some of its functions broken. docs/failures.md shows what happens then.
 
     python benchmark/failures/broken.py temperature ppo.py            # the script notices, and stops
     python benchmark/failures/broken.py temperature no_check ppo.py   # the same without the check that notices
 
-First come the names of the breaks, then the script, then its flags. A break is a function of this file. It gets the
-script as a module, and puts a broken function in the place of a right one.
+First come the names of the breaks, functions of this file that change the script's module. Then come the script and its
+flags.
 """
 
 import importlib.util

@@ -5,10 +5,7 @@
     python benchmark/failures/failures.py --plot                      # only the figures again
 
 A failure has other flags than its healthy run, or it runs under broken.py. Writes failures.json, a run a line, and a
-figure for each failure. Then `python benchmark/tables.py` writes the tables of the page.
-
-A run is kept as sixteen points. A point of a metric is its mean over a sixteenth of the run's iterations. A point of
-eval/scores is the evaluation at the end of them.
+figure for each failure. A run is kept as POINTS points: a metric's mean since the point before, and evaluations.
 """
 
 import sys

@@ -1,10 +1,7 @@
 """GSM8K: its rows as prompts with answers, and a reward that reads the last number.
 
-    python benchmark/gsm8k/gsm8k.py          # from the Hub; writes runs/gsm8k_train.jsonl and runs/gsm8k_test.jsonl
-    --dataset runs/gsm8k_train.jsonl --reward benchmark/gsm8k/gsm8k.py:score
-
-If a completion marks its answer, with "#### 42" or "\\boxed{42}", the last number of the last mark counts. Otherwise
-the last number of the completion counts. Numbers are compared by value: "$1,000.00" is 1000.
+python benchmark/gsm8k/gsm8k.py          # from the Hub; writes runs/gsm8k_train.jsonl and runs/gsm8k_test.jsonl
+--dataset runs/gsm8k_train.jsonl --reward benchmark/gsm8k/gsm8k.py:score
 """
 
 import json
@@ -22,7 +19,7 @@ REMOVED = re.compile(r"\\?\$|(?<=\d)(?:\\[,!]|\{,\})(?=\d)")
 
 
 def last_number(text: str) -> Decimal | None:
-    """The number that a text answers with."""
+    """The number that a text answers with: the last one of its last mark, #### 42 or \\boxed{42}, or else of it all."""
     text = REMOVED.sub("", text.replace("\u2212", "-"))  # U+2212 is the typographic minus.
     marked = [found[1] or found[2] or "" for found in MARKED.finditer(text)]
     for part in (*reversed(marked), text):

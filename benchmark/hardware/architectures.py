@@ -3,10 +3,9 @@
     python benchmark/hardware/architectures.py                        # all, five minutes on one core
     python benchmark/hardware/architectures.py --only mamba2 jamba    # these, by their `model_type`
 
-rloo.py samples four completions of each of four prompts of different lengths, and trains on them, with a KL. Then the
-plainest way gives the truth: one pass of the whole model for each token, without padding and cache. `difference` is how
-far the sampler and the reference are from it, and `unmasked` is how far padding that is not masked is from it: the
-weights are so large that a mistake shows. Writes architectures.json.
+rloo.py trains on prompts of different lengths, with a KL. The truth is one pass of the whole model for each token,
+without padding and cache. `difference` is how far the sampler and the reference are from it, and `unmasked` how far
+padding that is not masked is from it: the weights are so large that a mistake shows. Writes architectures.json.
 """
 
 import json
@@ -17,7 +16,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import accelerate
 import torch
 import transformers
 import tyro
@@ -25,7 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import DEFAULTS, POLICY, import_script, run_forked, write_lines
+from run import DEFAULTS, POLICY, import_script, machine, run_forked, write_lines
 
 RESULT = Path(__file__).with_suffix(".json")
 PROMPTS = ["1", "2+3=", "45-6+78=", "9+9+9+9+9+9+9="]
@@ -140,8 +138,6 @@ def main(only: tuple[str, ...] = tuple(NAMES)):
     torch.set_num_threads(1)
     import_script("rloo")  # once for all the processes that are forked
     rows = {row["model_type"]: row for row in json.loads(RESULT.read_text())[1:]} if RESULT.exists() else {}
-    cpu = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-    versions = {library.__name__: library.__version__ for library in (torch, transformers, accelerate)}
     for model_type in only:
         with tempfile.TemporaryDirectory() as work:
             process = multiprocessing.get_context("fork").Process(target=attempt, args=(model_type, Path(work)))
@@ -152,7 +148,7 @@ def main(only: tuple[str, ...] = tuple(NAMES)):
             crashed = {"model_type": model_type, "ended": "crashed, or took over a minute"}
             rows[model_type] = json.loads(path.read_text()) if path.exists() else crashed
         print(rows[model_type], flush=True)
-        write_lines(RESULT, [dict(processor=cpu, threads=1) | versions, *rows.values()])
+        write_lines(RESULT, [dict(machine=machine()), *rows.values()])
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """How many completions differ between 1 and 2 processes, and between micro-batches? Rounding depends on batch shapes.
 
-    python benchmark/hardware/completions.py                          # all, a quarter of an hour on two cores
+    python benchmark/hardware/completions.py                          # all, 25 minutes on two cores
     python benchmark/hardware/completions.py --only ppo               # those whose name has this in it
 
-Runs each script's defaults twice, and compares the episodes of the whole run token for token. Now and then a uniform
-number falls so near to a boundary that rounding decides, and a completion differs. What is trained on it then differs,
-too. The runs of SmolLM2 (made by `benchmark/smollm2/prepare.py`) have learning rate 0, so none of their completions
-depends on the ones before. Writes completions.json, case by case.
+Runs each script's defaults twice, and compares the episodes of the whole run token for token. If a completion differs,
+what is trained on it differs, too. The runs of SmolLM2 (made by `benchmark/smollm2/prepare.py`) have learning rate 0,
+so none of their completions depends on the ones before. Writes completions.json, case by case.
 """
 
 import json

@@ -2,15 +2,8 @@
 
     torchrun --nproc-per-node 2 benchmark/hardware/fsdp2_cpu.py rloo.py --total-episodes 128 --output-dir runs/fsdp2
 
-FSDP2 shards the weights over the processes. The run computes what the same flags compute on one process. At the end it
-prints how often weights were gathered, in all and while completions were sampled. While sampling, each layer is
-gathered once for all tokens. On GPUs none of this is needed:
-accelerate launch --config_file benchmark/accelerate/fsdp2.yaml rloo.py
-
-    python benchmark/hardware/fsdp2_cpu.py
-
-runs all three scripts on two processes, under DDP and under FSDP2, and compares them with one process. Flags and
-measures are those of benchmark/hardware/sharded.py. Writes fsdp2_cpu.json. The exit status is 1 if something differs.
+At the end it prints how often weights were gathered, in all and while completions were sampled. On GPUs
+benchmark/accelerate/fsdp2.yaml is enough.
 """
 
 import json
@@ -21,11 +14,11 @@ from pathlib import Path
 import tyro
 from accelerate import PartialState
 from accelerate.utils import DistributedType
-from sharded import FLAGS, count_gathers, measure
+from sharded import count_gathers
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import POLICY, import_script, run, torchrun
+from run import import_script
 
 SETTINGS = dict(
     ACCELERATE_USE_CPU="true",
@@ -50,19 +43,5 @@ def main():
         print(json.dumps(gathers))
 
 
-def compare_with_one_process():
-    layers = json.loads((POLICY / "config.json").read_text())["num_hidden_layers"]
-
-    def train(script, folder, single, kind):
-        launcher = torchrun(2, *([__file__] if kind == "FSDP2" else []))
-        output = run(script, FLAGS, folder, launcher, ACCELERATE_USE_CPU="true")["output"]
-        return json.loads(output.splitlines()[-1]) if kind == "FSDP2" else {}
-
-    def is_fine(row):
-        return row.get("while_sampling", 0) <= layers * row.get("samplings", 0)
-
-    measure(__file__, "kind", ("DDP", "FSDP2"), train, is_fine)
-
-
 if __name__ == "__main__":
-    main() if len(sys.argv) > 1 else compare_with_one_process()
+    main()

@@ -1,26 +1,15 @@
 """Kill runs at drawn moments, start the same command again until it is done, and compare with a run never killed.
 
     python benchmark/hardware/kill_and_resume.py                         # all three scripts, 27 kills each
-    python benchmark/hardware/kill_and_resume.py --scripts ppo --seed 2  # other moments
-    python benchmark/hardware/kill_and_resume.py --runs "1, 2 by turns"  # 9 kills each
+    python benchmark/hardware/kill_and_resume.py --scripts ppo --seed 2  # other moments; --runs: some
 
-Every script trains a small run of 12 iterations, three times: on one process, on two, and on one and two by turns.
-Each of the three is killed nine times. A kill is SIGKILL of all its processes, at a drawn call:
-
-    rollout      the sampler, between two tokens
-    training     the backward pass, between two micro-batches
-    written      the tensors of a checkpoint are written, but it is not whole yet
-    removing     half of the files of an old checkpoint are removed
-    metrics      half of a line of metrics.jsonl is written
-    loading      the checkpoint is loaded, but no iteration is made
-    model        the trained model is written beside, but not yet renamed
-    anywhere     a drawn number of seconds after the start
+Every script trains a run of 12 iterations three times: on one process, on two, and on one and two by turns. Each of the
+three is killed nine times, by SIGKILL of all its processes, at a drawn call of a PHASE or after some seconds.
 
 The weights must be those of the unbroken run: bitwise the same where the number of processes never changed, else by
 norm, |w1 - w2| / |w1 - w_start| < 1e-3. Every iteration must stand once in each file, and one more start must do
-nothing. The exit status is 1 if one of these fails. The learning rate is 1e-4. At 3e-4 this PPO run is chaotic:
-roundings grow by two to three times in each iteration, and even unbroken runs on 1 and on 2 processes end 0.2 apart.
-Processes are forked from this one, which has imported the libraries. So a start takes half a second.
+nothing. The exit status is 1 if one of these fails. The learning rate is 1e-4. At 3e-4 this PPO run is chaotic: even
+unbroken runs on 1 and on 2 processes end 0.2 apart.
 """
 
 import itertools
@@ -64,11 +53,14 @@ def kill_at(module, phase: str, call: int):
             file.unlink()
 
     owner, name, applies, first = {  # of which calls, and what is done before the end
+        # between two tokens, and between two micro-batches
         "rollout": (module, "pick_tokens", lambda *_: True, None),
         "training": (accelerate.Accelerator, "backward", lambda *_: True, None),
+        # The tensors of a checkpoint are written, but it is not whole yet.
         "written": (Path, "rename", lambda path, _: path.name == "unfinished", None),
         "removing": (module.shutil, "rmtree", lambda path: path.exists(), remove_half),
         "metrics": (module, "append_jsonl", lambda _, path, __: path.name == "metrics.jsonl", write_half),
+        # A checkpoint is loaded, but no iteration is made.
         "loading": (module, "draw_prompts", lambda *_: True, None),
         "model": (Path, "rename", lambda path, _: path.name == "model.tmp", None),
     }[phase]
@@ -149,9 +141,7 @@ def rows_of(folder: Path) -> dict:
     return {name: [(row["iteration"], row.get("index")) for row in rows] for name, rows in files.items()}
 
 
-def main(
-    scripts: tuple[str, ...] = SCRIPTS, seed: int = 1, runs: tuple[str, ...] = tuple(PROCESSES), results: Path = RESULT
-):
+def main(scripts: tuple[str, ...] = SCRIPTS, seed=1, runs: tuple[str, ...] = tuple(PROCESSES), results: Path = RESULT):
     started, draw, rows = time.time(), random.Random(seed), []
     work = Path(tempfile.mkdtemp(prefix="kill_and_resume_"))
     for script in scripts:

@@ -1,6 +1,9 @@
-"""Check on 2 CPU processes that DeepSpeed ZeRO-2 and ZeRO-3 compute what one process computes, for all three scripts.
+"""Check that 2 CPU processes compute what one process computes, for all three scripts.
 
-DeepSpeed is not in the default environment. Once it is installed, accelerate and transformers import it at every start.
+    python benchmark/hardware/sharded.py                 # DDP and FSDP2, 5 minutes; writes fsdp2_cpu.json
+    python benchmark/hardware/sharded.py deepspeed       # ZeRO-2 and ZeRO-3, 10 minutes; writes sharded.json
+
+DeepSpeed is not in the default environment: once it is there, accelerate and transformers import it at every start.
 From the environment that runs the scripts:
 
     python -m venv /tmp/with_deepspeed
@@ -8,13 +11,12 @@ From the environment that runs the scripts:
     mv parent.pth /tmp/with_deepspeed/lib/python3*/site-packages/
     /tmp/with_deepspeed/bin/pip install setuptools wheel
     DS_BUILD_OPS=0 /tmp/with_deepspeed/bin/pip install --no-build-isolation deepspeed==0.19.8
-    /tmp/with_deepspeed/bin/python benchmark/hardware/sharded.py
+    /tmp/with_deepspeed/bin/python benchmark/hardware/sharded.py deepspeed
 
-The first run compiles a helper for a minute. Every run makes 4 micro-batches in each step. These are compared with one
-process: every metric (1e-4 relative or 5e-6 absolute), the final weights (by norm, relative to how far they moved,
-1e-3), and the steps that DeepSpeed's engine really took, with their learning rates. No weight may be gathered while
-completions are sampled. Then the run is resumed from half of it, which must give the same weights bit by bit.
-Writes sharded.json. The exit status is 1 if something differs.
+Compared with one process are every metric (1e-4 relative or 5e-6 absolute) and the final weights (by norm, relative to
+how far they moved, 1e-3). With DeepSpeed the steps that its engine really took and their learning rates are compared,
+too, no weight may be gathered while completions are sampled, and a run that is resumed from half of it must give the
+same weights bit by bit. FSDP2 may gather each layer once for each rollout. The exit status is 1 if something differs.
 """
 
 import json
@@ -29,7 +31,7 @@ import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import SCRIPTS, import_script, machine, read_rows, relative_distance, run, torchrun
+from run import POLICY, SCRIPTS, import_script, machine, read_rows, relative_distance, run, torchrun
 
 FLAGS = (
     "--total-episodes 128 --batch-size 32 --num-mini-batches 1 --per-device-train-batch-size 4 "
@@ -113,13 +115,11 @@ def resumes_bitwise(script: str, folder: Path, stage: int) -> bool:
 def compare(folder: Path, single: Path) -> dict:
     """What differs between a run on two processes and the one on a single process."""
     rows, expected = (read_rows(path / "metrics.jsonl") for path in (folder, single))
-    differing = {
-        name
-        for row, right in zip(rows, expected, strict=True)
-        for name in row.keys() | right.keys()
-        if not name.startswith("time/") and name not in ("eps", "val/sampling_logprob_difference")  # rounding itself
-        if not np.isclose(row[name], right[name], 1e-4, 5e-6)
-    }
+    differing = set()
+    for row, right in zip(rows, expected, strict=True):
+        differing |= {name for name in row.keys() | right.keys() if not np.isclose(row[name], right[name], 1e-4, 5e-6)}
+    # times, and the size of rounding itself
+    differing -= {"eps", "val/sampling_logprob_difference", *(name for name in differing if name.startswith("time/"))}
     return dict(relative_distance=relative_distance(folder, single), metrics_that_differ=sorted(differing))
 
 
@@ -133,11 +133,28 @@ def engine_of(folder: Path, single: Path) -> dict:
     return dict(steps=len(engine["rates"]), steps_and_rates_as_planned=bool(as_planned)) | engine["gathers"]
 
 
-def measure(program: str, name: str, kinds: tuple, train, is_fine):
-    """Train each script on one process and in each of `kinds`, and write the table beside the program. Ends it.
+def train(script: str, folder: Path, single: Path, kind: str | int) -> dict:
+    """Train on two processes -> what is kept of the run. kind: DDP, FSDP2, or the stage of ZeRO"""
+    if kind in (2, 3):
+        run_sharded(script, folder, kind)
+        return engine_of(folder, single) | dict(resumed_bitwise=resumes_bitwise(script, folder, kind))
+    program = [Path(__file__).with_name("fsdp2_cpu.py")] if kind == "FSDP2" else []
+    output = run(script, FLAGS, folder, torchrun(2, *program), ACCELERATE_USE_CPU="true")["output"]
+    return json.loads(output.splitlines()[-1]) if program else {}
 
-    train(script, folder, single, kind) returns what else is kept of a run; name: the kind's column in the table
-    """
+
+def is_fine(row: dict) -> bool:
+    layers = json.loads((POLICY / "config.json").read_text())["num_hidden_layers"]
+    gathers = 0 if "stage" in row else layers * row.get("samplings", 0)
+    as_planned = row.get("steps_and_rates_as_planned", True) and row.get("resumed_bitwise", True)
+    near = row["relative_distance"] < 1e-3 and not row["metrics_that_differ"]
+    return near and as_planned and row.get("while_sampling", 0) <= gathers
+
+
+def main():
+    name, kinds, result = "kind", ("DDP", "FSDP2"), "fsdp2_cpu.json"
+    if sys.argv[1:] == ["deepspeed"]:
+        name, kinds, result = "stage", (2, 3), "sharded.json"
     work, rows = Path(tempfile.mkdtemp(prefix="sharded_")), []
     for script in SCRIPTS:
         single = work / script
@@ -147,22 +164,9 @@ def measure(program: str, name: str, kinds: tuple, train, is_fine):
             more = train(script, folder, single, kind)
             rows.append({"script": script, name: kind} | compare(folder, single) | more)
             print(json.dumps(rows[-1]), flush=True)
-    Path(program).with_suffix(".json").write_text(
-        json.dumps(dict(machine=machine(), flags=FLAGS, runs=rows), indent=1) + "\n"
-    )
-    near = [row["relative_distance"] < 1e-3 and not row["metrics_that_differ"] for row in rows]
-    raise SystemExit(0 if all(near) and all(map(is_fine, rows)) else 1)
-
-
-def main():
-    def train(script, folder, single, stage):
-        run_sharded(script, folder, stage)
-        return engine_of(folder, single) | dict(resumed_bitwise=resumes_bitwise(script, folder, stage))
-
-    def is_fine(row):
-        return row["steps_and_rates_as_planned"] and row["resumed_bitwise"] and not row["while_sampling"]
-
-    measure(__file__, "stage", (2, 3), train, is_fine)
+    result = Path(__file__).with_name(result)
+    result.write_text(json.dumps(dict(machine=machine(), flags=FLAGS, runs=rows), indent=1) + "\n")
+    raise SystemExit(0 if all(map(is_fine, rows)) else 1)
 
 
 if __name__ == "__main__":

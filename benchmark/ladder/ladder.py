@@ -3,15 +3,9 @@
     python benchmark/ladder/ladder.py          # measures everything, and draws the figure
     python benchmark/ladder/ladder.py --draw   # only draws
 
-Only the estimator differs: COMMON turns the KL off, and sets one update for each batch and the same constant learning
-rate. REINFORCE is rloo.py with reinforce.patch.
-
-A run with learning rate 0 never changes its weights, so each step is one more estimate of the same gradient. The
-dataset of such a run is one batch, which each iteration samples anew. A set is 16 prompts, with four completions of
-each. ppo.py samples a prompt once, so its dataset has each prompt four times. "fresh" has other prompts in each
-iteration, as a training run has. This is measured at the start, and with the weights of a half-finished PPO run.
-
-Writes ladder.json, a row for each run, and ladder.png. Then benchmark/tables.py writes the tables of docs/ladder.md.
+Only the estimator differs, see COMMON. A run with learning rate 0 never changes its weights, so each step is one more
+estimate of the same gradient. The dataset of such a run is one batch, which each iteration samples anew. "fresh" has
+other prompts in each iteration, as a training run has. Writes ladder.json, a row for each run, and ladder.png.
 """
 
 import importlib
@@ -38,7 +32,6 @@ SETS = range(1, 6)
 REPETITIONS = 64  # estimates of one gradient
 
 
-# ================================================== the rungs ================================================
 def no_values(ppo):
     """Compute the advantages of ppo.py as if all value predictions were 0."""
     gae = ppo.gae
@@ -78,15 +71,13 @@ GRADIENTS = RUNGS | {
 }
 
 
-# ================================================== learning =================================================
 def learning_rows() -> list[dict]:
     """Train each rung with each seed -> a row for each run, with its evaluations on held-out prompts."""
     jobs = {}
     for seed in SEEDS:
         for rung, (script, flags) in LEARNING.items():
-            run_flags = f"--seed {seed} --total-episodes {EPISODES} --num-sample-generations 0"
-            evaluation = "--eval-every 4 --eval-reward exact_match"
-            jobs[script, f"{run_flags} {evaluation} {flags}"] = dict(measured="learning", rung=rung, seed=seed)
+            run_flags = f"--seed {seed} --total-episodes {EPISODES} --eval-every 4 --eval-reward exact_match {flags}"
+            jobs[script, run_flags] = dict(measured="learning", rung=rung, seed=seed)
 
     def to_row(job, result):
         held_out = [round(row["eval/scores"], 4) for row in result["evaluations"]]
@@ -95,7 +86,6 @@ def learning_rows() -> list[dict]:
     return run_all(list(jobs), to_row)
 
 
-# ================================================= gradients =================================================
 def gradient_rows(folder: Path) -> list[dict]:
     """Measure the gradients of each rung at the start and half-way -> a row for each rung and set of prompts."""
     half = folder / "half_way"  # The learning rate is constant, so this is the first half of a whole run.
@@ -130,11 +120,10 @@ def write_datasets(folder: Path, prompts: int | str) -> tuple[dict[str, str], in
         positions, epochs = np.random.default_rng(0).integers(len(rows), size=count * REPETITIONS), 1
     else:
         positions = np.random.default_rng(prompts).permutation(len(rows))[:count]
-    files = {}
-    for name, copies in (("groups", 1), ("ppo", GROUP)):
-        files[name] = str(folder / f"{prompts}_{name}.jsonl")
-        lines = [json.dumps(rows[position]) + "\n" for position in positions]
-        Path(files[name]).write_text("".join(line * copies for line in lines))
+    lines = [json.dumps(rows[position]) + "\n" for position in positions]
+    files = {"groups": str(folder / f"{prompts}_groups.jsonl"), "ppo": str(folder / f"{prompts}_ppo.jsonl")}
+    Path(files["groups"]).write_text("".join(lines))
+    Path(files["ppo"]).write_text("".join(line * GROUP for line in lines))  # ppo.py samples a prompt once.
     return files, epochs
 
 
@@ -192,17 +181,14 @@ def moments(products: np.ndarray) -> tuple[float, float]:
 
 def noise_band(products: np.ndarray) -> float:
     """Half the width of the 95 % interval of variance / squared mean, from leaving out one gradient at a time."""
-    n = len(products)
-    without_one = []
+    n, without_one = len(products), []
     for left_out in range(n):
-        kept = np.delete(np.arange(n), left_out)
-        squared_mean, variance = moments(products[np.ix_(kept, kept)])
+        squared_mean, variance = moments(np.delete(np.delete(products, left_out, 0), left_out, 1))
         without_one.append(variance / squared_mean)
     return 1.96 * np.sqrt((n - 1) * np.var(without_one))
 
 
-# ================================================= the figure ================================================
-STYLES = {
+STYLES = {  # of the figure
     "REINFORCE": dict(color=draw.OTHERS[0]),
     "RLOO": dict(color=draw.COLORS["rloo"]),
     "GRPO": dict(color=draw.COLORS["grpo"]),

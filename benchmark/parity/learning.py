@@ -1,13 +1,14 @@
-"""Do Tally's RLOO and GRPO learn as TRL's do? The default policy, prompts and reward, 16,384 episodes, ten seeds each.
+"""Do Tally's RLOO and GRPO learn as TRL's do? The default policy, prompts and reward, 16,384 episodes.
 
     OMP_NUM_THREADS=1 python benchmark/parity/learning.py             # an hour on one core; what is done is kept
+    OMP_NUM_THREADS=1 python benchmark/parity/learning.py replay      # four minutes
 
-It runs in the environment of trl_trainer.py. Each program draws its prompts and samples with its own random numbers. So
-only the distributions of the curves can be compared.
+It runs in the environment of trl_trainer.py. Each program draws its prompts and samples with its own random numbers, so
+only the distributions of the curves can be compared. Writes learning.png, and learning.json with a line for each run
+and each test. `right` counts the right ones of an iteration's 64 completions.
 
-Writes learning.png, and learning.json with a line for each run and each test. `right` counts the right ones of an
-iteration's 64 completions. The score is the mean of the last ten iterations, the area the mean of all 256. p is that
-of Welch's test, two-sided.
+`replay` trains TRL on the completions of Tally's default run, with TRL's own weights after each update. It writes how
+far the final weights are apart, by the distance that Tally's moved.
 """
 
 import json
@@ -16,22 +17,23 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import transformers
 import trl_trainer  # first: it makes the modules below importable
 from draw import COLORS, GRAY, curve, in_thousands, panels, running_mean, save
-from run import read_rows, run, write_lines
+from run import read_rows, relative_distance, run, write_lines
 from scipy.stats import ttest_ind
 
 from rloo import exact_match
 
 RESULT = Path(__file__).with_suffix(".json")
 SEEDS = range(1, 11)
-BATCH, ITERATIONS = 64, 256
+BATCH, ITERATIONS, K = 64, 256, 4
 
 
 def train_tally(algorithm: str, seed: int) -> list[float]:
     """The score of each iteration of the default run."""
-    result = run(algorithm, f"--seed {seed} --num-sample-generations 1")
-    return [row["objective/scores"] for row in result["metrics"] if row["iteration"] > 0]
+    rows = run(algorithm, f"--seed {seed} --num-sample-generations 1")["metrics"]
+    return [row["objective/scores"] for row in rows if row["iteration"] > 0]
 
 
 def train_trl(algorithm: str, seed: int) -> list[float]:
@@ -40,7 +42,7 @@ def train_trl(algorithm: str, seed: int) -> list[float]:
         data = dict(rows=read_rows(trl_trainer.TRAIN_ROWS), reward=exact_match, folder=folder)
         trainer = trl_trainer.make_trainer(algorithm, **data, batch=BATCH, max_steps=ITERATIONS, seed=seed)
         trainer.train()
-        return [row["reward"] for row in trainer.state.log_history if "reward" in row]
+    return [row["reward"] for row in trainer.state.log_history if "reward" in row]
 
 
 TRAIN = {"tally": train_tally, "trl": train_trl}
@@ -88,7 +90,28 @@ def draw(rows: list[dict]):
     save(figure, RESULT.with_suffix(".png"))
 
 
+def replay(algorithm: str) -> dict:
+    """Run a script, and train TRL's trainer on its completions, iteration by iteration -> how far they are apart."""
+    answers = {row["prompt"]: row["answer"] for row in read_rows(trl_trainer.TRAIN_ROWS)}
+    with tempfile.TemporaryDirectory() as folder:
+        ours, theirs = Path(folder) / "run", Path(folder) / "trl"
+        rollout = run(algorithm, "--seed 1 --save-rollouts --num-sample-generations 1", ours)["rollouts"]
+        rows = [dict(prompt=row["prompt"], answer=answers[row["prompt"]]) for row in rollout[::K]]
+        completion_ids = [row["token_ids"] for row in rollout]
+        given = [completion_ids[first : first + BATCH] for first in range(0, len(rollout), BATCH)]
+        size = dict(batch=BATCH, max_steps=len(given), shuffle_dataset=False)
+        trainer = trl_trainer.make_trainer(algorithm, rows, exact_match, theirs, given=given, **size)
+        trainer.train()
+        trainer.model.save_pretrained(theirs / "model")
+        distance = relative_distance(theirs, ours)
+    return dict(algorithm=algorithm, updates=len(given), completions=len(rollout), distance=distance)
+
+
 def main():
+    if sys.argv[1:] == ["replay"]:
+        transformers.utils.logging.disable_progress_bar()
+        write_lines(RESULT.with_name("replay.json"), [replay(algorithm) for algorithm in ("rloo", "grpo")])
+        return
     rows = measure()
     tests = [compare(rows, algorithm, name) for algorithm in ("rloo", "grpo") for name in ("score", "area")]
     write_lines(RESULT, rows + tests)

@@ -2,16 +2,12 @@
 
     OMP_NUM_THREADS=1 python benchmark/parity/mini_batch.py           # nine minutes on one core
 
-It runs in the environment of trl_trainer.py. README.md beside this file says what is compared. TRL and torchrl make
-each update at the weights at which Tally made it. Otherwise rounding would grow to whole steps, because Adam divides a
-gradient by its size.
+It runs in the environment of trl_trainer.py. TRL and torchrl make each update at the weights at which Tally made it.
+Otherwise rounding would grow to whole steps, because Adam divides a gradient by its size.
 
 The gradient is that before clipping. The measure is |ours - theirs| / |ours|, or |ours - theirs| for a loss nearer to 0
-than 0.01. `cut` is the share of ratios where the clip changes the loss (cispo: the ratio). Where flags of one name mean
-different things, the row shows the difference (`what`) as it is, and again after the change in `undone_by`. TRL's
-default KL is compared with grpo.py after a `patch` of benchmark/variants.
-
-Writes mini_batch.json, a line for each case. The exit status is 1 if an unexplained difference above 1e-5 is left.
+than 0.01. `cut` is the share of ratios where the clip changes the loss (cispo: the ratio). Writes mini_batch.json, a
+line for each case. The exit status is 1 if an unexplained difference above 1e-5 is left.
 """
 
 import contextlib
@@ -82,7 +78,6 @@ def two_parts(**columns) -> dict[str, list]:
     return {"seven": none_of_seven(**columns), "long": none_of_long(**columns)}
 
 
-TRL_REWARDS = {"two_parts": [none_of_seven, none_of_long]}
 LLAMA = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
 GPT2 = dict(n_embd=32, n_layer=2, n_head=2, n_positions=64)
 
@@ -211,7 +206,7 @@ def run_trl(world, algorithm: str, tally, micro_batches: int = 1, reward=None, p
     in_order = patch.object(TRL_FILES[algorithm], "shuffle_sequence_dict", permuted)
     data = dict(rows=[{"prompt": row["prompt"]} for row in rollout[:: args.k]], model=args.model_path)
     name = args.reward.split(":")[1]
-    data["reward"] = reward or TRL_REWARDS.get(name) or globals()[name]
+    data["reward"] = reward or ([none_of_seven, none_of_long] if name == "two_parts" else globals()[name])
     data |= dict(callbacks=[TallyWeights(tally.updates)], given=[[row["token_ids"] for row in rollout]])
     output = tempfile.TemporaryDirectory(dir=world.folder)
     with output as folder, quiet_and_fresh(), kept_updates() as updates, in_order:
@@ -321,77 +316,68 @@ def whitening_factor(tally, _) -> float:
     return float(theirs * torch.rsqrt(advantages[has_score].var(correction=0) + 1e-8))
 
 
-# flags of Tally's, and what TRL gets besides `settings_like` them; then what takes the difference away: other flags for
-# Tally, other settings for TRL, or a factor for TRL's loss and gradient
 GRPO_TWICE = dict(algorithm="grpo", num_ppo_epochs=2)
 CISPO_TWICE = GRPO_TWICE | dict(loss_type="cispo", cliprange_high=0.28)
 TWO_MINI_BATCHES = dict(algorithm="grpo", num_mini_batches=2, cliprange=1.0, cliprange_high=0.28)
 MASKED = GRPO_TWICE | dict(mask_truncated_completions=True)
 WHITENED = dict(algorithm="rloo", whiten_advantages=True, num_ppo_epochs=2, kl_coef=0.0)
-DIFFERENCES = [
-    dict(
-        what="GRPO with KL: TRL multiplies the KL by the ratio (its default), Tally adds it without",
+# What differs: flags of Tally, and what TRL gets besides `settings_like` them. Then what takes the difference away:
+# other flags for Tally (`to_ours`), other settings for TRL (`to_theirs`), or a factor for TRL's loss and gradient.
+DIFFERENCES = {
+    "GRPO with KL: TRL multiplies the KL by the ratio (its default), Tally adds it without": dict(
         flags=[GRPO_TWICE | dict(kl_coef=0.05)],
         theirs=dict(use_bias_correction_kl=True),
         undone_by="`use_bias_correction_kl=False`",
     ),
-    dict(
-        what="cispo: `epsilon_high` is the upper bound of the ratio, `--cliprange-high` its distance from 1",
+    "cispo: `epsilon_high` is the upper bound of the ratio, `--cliprange-high` its distance from 1": dict(
         flags=[CISPO_TWICE | dict(cliprange=1.0)],
         theirs=dict(epsilon_high=0.28),
         undone_by="`epsilon_high` = 1 + `--cliprange-high`",
     ),
-    dict(
-        what="cispo: TRL has no lower bound of the ratio, Tally has 1 - `--cliprange`",
-        flags=[CISPO_TWICE | dict(cliprange=0.2)],
-        undo=dict(flags=dict(cliprange=1.0)),
-        undone_by="`--cliprange 1`",
+    "cispo: TRL has no lower bound of the ratio, Tally has 1 - `--cliprange`": dict(
+        flags=[CISPO_TWICE | dict(cliprange=0.2)], to_ours=dict(cliprange=1.0), undone_by="`--cliprange 1`"
     ),
-    dict(
-        what="dapo and cispo, two mini-batches: TRL divides each by their mean number of tokens, Tally by its own",
+    "dapo and cispo, two mini-batches: TRL divides each by their mean number of tokens, Tally by its own": dict(
         flags=[TWO_MINI_BATCHES | dict(loss_type=loss_type) for loss_type in ("dapo", "cispo")],
-        undo=dict(factor=mini_batch_factor),
+        factor=mini_batch_factor,
         undone_by="times mean tokens / its tokens",
     ),
-    dict(
-        what="grpo, dr_grpo, truncated completions masked: TRL divides by all episodes, Tally by those included",
+    "grpo, dr_grpo, truncated completions masked: TRL divides by all episodes, Tally by those included": dict(
         flags=[MASKED | dict(loss_type=loss_type) for loss_type in ("grpo", "dr_grpo")],
-        undo=dict(factor=masked_factor),
+        factor=masked_factor,
         undone_by="times episodes / included",
     ),
-    dict(
-        what="RLOO, whitened: TRL divides by the deviation of a sample, plus 1e-4, Tally by the population's",
+    "RLOO, whitened: TRL divides by the deviation of a sample, plus 1e-4, Tally by the population's": dict(
         flags=[WHITENED | dict(reward=reward) for reward in ("score", "none_of_seven")],
-        undo=dict(factor=whitening_factor),
+        factor=whitening_factor,
         undone_by="times the quotient of the two",
     ),
-    dict(
-        what="GRPO, a group of equal scores whose mean is rounded: TRL divides the rest by 1e-4, in Tally it is 0",
+    "GRPO, a group of equal scores whose mean is rounded: TRL divides the rest by 1e-4, in Tally it is 0": dict(
         flags=[dict(algorithm="grpo", reward="equal_at_87", num_generations=3)],
-        undo=dict(theirs=dict(reward=equal_at_zero)),
+        to_theirs=dict(reward=equal_at_zero),
         undone_by="scores of 0 for 0.87",
     ),
-    dict(
-        what="absolute positions (GPT-2): TRL counts the padding of shorter prompts, Tally does not",
+    "absolute positions (GPT-2): TRL counts the padding of shorter prompts, Tally does not": dict(
         flags=[dict(algorithm="rloo", model="gpt2", kl_coef=0.0)],
-        undo=dict(theirs=dict(positions=True)),
+        to_theirs=dict(positions=True),
         undone_by="position ids from the mask",
     ),
-]
+}
 
 
-def compare_different(world, what: str, flags: list[dict], undone_by: str, theirs={}, undo={}) -> list[dict]:
+def compare_different(
+    world, what: str, flags: list[dict], undone_by: str, theirs={}, to_ours={}, to_theirs={}, factor=lambda *_: 1.0
+) -> list[dict]:
     """Both programs, as they are and with the difference undone, with each of the flags -> a row for each update."""
     rows = []
     for case in flags:
         case = dict(case)
         algorithm, model = case.pop("algorithm"), getattr(world, case.pop("model", "policy"))
         tally = undone = run_tally(world, SCRIPTS[algorithm], model_path=model, **case)
-        if "flags" in undo:
-            undone = run_tally(world, SCRIPTS[algorithm], model_path=model, **case | undo["flags"])
+        if to_ours:
+            undone = run_tally(world, SCRIPTS[algorithm], model_path=model, **case | to_ours)
         as_is = run_trl(world, algorithm, tally, **theirs)
-        corrected = run_trl(world, algorithm, undone, **undo.get("theirs", {}))
-        factor = undo.get("factor", lambda *_: 1.0)
+        corrected = run_trl(world, algorithm, undone, **to_theirs)
         for i, updates in enumerate(zip(tally.updates, as_is, undone.updates, corrected, strict=True)):
             row = dict(peer="trl", algorithm=algorithm, what=what) | case | dict(update=i + 1, updates=len(as_is))
             left = difference(*updates[2:], factor(tally, i))
@@ -455,9 +441,8 @@ def torchrl_objective(tally, weights: list, **settings) -> ClipPPOLoss:
     policy, trunk = (c.from_pretrained(args.model_path) for c in (AutoModelForCausalLM, AutoModel))
     head, tokenizer = torch.nn.Linear(trunk.config.hidden_size, 1), AutoTokenizer.from_pretrained(args.model_path)
     with torch.no_grad():
-        for parameter, ours in zip(
-            [*policy.parameters(), *trunk.parameters(), *head.parameters()], weights, strict=True
-        ):
+        parameters = [*policy.parameters(), *trunk.parameters(), *head.parameters()]
+        for parameter, ours in zip(parameters, weights, strict=True):
             parameter.copy_(ours)
     logits = TensorDictModule(Rows(policy, None, rollout, tokenizer), in_keys=["index"], out_keys=["logits"])
     values = TensorDictModule(Rows(trunk, head, rollout, tokenizer), in_keys=["index"], out_keys=["state_value"])
@@ -490,9 +475,9 @@ def compare_ppo(world) -> list[dict]:
     whiten = torchrl_objective(tally, tally.updates[0].weights)._maybe_normalize_advantage
     theirs = whiten(columns["advantage"], columns, update_norm=False)
     sampled = whiten(columns["advantage"], columns.exclude("shifted_valid"), update_norm=False)
-    rows = [case | dict(of="advantages (GAE)", value=distance(gae, columns["advantage"][:, 0]))]
-    rows.append(case | dict(of="returns", value=distance(returns, columns["value_target"][:, 0])))
-    rows.append(case | dict(of="whitened advantages", value=distance(ours, theirs[:, 0])))
+    pairs = {"advantages (GAE)": (gae, columns["advantage"][:, 0]), "returns": (returns, columns["value_target"][:, 0])}
+    pairs["whitened advantages"] = (ours, theirs[:, 0])
+    rows = [case | dict(of=name, value=distance(*pair)) for name, pair in pairs.items()]
     n = len(ours)
     named = dict(what="PPO, whitening: torchrl takes the deviation of a sample, Tally that of the population")
     named |= dict(value=distance(ours, sampled[:, 0]), undone_by="times ((n - 1) / n) ** -0.5")
@@ -522,8 +507,8 @@ def main():
         for case in same_cases():
             rows += compare_same(world, case)
         rows += compare_ppo(world)
-        for case in DIFFERENCES:
-            rows += compare_different(world, **case)
+        for what, case in DIFFERENCES.items():
+            rows += compare_different(world, what, **case)
     write_lines(Path(__file__).with_suffix(".json"), rows)
     unexplained = [row for row in rows if not is_explained(row)]
     print(f"{len(rows)} comparisons; not explained to {TOLERANCE}: {unexplained}")

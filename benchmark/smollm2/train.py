@@ -5,10 +5,9 @@
     python benchmark/smollm2/train.py rloo 1                          # one of them; results of the others stay
     python benchmark/smollm2/train.py --plot                          # only the figure again
 
-SmolLM2-135M-Instruct learns one-digit sums and differences, with the reward of chain_sum.py. Before and after training,
-4 answers to each of 60 held-out questions are sampled, with the same random numbers for every model. The standard error
-is that of questions, because answers to one question are not independent. Writes results.json, samples.jsonl, with an
-answer of every model to each question, and curves.png.
+Before and after training, 4 answers to each of 60 held-out questions are sampled, with the same random numbers for
+every model. The standard error is that of questions, because answers to one question are not independent. Writes
+results.json, samples.jsonl, with an answer of every model to each question, and curves.png.
 """
 
 import json
@@ -80,8 +79,8 @@ def plot(results: list[dict]):
     right.set(title="SmolLM2-135M-Instruct, chain_sum", ylabel="held-out answers that are right", ylim=(0, 1))
     ends.set(title="training, mean of 5 iterations", ylabel="answers that end", ylim=(0, 1))
     right.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.12))
-    for axis in (right, ends):
-        draw.in_thousands(axis)
+    draw.in_thousands(right)
+    draw.in_thousands(ends)
     draw.save(figure, FOLDER / "curves.png")
 
 
@@ -91,11 +90,10 @@ def main():
     jobs = [(asked[0], int(asked[1]))] if asked else [(script, seed) for seed in SEEDS for script in SCRIPTS]
     runs = {(row["script"], row["seed"]): row for row in json.loads(path.read_text())}
     if "--plot" not in sys.argv:
-        before = held_out(FOLDER / "model")
+        before, order = held_out(FOLDER / "model"), ("before", *SCRIPTS)
         runs["before", 0] = dict(script="before", seed=0, after=before)
         for job in jobs:
             runs[job] = to_result(*job)
-            order = ("before", *SCRIPTS)
             write_lines(path, sorted(runs.values(), key=lambda row: (order.index(row["script"]), row["seed"])))
         with open(FOLDER / "samples.jsonl", "w", encoding="utf-8") as file:
             for i, row in enumerate(read_rows(FOLDER / "chain_sum_eval.jsonl")):

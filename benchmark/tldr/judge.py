@@ -1,7 +1,6 @@
 """A judge of summaries for benchmark/win_rate.py, `--judge benchmark/tldr/judge.py:better`: fill in `ask`, and run.
 
-It asks a language model which of two summaries of a post is better. The win rate depends on that model and on the
-question: name both beside every number.
+The win rate depends on the language model that is asked and on the question: name both beside every number.
 """
 
 from concurrent.futures import ThreadPoolExecutor

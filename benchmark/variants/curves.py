@@ -2,12 +2,11 @@
 
     python benchmark/variants/curves.py                               # half an hour on two cores
     python benchmark/variants/curves.py dynamic_sampling original     # only these, the others are kept
-    python benchmark/variants/curves.py --plot                        # only the figure again, of what is there
+    python benchmark/variants/curves.py --plot                        # only the figure again
 
 Writes curves.json, a run a line, and curves.png. The figure shows held-out right answers, at temperature 0 but for the
-KL and MaxRL. Dynamic sampling has a second curve, over the episodes that it generated. The runs of the KL are trained
-on the reward model alone, which is wrong at some places. Distillation and MaxRL are flags alone: they have no patch.
-The teacher is a run of rloo.py with its defaults. MaxRL samples at temperature 4, so that few answers are right.
+KL and MaxRL. Dynamic sampling has a second curve, over the episodes that it generated. Distillation and MaxRL have no
+patch: they are flags alone. The teacher is a run of rloo.py with its defaults.
 """
 
 import sys
@@ -75,10 +74,9 @@ def to_curve(_, result: dict) -> dict:
     """What is kept of a run: its evaluations, and the means of some metrics between them."""
     rows = result["metrics"]
     curve = curves(result, KEPT)
-    if "eval/best_of_8" in rows[0]:
-        curve["eval/best_of_8"] = [round(row["eval/best_of_8"], 4) for row in result["evaluations"]]
-    if "generated_episodes" in rows[-1]:
-        curve["generated_episodes"] = [row.get("generated_episodes", 0) for row in result["evaluations"]]
+    for name in ("eval/best_of_8", "generated_episodes"):
+        if name in rows[-1]:
+            curve[name] = [round(row.get(name, 0), 4) for row in result["evaluations"]]
     for name in ("val/sampler_weight_std", "val/importance_std", "val/masked_fraction"):
         if name in rows[-1]:
             curve[name] = float(f"{np.mean([row[name] for row in rows[1:]]):.4g}")
@@ -87,10 +85,8 @@ def to_curve(_, result: dict) -> dict:
 
 def draw_panel(axis, runs: list[dict], variant: Variant, metric: str):
     """The mean of the seeds of a variant and of its original."""
-    styles = {
-        "original": dict(color=draw.COLORS[variant.script], label=f"{variant.script}.py"),
-        variant.patch: dict(color=draw.OTHERS[0], label=variant.label),
-    }
+    styles = {"original": dict(color=draw.COLORS[variant.script], label=f"{variant.script}.py")}
+    styles[variant.patch] = dict(color=draw.OTHERS[0], label=variant.label)
     for where, style in styles.items():
         names = list(jobs_of(variant, where).values())
         some = [row for row in runs if {name: row[name] for name in names[0]} in names]
