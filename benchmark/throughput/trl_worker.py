@@ -2,22 +2,29 @@
 
     python benchmark/throughput/trl_worker.py JOB.json RESULT.json
 
-The settings are those of benchmark/parity/trl_trainer.py and of `settings` here. Left at their defaults, which are the
-fastest on a CPU, are use_transformers_continuous_batching (some 60 times slower in case b) and cache_implementation (a
-static cache was no faster).
+The settings are those of benchmark/parity/trl_trainer.py, with its reasons. Besides:
+
+    bf16                          as the case says: both programs have float32 weights, and bfloat16 is autocast in both
+    gradient_accumulation_steps   the same micro-batches as Tally's
+    shuffle_dataset               off: both programs take the prompts in the file's order
+    use_transformers_continuous_batching, cache_implementation
+                                  left at their defaults, which are the fastest on a CPU: a static cache was no faster,
+                                  and continuous batching was some 60 times slower (case b)
+    eos_token_id                  -1 for forced lengths, so that nothing ends; this is cheaper than min_new_tokens,
+                                  which rewrites the logits for every token
 
 No setting changes two things. Without Triton, so on every CPU, TRL 1.16 also computes the log-probabilities of the
-prompt's tokens, and masks them. And its backward pass computes the logits again, which saves memory.
+prompt's tokens, and masks them. And its backward pass computes the logits again, which saves memory. In bfloat16 its
+frozen reference keeps float32 weights under autocast, as the policy does. Tally loads its reference in bfloat16.
 """
 
 import json
 import sys
-import time
 from pathlib import Path
 
-import tally_worker
+import rewards
 import torch
-from tally_worker import result_of
+from tally_worker import moment, now, result_of
 from transformers import TrainerCallback
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "parity"))
@@ -29,21 +36,22 @@ def settings(job: dict) -> dict:
     micro_batches = job["batch"] // job["micro_batch"]
     return dict(
         seed=job["seed"],
+        use_cpu=job["device"] == "cpu",
+        bf16=job["dtype"] == "bfloat16",
         batch=job["micro_batch"],
-        gradient_accumulation_steps=micro_batches,  # the same as Tally's
+        gradient_accumulation_steps=micro_batches,
         steps_per_generation=micro_batches,
         max_steps=job["steps"],
-        shuffle_dataset=False,  # Both programs take the prompts in the file's order.
+        shuffle_dataset=False,
         num_generations=job["k"],
         max_completion_length=job["completion_tokens"],
-        # Nothing ends. This is cheaper than min_new_tokens, which rewrites the logits for every token.
         generation_kwargs={"eos_token_id": [-1]} if job["forced"] else None,
         beta=job["kl_coef"],
         learning_rate=job["learning_rate"],
     )
 
 
-def clocked(trainer_class):
+def clocked(trainer_class, job: dict):
     """The trainer's class with clocks around its parts; each step's seconds and counts are in the list `steps`."""
 
     class Clocked(trainer_class):
@@ -58,27 +66,28 @@ def clocked(trainer_class):
                 self.steps.append(dict(generation=0.0, logprobs=0.0))
             inputs = super()._prepare_inputs(*args, **kwargs)
             if is_first:
-                self.steps[-1]["train_began"] = time.perf_counter()
+                self.steps[-1]["train_began"] = now(job)
             return inputs
 
         def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-            started = time.perf_counter()
+            started = now(job)
             result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-            self.steps[-1]["generation"] += time.perf_counter() - started
+            self.steps[-1]["generation"] += now(job) - started
             completion_ids = result[0] if isinstance(result, tuple) else result  # GRPO's has log-probabilities, too
             self.steps[-1] |= dict(
                 prompt_tokens=sum(len(ids) for ids in prompt_ids),
                 longest_prompt=max(len(ids) for ids in prompt_ids),
                 tokens=sum(len(ids) for ids in completion_ids),
+                ended=sum(ids[-1] in self.eos_token_ids for ids in completion_ids),
             )
             return result
 
         def _get_per_token_logps_and_entropies(self, *args, **kwargs):
             if torch.is_grad_enabled():  # a pass of training, which has its own clock
                 return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            started = time.perf_counter()  # a pass of the old policy or of the reference
+            started = now(job)  # a pass of the old policy or of the reference
             result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            self.steps[-1]["logprobs"] += time.perf_counter() - started
+            self.steps[-1]["logprobs"] += now(job) - started
             return result
 
     return Clocked
@@ -87,11 +96,11 @@ def clocked(trainer_class):
 class StepEnds(TrainerCallback):
     """The moment that training began, and those at which each optimizer step was done."""
 
-    def __init__(self):
-        self.moments = []
+    def __init__(self, job: dict):
+        self.job, self.moments = job, []
 
     def on_train_begin(self, *args, **kwargs):
-        self.moments.append(time.perf_counter())
+        self.moments.append(moment(self.job))
 
     on_step_end = on_train_begin
 
@@ -100,24 +109,24 @@ def main(job: dict) -> dict:
     """Run a job's steps -> the seconds and counts of each, and the run's memory."""
     torch.set_num_threads(job["threads"])
     rows = [json.loads(line) for line in open(job["dataset"], encoding="utf-8")]
-    reward, episodes = getattr(tally_worker, job["reward"]), 0
+    reward, episodes = getattr(rewards, job["reward"]), 0
 
     def score(completions, **columns):
         nonlocal episodes
         episodes += len(completions)
         return reward(completions=completions, **columns)
 
-    ends = StepEnds()
+    ends = StepEnds(job)
     data = dict(rows=rows, reward=score, folder=job["output_dir"], model=job["model"], callbacks=[ends])
-    data |= dict(subclass=clocked)
+    data |= dict(subclass=lambda trainer_class: clocked(trainer_class, job))
     trainer = trl_trainer.make_trainer(job["algorithm"], **data, **settings(job))
     if job["forced"]:
         trainer.eos_token_ids = [-1]  # an EOS that is sampled all the same does not cut the completion
     trainer.train()
 
-    for step, end in zip(trainer.steps, ends.moments[1:], strict=True):
+    for step, (end, _) in zip(trainer.steps, ends.moments[1:], strict=True):
         step["train"] = end - step.pop("train_began")  # forward, backward, clipping and the optimizer
-    return result_of(trainer.steps, ends.moments, episodes, ("trl", "torch", "transformers", "accelerate"))
+    return result_of(job, trainer.steps, ends.moments, episodes, ("trl", "torch", "transformers", "accelerate"))
 
 
 if __name__ == "__main__":
