@@ -3,7 +3,7 @@
 All of benchmark/parity/ and benchmark/throughput/ compares with them. In benchmark/parity/ they and Tally live in one
 environment, from the repository's root. The last line is for mini_batch.py's PPO:
 
-    pip install -r requirements.txt trl==1.16.0 scipy==1.17.1
+    pip install -r requirements.txt trl==1.16.0 scipy==1.17.1 math-verify==0.9.0
     pip install --no-deps torchrl==0.14.1 tensordict==0.15.3 pyvers==0.2.3 orjson==3.13.0 cloudpickle==3.1.2
 
 `settings` has everything that differs from TRL's defaults. These are the same in both: a linear schedule to 0 without
