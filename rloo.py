@@ -1108,6 +1108,9 @@ def check_model(accelerator, model, function):
     tokens = torch.arange(10, device=accelerator.device).view(2, 5)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     prompts = [[1, 2], [3, 4, 5, 6]]
+    logits = head_logits(model, run_tokens(network.get_decoder(), tokens, mask))
+    if not is_rounding(logits - run_tokens(network, tokens, mask), network.dtype):
+        raise ValueError(f"{network.name_or_path} does something to its logits, see `head_logits`")
 
     def run_rows(rows: list[int], shared: bool):
         model.shares_prompts = shared
@@ -1125,14 +1128,10 @@ def check_model(accelerator, model, function):
         except RuntimeError:
             continue
         if is_rounding(outputs - alone, network.dtype):
-            break
-    else:
-        raise ValueError(f"{network.name_or_path} gives other results in padded rows")
-    if shared != shares_prompts:
-        accelerator.print(f"{network.name_or_path} needs a row for each episode", flush=True)
-    logits = head_logits(model, run_tokens(network.get_decoder(), tokens, mask))
-    if not is_rounding(logits - run_tokens(network, tokens, mask), network.dtype):
-        raise ValueError(f"{network.name_or_path} does something to its logits, see `head_logits`")
+            if shared != shares_prompts:
+                accelerator.print(f"{network.name_or_path} needs a row for each episode")
+            return
+    raise ValueError(f"{network.name_or_path} gives other results in padded rows")
 
 
 def is_rounding(difference: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -30,7 +30,7 @@ import pytest
 import tyro
 
 REPO = Path(__file__).resolve().parent.parent
-OWN_CHECKS = "sampling and training give log-probabilities", "other results in padded rows", "`head_logits` does not"
+OWN_CHECKS = "sampling and training give log-probabilities", "other results in padded rows", "does something to its logits"
 LIBRARIES = ["accelerate", "tyro", "datasets", "torch.utils.checkpoint", "torch.testing"]
 LIBRARIES += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "gpt_neox", "gpt2")]
 
