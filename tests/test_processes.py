@@ -96,7 +96,8 @@ def test_more_processes_than_episodes(script, same_on, world, tmp_path):
 def test_a_reward_sees_whole_groups(script, same_on, world, processes):
     """A reward that compares the completions of a prompt gives the same scores on any number of processes."""
     flags = dict(reward=world.reward("ranks"), eval_dataset=world.dataset(4, seed=2), eval_k=3, eval_temperature=1.0)
-    same_on(script, processes, flags)
+    # A KL would be rounding at first, and so would the advantage of the middle rank, which Adam would make large.
+    same_on(script, processes, flags | dict(kl_coef=0.0))
 
 
 @only("ppo")
