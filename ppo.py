@@ -763,9 +763,7 @@ def score_episodes(accelerator, batch: Batch, scorers: dict, where: str):
     names = list(shares[0])
     for share in shares:
         if list(share) != names:
-            raise ValueError(
-                f"{where}: the parts of the score are {list(share)} here, {names} there"
-            )
+            raise ValueError(f"{where}: the score has parts {list(share)} here, {names} there")
     columns = [np.concatenate([share[name] for share in shares]) for name in names]
     table = torch.from_numpy(np.stack(columns)).to(accelerator.device)  # [parts, episodes]
     scores = table.nansum(0).masked_fill(table.isnan().all(0), math.nan)
@@ -1233,9 +1231,7 @@ def load_model(path: str, auto_class, dtype: torch.dtype, device, longest: int =
     model, info = auto_class.from_pretrained(path, config=config, dtype=dtype, **settings)
     wrong = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
     if wrong:
-        raise ValueError(
-            f"{path}: in its weights are missing or have another shape: {sorted(wrong)}"
-        )
+        raise ValueError(f"{path}: weights missing or of another shape: {sorted(wrong)}")
     model.dropout_rates = rates  # The config gets them back when the model is saved.
     # Gradient checkpointing works only in train mode. Without dropout nothing there is random.
     return model.to(device).train()
@@ -1331,7 +1327,8 @@ def load_reference(args: Args, accelerator, policy: CompletionModel, longest: in
     dtype = getattr(torch, args.dtype)
     auto_class = transformers.AutoModelForCausalLM
     model = load_model(path, auto_class, dtype, accelerator.device, longest)
-    if model.config.vocab_size != policy.language_model.config.vocab_size:
+    theirs = policy.language_model.config.get_text_config()
+    if model.config.get_text_config().vocab_size != theirs.vocab_size:
         raise ValueError(f"--ref-model-path {path}: its vocabulary is not the policy's")
     reference = CompletionModel(model, policy.tokenizer, policy.eos_ids, args)
     check_model(accelerator, reference, token_logprobs)
@@ -1372,7 +1369,8 @@ def add_value_model(args: Args, accelerator, policy: CompletionModel, longest: i
         classifier = None
         auto_class = transformers.AutoModel
         trunk = load_model(path, auto_class, dtype, accelerator.device, longest)
-    if trunk.config.vocab_size != policy.language_model.config.vocab_size:
+    theirs = policy.language_model.config.get_text_config()
+    if trunk.config.get_text_config().vocab_size != theirs.vocab_size:
         raise ValueError(f"{path}: the value model's vocabulary is not the policy's")
     one = torch.ones((1, 1), dtype=torch.long, device=accelerator.device)
     with torch.no_grad():
@@ -1745,8 +1743,9 @@ def check_flags(args: Args):
             args.eval_dataset is None
             and (args.eval_every or args.eval_reward or args.eval_k > 1 or args.total_episodes == 0)
         ),
-        "--eval-k needs an --eval-temperature above 0": args.eval_k > 1
-        and not args.eval_temperature,
+        "--eval-k needs an --eval-temperature above 0": (
+            args.eval_k > 1 and args.eval_temperature == 0
+        ),
         "--warmup-steps needs --lr-scheduler-type constant_with_warmup": (
             args.warmup_steps > 0 and args.lr_scheduler_type == "constant"
         ),
@@ -1771,9 +1770,7 @@ def start_accelerator(args: Args) -> accelerate.Accelerator:
     # accelerate can start one process where several were asked for, or several that are alone.
     asked_for_more = {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1 + asked_for_more)):
-        raise RuntimeError(
-            "fewer processes than launched; CPUs need ACCELERATE_USE_CPU=true torchrun"
-        )
+        raise RuntimeError("fewer processes than launched; use ACCELERATE_USE_CPU=true torchrun")
     if accelerator.distributed_type == accelerate.DistributedType.DEEPSPEED:
         configure_deepspeed(accelerator, args)
     return accelerator
@@ -1792,9 +1789,7 @@ def open_output_dir(args: Args, accelerator) -> Path:
     processes = f"{accelerator.num_processes} x {device}, {args.dtype}, {chosen}"
     accelerator.print(f"{processes}; writing to {output_dir}", flush=True)
     if (device, args.dtype) == ("cuda", "float32"):
-        accelerator.print(
-            "float32: the same run anywhere; --dtype bfloat16 is several times faster"
-        )
+        accelerator.print("--dtype bfloat16 is several times faster, see docs/recipes.md")
     names = ("metrics.jsonl", "checkpoints", "model")
     if any((output_dir / name).exists() for name in names):
         if not args.resume:

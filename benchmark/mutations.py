@@ -30,7 +30,11 @@ import pytest
 import tyro
 
 REPO = Path(__file__).resolve().parent.parent
-OWN_CHECKS = "sampling and training give log-probabilities", "other results in padded rows", "does something to its logits"
+OWN_CHECKS = (
+    "sampling and training give log-probabilities",
+    "other results in padded rows",
+    "does something to its logits",
+)
 LIBRARIES = ["accelerate", "tyro", "datasets", "torch.utils.checkpoint", "torch.testing"]
 LIBRARIES += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "gpt_neox", "gpt2")]
 
@@ -82,8 +86,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "cache, torch.ones_like(mask).index_select(0, rows)", SHARED),
     ("temperature missing in the passes", "rloo", "head_logits(model, hidden) / model.temperature",
      "head_logits(model, hidden)", SHARED),
-    ("a new token over the one before", "rloo", "larger[:, :, count : count + 1] = new",
-     "larger[:, :, count - 1 : count] = new",
+    ("a new token over the one before", "rloo", "longer[:, :, count:] = new",
+     "longer[:, :, count - 1 : count] = new",
      LOGPROBS + "the_cache_of_sampling_grows_by_blocks[rloo]"),
     ("ratio to the policy of now", "rloo", "if args.updates_per_batch > 1 else None", "if False else None",
      ALGORITHMS + "metrics_of_updates_are_those_of_the_textbook[rloo]"),
@@ -99,7 +103,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "batch.prompts[i].token_ids + batch.token_ids[i][:-1] for",
      REWARDS + "reward_model_reads_the_episode_with_its_eos[rloo-llama-0]"),
     # episodes without a score
-    ("None counted as 0", "rloo", "torch.from_numpy(table)", "torch.from_numpy(np.nan_to_num(table))",
+    ("None counted as 0", "rloo", "np.stack(columns)", "np.nan_to_num(np.stack(columns))",
      MISSING + "gradient_without_some_scores[0.2-rloo]"),
     ("unscored episode in the baseline", "rloo", "others = (~no_score).sum(1, keepdim=True) - 1", "others = k - 1",
      MISSING + "gradient_without_some_scores[0.2-rloo]"),

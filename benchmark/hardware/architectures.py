@@ -129,7 +129,8 @@ def attempt(model_type: str, work: Path):
             result["ended"] = "wrong"
     except Exception as error:
         cause = error.__context__ or error  # run_forked adds the log
-        result["message"] = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
+        text = " ".join(str(cause).split()).replace(f"{work}/", "")
+        result["message"] = f"{type(cause).__name__}: {text[:200]}"
     (work / "result.json").write_text(json.dumps(result))
 
 
