@@ -412,7 +412,8 @@ def generate(args: Args, accelerator, policy, drawn, k: int, rng, temperature: f
     """Sample k completions of every prompt. Each process samples a share, and then gets them all.
 
     An inference engine takes the place of `sample` here. First give it the new weights. It returns
-    the same tensors. It may ignore the random numbers, and return 0 as entropies. drawn: [groups]
+    the same tensors. It may ignore `uniforms`, and return 0 as entropies.
+    drawn: [groups]; rng: gives all processes the same random numbers in [0, 1)
     """
     prompts = [prompt for prompt in drawn for _ in range(k)]  # [episodes], group by group
     uniforms = torch.from_numpy(rng.random((len(prompts), args.response_length)))
@@ -725,8 +726,7 @@ def load_reward_model(args: Args, accelerator, tokenizer):
     its_tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     same_vocabulary = its_tokenizer.get_vocab() == tokenizer.get_vocab()
     auto_class = transformers.AutoModelForSequenceClassification
-    dtype = getattr(torch, args.dtype)
-    model = load_model(path, auto_class, dtype, accelerator.device, num_labels=1)
+    model = load_model(path, auto_class, args.dtype, accelerator.device, num_labels=1)
     head = model.score  # of the last token; a model that scores its first token has no `score`
 
     @torch.no_grad()
@@ -1065,7 +1065,7 @@ def head_logits(model, hidden) -> torch.Tensor:
     return logits
 
 
-def load_model(path: str, auto_class, dtype: torch.dtype, device, longest: int = 0, **changes):
+def load_model(path: str, auto_class, dtype: str, device, longest: int = 0, **changes):
     """`from_pretrained` with all dropout off, on the device.
 
     Every weight must be in the checkpoint, in the right shape. Otherwise it would be random.
@@ -1139,7 +1139,7 @@ def is_rounding(difference: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def load_policy(args: Args, accelerator, tokenizer, longest: int) -> CompletionModel:
     """The model that is trained."""
-    dtype = torch.float32 if args.lora_r is None else getattr(torch, args.dtype)
+    dtype = "float32" if args.lora_r is None else args.dtype
     auto_class = transformers.AutoModelForCausalLM
     model = load_model(args.model_path, auto_class, dtype, accelerator.device, longest)
     eos_ids = find_eos_ids(model, tokenizer, args.stop_token_id)
@@ -1180,9 +1180,8 @@ def load_reference(args: Args, accelerator, policy: CompletionModel, longest: in
 
         return policy_without_adapters
     path = args.ref_model_path or args.model_path
-    dtype = getattr(torch, args.dtype)
     auto_class = transformers.AutoModelForCausalLM
-    model = load_model(path, auto_class, dtype, accelerator.device, longest)
+    model = load_model(path, auto_class, args.dtype, accelerator.device, longest)
     theirs = policy.language_model.config.get_text_config()
     if model.config.get_text_config().vocab_size != theirs.vocab_size:
         raise ValueError(f"--ref-model-path {path}: its vocabulary is not the policy's")

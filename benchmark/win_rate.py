@@ -79,7 +79,7 @@ def sample(args: Args, path: str, index: int, k: int = 1) -> tuple[list[str], fl
     if (Path(path) / "adapter_config.json").exists():  # with the base model that the adapters name
         language_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
     else:
-        language_model = rloo.load_model(path, AutoModelForCausalLM, torch.float32, device)
+        language_model = rloo.load_model(path, AutoModelForCausalLM, "float32", device)
     prompts = [prompt.token_ids for prompt in load_prompts(args, tokenizer) for _ in range(k)]
     uniforms = rloo.keyed_rng(args.seed, rloo.EVALUATION, index).random((len(prompts), args.response_length))
     token_ids, ended = complete(language_model, tokenizer, prompts, uniforms, args.temperature, args.batch_size)

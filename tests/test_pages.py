@@ -318,7 +318,7 @@ def test_the_recipe_of_resuming(run):
         time.sleep(0.01)
     process.kill()
     process.communicate()
-    assert re.search(r"--resume: [1-9]\d* iterations are done", run(command))
+    assert re.search(r"--resume from \S+iteration_0*[1-9]", run(command))
 
 
 @pytest.mark.slow
