@@ -365,9 +365,7 @@ def test_schedule_is_transformers_own_over_exactly_the_steps(script, run, monkey
 
 # ============================================ 6  several processes =========================================
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script, processes", [(name, 2) for name in MODULES] + [(name, 3) for name in conftest.SCRIPTS[:1]]
-)
+@pytest.mark.parametrize("script, processes", [(name, 3 if name == "rloo" else 2) for name in MODULES])
 def test_processes_change_no_count(script, run, world, tmp_path, processes):
     """A run on several processes is the run on one. Here they divide neither 5 prompts nor mini-batches of 3 nor 6."""
     script = MODULES[script]

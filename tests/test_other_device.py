@@ -4,7 +4,18 @@ import math
 
 import pytest
 import torch
-from conftest import HERE, MODULES, base_flags, changed_copy, compare_runs, launch, launch_twice, read_jsonl, result_of
+from conftest import (
+    HERE,
+    MODULES,
+    base_flags,
+    changed_copy,
+    compare_runs,
+    launch,
+    launch_twice,
+    only,
+    read_jsonl,
+    result_of,
+)
 
 NEEDED = "_setup_privateuseone_for_python_backend"
 LACKING = not hasattr(torch.utils.backend_registration, NEEDED) or not hasattr(torch._C, "_acc")
@@ -34,6 +45,7 @@ def run_on_device(script, world, output_dir, **flags):
     return output_dir.parent, flags
 
 
+@only("grpo", "ppo")
 def test_float32(script, run, world, tmp_path):
     """The device computes what the CPU computes. A run that goes on from a checkpoint is the run that never stopped."""
     flags = TWO_UPDATES | dict(eval_dataset=world.dataset(3, seed=4), reward_model_path=world.classifier)

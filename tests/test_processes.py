@@ -168,9 +168,7 @@ def test_lora_on_two_processes(script, run, world, tmp_path):
 
 @only("rloo")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault, message", [("fails_on_rank_1", "only here"), ("names_of_rank", "the score has parts")]
-)
+@pytest.mark.parametrize("fault, message", [("fails_on_rank_1", "only here"), ("names_of_rank", "the score has parts")])
 def test_a_failing_process_ends_the_launch(script, world, tmp_path, fault, message):
     """A reward raises on one of two processes, or its parts have other names there. The launch ends without a model."""
     flags = base_flags(world) | dict(reward=f"{tmp_path / 'probe.py'}:{fault}", output_dir=tmp_path / "out")
