@@ -287,9 +287,8 @@ README_COMMANDS = [c for c in dict.fromkeys(commands(README)) if not c.startswit
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [*README_COMMANDS, recipe("accelerate launch rloo.py")])
+@pytest.mark.parametrize("command", README_COMMANDS)
 def test_the_commands_of_the_readme(command, run):
-    """And docs/recipes.md's of accelerate."""
     if "plot.py" in command:
         run_few(run, "python rloo.py")
         run(command)
