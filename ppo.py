@@ -1237,11 +1237,11 @@ def load_model(path: str, auto_class, dtype: str, device, longest: int = 0, **ch
     return model.to(device).train()
 
 
-def check_model(accelerator, model, function):
+def check_model(accelerator, name: str, model, function):
     """Refuse a model that needs more than masks and positions, or that changes its logits.
 
     Two short rows show it. If only shared prompts are wrong, each episode gets a row of its own.
-    function: token_logprobs or token_values
+    name: its flag and path, for messages; function: token_logprobs or token_values
     """
     network = model.language_model
     shares_prompts = model.shares_prompts
@@ -1250,7 +1250,7 @@ def check_model(accelerator, model, function):
     prompts = [[1, 2], [3, 4, 5, 6]]
     logits = head_logits(model, run_tokens(network.get_decoder(), tokens, mask))
     if not is_rounding(logits - run_tokens(network, tokens, mask), network.dtype):
-        raise ValueError(f"{network.name_or_path} does something to its logits, see `head_logits`")
+        raise ValueError(f"{name} does something to its logits, see `head_logits`")
 
     def run_rows(rows: list[int], shared: bool):
         model.shares_prompts = shared
@@ -1269,9 +1269,9 @@ def check_model(accelerator, model, function):
             continue
         if is_rounding(outputs - alone, network.dtype):
             if shared != shares_prompts:
-                accelerator.print(f"{network.name_or_path} needs a row for each episode")
+                accelerator.print(f"{name} needs a row for each episode")
             return
-    raise ValueError(f"{network.name_or_path} gives other results in padded rows")
+    raise ValueError(f"{name} gives other results in padded rows")
 
 
 def is_rounding(difference: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -1289,7 +1289,7 @@ def load_policy(args: Args, accelerator, tokenizer, longest: int) -> CompletionM
     eos_ids = find_eos_ids(model, tokenizer, args.stop_token_id)
     model = prepare_for_training(args, model, index=1)
     policy = CompletionModel(model, tokenizer, eos_ids, args)
-    check_model(accelerator, policy, token_logprobs)
+    check_model(accelerator, f"--model-path {args.model_path}", policy, token_logprobs)
     return policy
 
 
@@ -1330,7 +1330,7 @@ def load_reference(args: Args, accelerator, policy: CompletionModel, longest: in
     if model.config.get_text_config().vocab_size != theirs.vocab_size:
         raise ValueError(f"--ref-model-path {path}: its vocabulary is not the policy's")
     reference = CompletionModel(model, policy.tokenizer, policy.eos_ids, args)
-    check_model(accelerator, reference, token_logprobs)
+    check_model(accelerator, f"--ref-model-path {path}", reference, token_logprobs)
     return reference
 
 
@@ -1382,7 +1382,8 @@ def add_value_model(args: Args, accelerator, policy: CompletionModel, longest: i
         policy.value_head.weight.data = classifier.score.weight.data
     if (Path(path) / VALUE_HEAD).exists():
         policy.value_head.load_state_dict(load_file(Path(path) / VALUE_HEAD))
-    check_model(accelerator, policy.to(accelerator.device), token_values)
+    policy.to(accelerator.device)
+    check_model(accelerator, f"--value-model-path {path}", policy, token_values)
 
 
 # ============================= 9  logging, samples, checkpoints =============================

@@ -176,13 +176,14 @@ def test_a_model_must_give_the_same_in_padded_rows(script, run, refuses, monkeyp
     bart, jamba, phimoe = (save_model(tmp_path / name, name) for name in ("bart", "jamba", "phimoe"))
     scaled = save_model(tmp_path / "scaled", logit_scale=3.0)  # which Llama does not use
     for path in (phimoe, scaled):
-        refuses(script, f"{path} .*head_logits", model_path=path)
+        refuses(script, f"--model-path {path} .*head_logits", model_path=path)
     for dtype in ("float32", "bfloat16"):
         for flag in ("model_path", "ref_model_path"):
-            refuses(script, f"{bart} .* padded rows", **{flag: bart}, dtype=dtype)
+            name = f"--{flag.replace('_', '-')} {bart}"
+            refuses(script, f"{name} .* padded rows", **{flag: bart}, dtype=dtype)
     if script.__name__ == "ppo":
         monkeypatch.setattr(script, "token_values", lambda _, prompts, tokens, mask: 1.0 * mask * len(prompts))
-        refuses(script, "padded rows")
+        refuses(script, "--value-model-path .* padded rows")
         monkeypatch.undo()
     capsys.readouterr()
     metrics = run(script, model_path=jamba, kl_coef=0)[1]
