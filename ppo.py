@@ -331,7 +331,7 @@ def main(args: Args):
     output_dir = open_output_dir(args, accelerator)
     longest = max(len(prompt.token_ids) for prompt in prompts + eval_prompts)
     longest += args.response_length - 1  # The last token is no input.
-    scorers, eval_scorers = load_scorers(args, accelerator, tokenizer)
+    scorers, eval_scorers = load_scorers(args, accelerator, tokenizer, longest)
     policy = load_policy(args, accelerator, tokenizer, longest)
     # Policy and value model are one module with one optimizer.
     add_value_model(args, accelerator, policy, longest)
@@ -339,8 +339,9 @@ def main(args: Args):
 
     plan = batch_arithmetic(args, len(prompts), accelerator.num_processes)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    settings = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
-    optimizer = torch.optim.AdamW(trained, **settings, fused=True)
+    optimizer = torch.optim.AdamW(
+        trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
+    )
     # The schedule does not go through `prepare`: accelerate would step it once for each process.
     name = args.lr_scheduler_type
     scheduler = transformers.get_scheduler(name, optimizer, plan.warmup_steps, plan.steps)
@@ -417,8 +418,7 @@ def main(args: Args):
                     with exchange_gradients(accelerator, policy, now=micro_batch.is_last):
                         episodes = micro_batch.episodes
                         # DDP needs both in one forward.
-                        new = run_pass(policy, token_logprobs_and_values, batch, episodes)
-                        logprobs, new_values = new
+                        logprobs, new_values = run_pass(policy, compute_both, batch, episodes)
                         inputs = select_rows(loss_inputs, episodes)
                         outputs = ppo_loss(args, logprobs, new_values, inputs)
                         losses = outputs.losses + args.vf_coef * outputs.value_losses
@@ -467,7 +467,7 @@ def main(args: Args):
         columns = {"score": scores} | parts | {"logprobs": batch.logprobs}
         columns |= {"advantage": advantages, "ref_logprobs": ref_logprobs}
         columns |= {"values": values, "returns": returns}
-        write_rollouts(args, accelerator, output_dir, plan, metrics, batch, columns)
+        write_rollouts(args, accelerator, output_dir, plan, state, metrics, batch, columns)
         state |= {"iteration": iteration, "step": step}
         if is_due(args.save_every, iteration, plan):
             save_checkpoint(accelerator, state, output_dir)
@@ -605,7 +605,7 @@ def token_values(model, prompts, tokens, mask):
     return model.value_head(hidden).float().squeeze(-1).masked_fill(~mask, 0.0)
 
 
-def token_logprobs_and_values(model, **inputs):
+def compute_both(model, **inputs):
     return token_logprobs(model, **inputs), token_values(model, **inputs)
 
 
@@ -649,62 +649,67 @@ class Prompt(NamedTuple):
     token_ids: list[int]
 
 
-def read_rows(path: str):
-    """The lines of a .jsonl file, or the rows of a Hub dataset NAME:SPLIT or NAME:CONFIG:SPLIT."""
-    if path.endswith(".jsonl"):
-        return Path(path).read_bytes().rstrip().splitlines()
-    *names, split = re.split(r":(?![^\[]*\])", path)  # at colons that are not in brackets
-    if not names:
-        raise ValueError(f"{path}: must be a .jsonl file, or a Hub dataset as NAME:SPLIT")
-    return importlib.import_module("datasets").load_dataset(*names, split=split)
-
-
 def load_prompts(args: Args, path: str | None, reward: str, tokenizer) -> list[Prompt]:
-    """The prompts of a dataset. A row that cannot be used is named. None: no prompts.
+    """The prompts of a .jsonl file, or of a Hub dataset NAME:SPLIT or NAME:CONFIG:SPLIT.
 
-    Prompts over --max-prompt-length are dropped, and their number is printed. A column that only
-    some rows have is None in the others.
+    A row that cannot be used is named. Prompts over --max-prompt-length are dropped, and their
+    number is printed. A column that only some rows have is None in the others.
     """
     if path is None:
         return []
-    rows = read_rows(path)
+    if path.endswith(".jsonl"):
+        rows = Path(path).read_bytes().rstrip().splitlines()
+    else:
+        *names, split = re.split(r":(?![^\[]*\])", path)  # at colons that are not in brackets
+        if not names:
+            raise ValueError(f"{path}: must be a .jsonl file, or a Hub dataset as NAME:SPLIT")
+        rows = importlib.import_module("datasets").load_dataset(*names, split=split)
     prompts = []
     columns = {}
     for number, row in enumerate(rows, start=1):
         try:
-            prompt = make_prompt(row, reward, tokenizer)
+            if isinstance(row, bytes):
+                row = json.loads(row)
+            if not row.get("prompt"):
+                raise ValueError("needs a `prompt`: text, or a list of chat messages")
+            if reward == "exact_match" and "answer" not in row:
+                raise ValueError("needs an `answer`, for the reward exact_match")
+            if not {"prompts", "completions", "completion_ids"}.isdisjoint(row):
+                raise ValueError("has a column that rewards get from the run: rename it")
+            text, token_ids = tokenize(tokenizer, row, add_generation_prompt=True)
+            if not token_ids:
+                raise ValueError("the prompt, as the model reads it, has no tokens")
         except Exception as error:
             raise ValueError(f"{path}:{number}: {error}") from error
-        columns |= dict.fromkeys(prompt.row)
-        if len(prompt.token_ids) <= (args.max_prompt_length or math.inf):
-            prompts.append(prompt)
-    dropped = len(rows) - len(prompts)
+        columns |= dict.fromkeys(row)
+        if len(token_ids) <= (args.max_prompt_length or math.inf):
+            prompts.append(Prompt(row, text, token_ids))
     if not prompts:
         raise ValueError(f"{path}: has no rows, or none within --max-prompt-length")
+    dropped = len(rows) - len(prompts)
     if dropped and os.environ.get("RANK", "0") == "0":
         print(f"{path}: {dropped} of {len(rows)} prompts dropped, over --max-prompt-length")
     return [prompt._replace(row=columns | prompt.row) for prompt in prompts]
 
 
-def make_prompt(row: bytes | dict, reward: str, tokenizer) -> Prompt:
-    """Check, render and tokenize a row, or a line of JSON. reward: exact_match needs an `answer`"""
-    if isinstance(row, bytes):
-        row = json.loads(row)
-    text = row.get("prompt") if isinstance(row, dict) else None
-    if not isinstance(text, (str, list)) or not text:
-        raise ValueError("needs a `prompt`: text, or a list of chat messages")
-    if reward == "exact_match" and "answer" not in row:
-        raise ValueError("needs an `answer`, for the reward exact_match")
+def tokenize(tokenizer, row: dict, **settings) -> tuple[str, list[int]]:
+    """The `prompt` of a row as the model reads it, and its tokens.
+
+    A chat is rendered by the tokenizer's template, which writes the special tokens itself.
+    """
+    text = row["prompt"]
     is_chat = isinstance(text, list)
     if is_chat:
-        settings = row.get("chat_template_kwargs") or {}
-        settings = dict(tokenize=False, add_generation_prompt=True) | settings
-        text = tokenizer.apply_chat_template(text, **settings)
-    # A chat template writes the special tokens itself.
-    token_ids = tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
-    if not token_ids:
-        raise ValueError("the prompt, as the model reads it, has no tokens")
-    return Prompt(row, text, token_ids)
+        settings |= row.get("chat_template_kwargs") or {}
+        text = tokenizer.apply_chat_template(text, tokenize=False, **settings)
+    return text, tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
+
+
+def as_message(prompt: str | list, text: str):
+    """A completion in the form of its prompt: text, or a chat of one message."""
+    if isinstance(prompt, str):
+        return text
+    return [{"role": "assistant", "content": text}]
 
 
 def exact_match(completions: list, answer: list, **_) -> list[float]:
@@ -729,7 +734,7 @@ def load_reward(flag: str, spec: str):
     return getattr(importlib.import_module(module), function)
 
 
-def load_scorers(args: Args, accelerator, tokenizer) -> tuple[dict, dict]:
+def load_scorers(args: Args, accelerator, tokenizer, longest: int) -> tuple[dict, dict]:
     """The scorers of training and of evaluations, by flag. The scores that they give are added.
 
     A scorer is a function of a batch and a range of its episodes. It returns lists of scores, by
@@ -737,7 +742,7 @@ def load_scorers(args: Args, accelerator, tokenizer) -> tuple[dict, dict]:
     """
     scorers = {"--reward": partial(call_reward, load_reward("--reward", args.reward))}
     if args.reward_model_path is not None:
-        scorers["--reward-model-path"] = load_reward_model(args, accelerator, tokenizer)
+        scorers["--reward-model-path"] = load_reward_model(args, accelerator, tokenizer, longest)
     if args.eval_reward is None:
         return scorers, scorers
     reward = load_reward("--eval-reward", args.eval_reward)
@@ -761,17 +766,16 @@ def score_episodes(accelerator, batch: Batch, scorers: dict, where: str):
                 source = f"{where}: {flag} {name}".rstrip()
                 parts[name] = check_scores(source, values, batch.prompts[first : first + size])
     shares = [share for share in gather_object([parts]) if share]  # of processes with episodes
-    names = list(shares[0])
-    for share in shares:
-        if list(share) != names:
-            raise ValueError(f"{where}: the score has parts {list(share)} here, {names} there")
-    columns = [np.concatenate([share[name] for share in shares]) for name in names]
-    table = torch.from_numpy(np.stack(columns)).to(accelerator.device)  # [parts, episodes]
+    names = {tuple(share) for share in shares}
+    if len(names) > 1:
+        raise ValueError(f"{where}: the score has other parts on other processes: {names}")
+    parts = concatenate(shares)
+    table = torch.stack(list(parts.values())).to(accelerator.device)  # [parts, episodes]
     scores = table.nansum(0).masked_fill(table.isnan().all(0), math.nan)
-    return scores, {f"reward/{name}": part for name, part in zip(names, table) if name}
+    return scores, {f"reward/{name}": part for name, part in zip(parts, table) if name}
 
 
-def check_scores(source: str, values, prompts: list[Prompt]) -> np.ndarray:
+def check_scores(source: str, values, prompts: list[Prompt]) -> torch.Tensor:
     """The scores of some prompts as numbers, None as nan. Each must be None or a finite number."""
     if not hasattr(values, "__len__") or len(values) != len(prompts):
         raise ValueError(f"{source} returned {values!r:.80}, and not {len(prompts)} scores")
@@ -779,7 +783,7 @@ def check_scores(source: str, values, prompts: list[Prompt]) -> np.ndarray:
         is_number = hasattr(value, "__float__") and abs(float(value)) < 1e38  # float32 holds it
         if value is not None and not is_number:
             raise ValueError(f"{source} gave a completion of {prompt.text!r} the score {value!r}")
-    return np.array(values, dtype=float)
+    return torch.from_numpy(np.array(values, dtype=float))
 
 
 def call_reward(function, batch: Batch, episodes: range) -> dict[str, list]:
@@ -791,12 +795,9 @@ def call_reward(function, batch: Batch, episodes: range) -> dict[str, list]:
     for i in episodes:
         row = dict(batch.prompts[i].row)
         prompt = row.pop("prompt")
-        completion = batch.completions[i]
-        if isinstance(prompt, list):
-            completion = [{"role": "assistant", "content": completion}]
-        row |= {"prompts": prompt, "completions": completion, "completion_ids": batch.token_ids[i]}
-        rows.append(row)
-    scores = function(**{name: [row[name] for row in rows] for name in row})
+        row |= {"prompts": prompt, "completions": as_message(prompt, batch.completions[i])}
+        rows.append(row | {"completion_ids": batch.token_ids[i]})
+    scores = function(**{name: [row[name] for row in rows] for name in rows[0]})
     if not isinstance(scores, dict):
         return {"": scores}
     if not scores or "reward_model" in scores:
@@ -804,7 +805,7 @@ def call_reward(function, batch: Batch, episodes: range) -> dict[str, list]:
     return scores
 
 
-def load_reward_model(args: Args, accelerator, tokenizer):
+def load_reward_model(args: Args, accelerator, tokenizer, longest: int):
     """A classifier with one label, as a scorer.
 
     It reads token ids, the EOS included, where it has the policy's vocabulary. Otherwise it reads
@@ -813,16 +814,26 @@ def load_reward_model(args: Args, accelerator, tokenizer):
     path = args.reward_model_path
     its_tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     same_vocabulary = its_tokenizer.get_vocab() == tokenizer.get_vocab()
+    # It also reads the last token. In another vocabulary, lengths are not known.
+    positions = (longest + 1) * same_vocabulary
     auto_class = transformers.AutoModelForSequenceClassification
-    model = load_model(path, auto_class, args.dtype, accelerator.device, num_labels=1)
+    model = load_model(path, auto_class, args.dtype, accelerator.device, positions, num_labels=1)
     head = model.score  # of the last token; a model that scores its first token has no `score`
+
+    eos = its_tokenizer.eos_token_id
 
     @torch.no_grad()
     def reward_model(batch: Batch, episodes: range) -> dict[str, list]:
-        if same_vocabulary:
-            rows = [batch.prompts[i].token_ids + batch.token_ids[i] for i in episodes]
-        else:
-            rows = [retokenize(its_tokenizer, batch, i) for i in episodes]
+        rows = []
+        for i in episodes:
+            row, _, tokens = batch.prompts[i]
+            tokens = tokens + batch.token_ids[i]
+            if not same_vocabulary:
+                text = row["prompt"] + as_message(row["prompt"], batch.completions[i])
+                _, tokens = tokenize(its_tokenizer, row | {"prompt": text})
+                if batch.ended[i] and eos is not None and tokens[-1:] != [eos]:
+                    tokens = tokens + [eos]
+            rows.append(tokens)
         scores = []
         size = args.per_device_train_batch_size
         for first in range(0, len(rows), size):
@@ -832,21 +843,6 @@ def load_reward_model(args: Args, accelerator, tokenizer):
         return {"reward_model": scores}
 
     return reward_model
-
-
-def retokenize(tokenizer, batch: Batch, i: int) -> list[int]:
-    """Episode i of the batch in the tokens of another tokenizer."""
-    row = batch.prompts[i].row
-    if isinstance(row["prompt"], list):
-        messages = row["prompt"] + [{"role": "assistant", "content": batch.completions[i]}]
-        settings = row.get("chat_template_kwargs") or {}
-        tokens = tokenizer.apply_chat_template(messages, return_dict=True, **settings)["input_ids"]
-    else:
-        tokens = tokenizer(batch.prompts[i].text + batch.completions[i])["input_ids"]
-    eos = tokenizer.eos_token_id
-    if batch.ended[i] and eos is not None and tokens[-1:] != [eos]:
-        tokens = tokens + [eos]
-    return tokens
 
 
 # ==================== 7  random numbers, and the work of each process ====================
@@ -1019,8 +1015,8 @@ def is_dropped(args: Args, update: dict) -> bool:
 
 def pad_left(sequences: list[list[int]], device):
     """Token lists -> tokens, padded with 0 on the left, and their mask, both [rows, longest]."""
-    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
     rows = [torch.tensor(sequence) for sequence in sequences]
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
     mask = pad([torch.ones_like(row) for row in rows])
     return pad(rows).to(device), mask.to(device)
 
@@ -1075,20 +1071,17 @@ def run_inside(model, function, **inputs):
 
 
 class KVCache(transformers.DynamicCache):
-    """While sampling, keys and values have the type of autocast, and their memory grows in steps.
+    """While sampling, keys have the type of the values, and their memory grows in steps.
 
-    Otherwise they would be float32, and attention would cast all of them again for every token.
-    And every token would copy the whole cache.
+    With autocast, keys would be float32, and attention would cast all of them again for every
+    token. And every token would copy the whole cache.
     """
 
     def update(self, keys, values, layer_idx, *args, **kwargs):
         layer = self.layers[layer_idx]
         samples = not torch.is_grad_enabled()
-        device_type = keys.device.type
-        if samples and torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
-            keys = keys.to(dtype)
-            values = values.to(dtype)
+        if samples:
+            keys = keys.to(values.dtype)  # Autocast has cast the values.
         # Layers of other types keep only some tokens, for instance those of a sliding window.
         is_plain = type(layer) is transformers.cache_utils.DynamicLayer
         if not (samples and is_plain and layer.is_initialized and keys.shape[2] == 1):
@@ -1105,8 +1098,7 @@ def append_token(old, new):
     """
     rows, heads, count, size = old.shape
     if old.stride(1) == count * size:  # The memory is full.
-        room = old.new_empty((rows, heads, 8 + count // 4, size))
-        old = torch.cat([old, room], dim=2)
+        old = torch.nn.functional.pad(old, (0, 0, 0, 8 + count // 4))
     longer = old.as_strided((rows, heads, count + 1, size), old.stride())
     longer[:, :, count:] = new
     return longer
@@ -1246,23 +1238,23 @@ def check_model(accelerator, name: str, model, function):
     network = model.language_model
     shares_prompts = model.shares_prompts
     tokens = torch.arange(10, device=accelerator.device).view(2, 5)
-    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask = tokens >= 0
     prompts = [[1, 2], [3, 4, 5, 6]]
     logits = head_logits(model, run_tokens(network.get_decoder(), tokens, mask))
     if not is_rounding(logits - run_tokens(network, tokens, mask), network.dtype):
         raise ValueError(f"{name} does something to its logits, see `head_logits`")
 
-    def run_rows(rows: list[int], shared: bool):
+    def run_rows(rows: slice, shared: bool):
         model.shares_prompts = shared
-        outputs = function(model, [prompts[i] for i in rows], tokens[rows], mask[rows])
+        outputs = function(model, prompts[rows], tokens[rows], mask[rows])
         if isinstance(outputs, tuple):  # A changed function may also return entropies.
             outputs = outputs[0]
         return outputs
 
-    alone = torch.cat([run_rows([i], shared=False) for i in (0, 1)])
+    alone = torch.cat([run_rows(slice(i, i + 1), shared=False) for i in (0, 1)])
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     for shared in (shares_prompts, False):
-        outputs = run_rows([0, 1], shared)
+        outputs = run_rows(slice(2), shared)
         try:  # Some models change their cache in place, which has no gradient.
             torch.autograd.grad(outputs.sum(), trained[:1], allow_unused=True)
         except RuntimeError:
@@ -1274,11 +1266,11 @@ def check_model(accelerator, name: str, model, function):
     raise ValueError(f"{name} gives other results in padded rows")
 
 
-def is_rounding(difference: torch.Tensor, dtype: torch.dtype) -> bool:
+def is_rounding(difference: torch.Tensor, dtype: torch.dtype):
     """True if numbers that should be equal are no further apart than rounding moves them."""
     if dtype == torch.float32:
-        return bool(difference.abs().max() < 1e-3)
-    return bool(difference.abs().mean() < 0.3)
+        return difference.abs().max() < 1e-3
+    return difference.abs().mean() < 0.3
 
 
 def load_policy(args: Args, accelerator, tokenizer, longest: int) -> CompletionModel:
@@ -1350,39 +1342,34 @@ VALUE_HEAD = "value_head.safetensors"  # in the folder `value_model` of a run
 def add_value_model(args: Args, accelerator, policy: CompletionModel, longest: int):
     """Add the trunk and head of the value model to the module that is trained.
 
-    They come from --value-model-path, or else from the reward model, or else from the policy. A
-    model without a head gets zeros as its head.
+    They come from --value-model-path, else the reward model, else the policy. A new head is zero.
     """
     path = args.value_model_path or args.model_path
     if args.value_model_path is None and args.reward_model_path is not None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.reward_model_path)
         if tokenizer.get_vocab() == policy.tokenizer.get_vocab():
             path = args.reward_model_path
-    dtype = "float32"
+    auto_class = transformers.AutoModel
     architectures = transformers.AutoConfig.from_pretrained(path).architectures or [""]
     if architectures[0].endswith("ForSequenceClassification"):
         auto_class = transformers.AutoModelForSequenceClassification
-        classifier = load_model(path, auto_class, dtype, accelerator.device, longest, num_labels=1)
-        trunk = classifier.base_model
-    else:
-        classifier = None
-        auto_class = transformers.AutoModel
-        trunk = load_model(path, auto_class, dtype, accelerator.device, longest)
+    model = load_model(path, auto_class, "float32", accelerator.device, longest, num_labels=1)
+    trunk = model.base_model
     theirs = policy.language_model.config.get_text_config()
     if trunk.config.get_text_config().vocab_size != theirs.vocab_size:
         raise ValueError(f"{path}: the value model's vocabulary is not the policy's")
     one = torch.ones((1, 1), dtype=torch.long, device=accelerator.device)
     with torch.no_grad():
-        hidden_size = run_tokens(trunk, one, mask=one).shape[-1]
+        hidden_size = run_tokens(trunk, one, one).shape[-1]
     policy.value_trunk = prepare_for_training(args, trunk, index=2)
     policy.value_head = torch.nn.Linear(hidden_size, 1, device=accelerator.device)
-    torch.nn.init.zeros_(policy.value_head.weight)
-    torch.nn.init.zeros_(policy.value_head.bias)
-    if classifier is not None:
-        policy.value_head.weight.data = classifier.score.weight.data
-    if (Path(path) / VALUE_HEAD).exists():
-        policy.value_head.load_state_dict(load_file(Path(path) / VALUE_HEAD))
-    policy.to(accelerator.device)
+    for parameter in policy.value_head.parameters():
+        torch.nn.init.zeros_(parameter)
+    if auto_class is not transformers.AutoModel:
+        policy.value_head.weight.data = model.score.weight.data
+    file = Path(path) / VALUE_HEAD
+    if file.exists():
+        policy.value_head.load_state_dict(load_file(file))
     check_model(accelerator, f"--value-model-path {path}", policy, token_values)
 
 
@@ -1417,9 +1404,8 @@ def start_logging(args: Args, accelerator, output_dir: Path, plan, state: dict) 
     accelerator.project_configuration.logging_dir = str(output_dir)
     # tensorboard takes no None
     config = {name: value for name, value in vars(args).items() if value is not None}
-    # A resumed run is the same run in wandb.
-    name = os.environ.get("WANDB_NAME", output_dir.name)
-    wandb = {"name": name, "id": state["run_id"], "resume": "allow"}
+    os.environ.setdefault("WANDB_NAME", output_dir.name)
+    wandb = {"id": state["run_id"], "resume": "allow"}  # A resumed run is the same run in wandb.
     project = os.environ.get("WANDB_PROJECT", "tally")
     accelerator.init_trackers(project, config, init_kwargs={"wandb": wandb})
     if accelerator.is_main_process:
@@ -1505,36 +1491,40 @@ def write_metrics(accelerator, output_dir: Path, metrics: dict, state: dict, pro
 
 
 def write_rollouts(
-    args: Args, accelerator, output_dir: Path, plan, metrics: dict, batch: Batch, tensors: dict
+    args: Args, accelerator, output_dir, plan, state: dict, metrics: dict, batch: Batch, tensors
 ):
     """Append all episodes to rollouts.jsonl where asked, and now and then show a few of them.
 
-    tensors: [episodes] or [episodes, response], by name; None is null
+    The first batch of equal scores is named. tensors: [episodes] or [episodes, response], by name;
+    None is null
     """
-    count = len(batch.prompts)
-    columns = {"iteration": [metrics["iteration"]] * count, "index": range(count)}
-    columns["prompt"] = [prompt.text for prompt in batch.prompts]
+    columns = {"prompt": [prompt.text for prompt in batch.prompts]}
     columns |= {"completion": batch.completions, "token_ids": batch.token_ids}
     for name, tensor in tensors.items():
         if tensor is None:
-            columns[name] = [None] * count
+            columns[name] = itertools.repeat(None)
         elif tensor.dim() == 2:
             columns[name] = trim_rows(tensor, batch.lengths)
         else:
             columns[name] = [None if math.isnan(entry) else entry for entry in tensor.tolist()]
-    rows = [dict(zip(columns, entries)) for entries in zip(*columns.values())]
+    rows = []
+    for index, entries in enumerate(zip(*columns.values())):
+        row = {"iteration": metrics["iteration"], "index": index}
+        rows.append(row | dict(zip(columns, entries)))
     if args.save_rollouts:
         append_jsonl(accelerator, output_dir / "rollouts.jsonl", rows)
+    scores = {row["score"] for row in rows} - {None}
+    if len(scores) == 1 and "equal_scores" not in state:
+        state["equal_scores"] = metrics["iteration"]
+        accelerator.print(f"all scores are {scores.pop():g}: nothing to learn from yet")
     # This is true --num-sample-generations times in a run, at equal distances.
     wanted = args.num_sample_generations
     if not accelerator.is_main_process or metrics["iteration"] * wanted % plan.iterations >= wanted:
         return
     names = ["prompt", "completion", "score", *(x for x in columns if x.startswith("reward/"))]
-    samples = []
-    for row in rows[:: args.k][:4]:  # one completion of each of four groups
-        shown = {name: row[name] for name in names}
-        samples.append(list(shown.values()))
-        tqdm.write(f"episode {metrics['episode']}: {shown}")
+    samples = [[row[name] for name in names] for row in rows[:: args.k][:4]]  # of four groups
+    for sample in samples:
+        tqdm.write(f"episode {metrics['episode']}: {dict(zip(names, sample))}")
     for tracker in accelerator.trackers:
         if hasattr(tracker, "log_table"):
             tracker.log_table("samples", columns=names, data=samples, step=metrics["episode"])
@@ -1612,12 +1602,9 @@ def finish(accelerator, policy, output_dir: Path, plan: SimpleNamespace, state: 
         summary += f"; model in {folder.rename(output_dir / 'model')}"
     accelerator.print(summary, flush=True)
     accelerator.wait_for_everyone()  # Another process may still be reading a checkpoint.
-    checkpoints = output_dir / "checkpoints"
-    if accelerator.is_main_process and checkpoints.exists():
-        for folder in checkpoints.glob("iteration_*"):
+    if accelerator.is_main_process:
+        for folder in output_dir.glob("checkpoints/iteration_*"):
             shutil.rmtree(folder)
-        with contextlib.suppress(OSError):  # Files of the user stay.
-            checkpoints.rmdir()
 
 
 def save_value_model(args: Args, accelerator, policy, output_dir: Path):
@@ -1713,10 +1700,15 @@ def fill_in_defaults(args: Args):
     kind = "other" if args.lora_r is None else "LoRA"
     if Path(args.model_path).resolve() == Path(Args.model_path).resolve():
         kind = "built-in"
-    if args.learning_rate is None:
-        args.learning_rate = RATES[kind]
-    if args.response_length is None:
-        args.response_length = 8 if kind == "built-in" else 256
+    defaults = {"learning_rate": RATES[kind], "response_length": 256}
+    if kind == "built-in":
+        defaults["response_length"] = 8
+    earlier = Path(args.output_dir or "", "args.yaml")
+    if args.resume and earlier.exists():
+        defaults = yaml.safe_load(earlier.read_text())
+    for name in ("learning_rate", "response_length"):
+        if getattr(args, name) is None:
+            setattr(args, name, defaults[name])
 
 
 def check_flags(args: Args):
@@ -1784,12 +1776,9 @@ def open_output_dir(args: Args, accelerator) -> Path:
     name = f"runs/{Path(__file__).stem}__{args.seed}__{int(time.time())}__{os.getpid()}"
     # The clocks of two processes may differ.
     output_dir = Path(gather_object([args.output_dir or name])[0])
-    device = accelerator.device.type
     chosen = f"--learning-rate {args.learning_rate:g}, --response-length {args.response_length}"
-    processes = f"{accelerator.num_processes} x {device}, {args.dtype}, {chosen}"
+    processes = f"{accelerator.num_processes} x {accelerator.device.type}, {args.dtype}, {chosen}"
     accelerator.print(f"{processes}; writing to {output_dir}", flush=True)
-    if (device, args.dtype) == ("cuda", "float32"):
-        accelerator.print("--dtype bfloat16 is several times faster, see docs/recipes.md")
     names = ("metrics.jsonl", "checkpoints", "model")
     if any((output_dir / name).exists() for name in names):
         if not args.resume:

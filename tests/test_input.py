@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import sys
 from collections import Counter
@@ -22,6 +23,7 @@ from conftest import (
     make_tokenizer,
     one_text,
     only,
+    save_classifier,
     save_model,
     write_jsonl,
 )
@@ -97,6 +99,7 @@ BAD_LINES = {  # the text of a dataset, and words that must be in the message
     "empty-prompt": ('{"prompt": "", "answer": "2"}\n', "data.jsonl:1"),
     "not-an-object": ('["1+1="]\n', "data.jsonl:1"),
     "no-answer": ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+1="}\n', "data.jsonl:2: needs an `answer`"),
+    "column-of-rewards": ('{"prompt": "1", "answer": "2", "completions": "3"}\n', "data.jsonl:1: .*rename it"),
     "empty-file": ("", "data.jsonl: has no rows"),
     "chat-without-template": (json.dumps({"prompt": [USER], "answer": "2"}) + "\n", "data.jsonl:1: .*chat_template"),
     "half-a-letter": ('{"prompt": "\\ud83d", "answer": "2"}\n', "data.jsonl:1: .*(surrogate|UTF-8|TextEncodeInput)"),
@@ -132,12 +135,16 @@ def test_a_line_may_hold_what_other_programs_take_for_its_end(script, tmp_path):
 @one_text
 def test_names_of_hub_datasets(script, monkeypatch):
     """NAME:SPLIT, or NAME:CONFIG:SPLIT. Colons in brackets belong to the split."""
-    hub = SimpleNamespace(load_dataset=lambda *names, split: [*names, split])
-    monkeypatch.setitem(sys.modules, "datasets", hub)
+
+    def load_dataset(*names, split):
+        raise LookupError(" ".join([*names, split]))
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     names = {"sums:test": "test", "sums:train[2:5]": "train[2:5]"}
     names |= {"sums:main:train": "main train", "sums:main:train[:5]+test[5:]": "main train[:5]+test[5:]"}
     for name, words in names.items():
-        assert script.read_rows(name) == ["sums", *words.split()]
+        with pytest.raises(LookupError, match=re.escape(f"sums {words}")):
+            script.load_prompts(make_args(script), name, "exact_match", make_tokenizer())
 
 
 @one_text
@@ -167,6 +174,9 @@ def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, worl
     short = save_model(tmp_path / "short", max_position_embeddings=63)
     for flag in ("ref_model_path", "value_model_path")[: 1 + (script.__name__ == "ppo")]:
         refuses(script, f"{short} has 63 positions", response_length=room, **{flag: short})
+    # A reward model also reads the last token. In a vocabulary of its own, lengths are other ones.
+    short, _ = save_classifier(tmp_path / "reward", max_position_embeddings=64)
+    refuses(script, f"{short} has 64 positions; .* need 65", response_length=room, reward_model_path=short)
 
 
 @only("rloo", "ppo")
@@ -276,13 +286,15 @@ def test_a_copied_script_names_the_default_file_that_is_missing(script, run, ref
 
 
 def test_defaults_that_the_model_decides(script, tmp_path):
-    """The learning rate and the length of a completion. What is given is taken."""
+    """The learning rate and the length of a completion. What is given is taken, and --resume takes the run's."""
     (tmp_path / "link").symlink_to(HERE / "benchmark" / "default" / "policy")
     own, other = {"ppo": (5e-5, 3e-6)}.get(script.__name__, (1e-4, 1e-6))
     mine = dict(model_path="me/mine")
     cases = [({}, own, 8), (dict(model_path=str(tmp_path / "link"), lora_r=2), own, 8), (mine, other, 256)]
     cases += [(mine | dict(lora_r=2), 1e-5, 256), (dict(learning_rate=0.0), 0.0, 8)]
     cases += [(mine | dict(response_length=9), other, 9)]
+    (tmp_path / "args.yaml").write_text("learning_rate: 0.5\nresponse_length: 7\n")  # of the run that is resumed
+    cases += [(dict(resume=True, output_dir=str(tmp_path), response_length=9), 0.5, 9)]
     for flags, learning_rate, response_length in cases:
         args = script.Args(**flags)
         assert (args.learning_rate, args.response_length) == (learning_rate, response_length), flags
