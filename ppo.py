@@ -768,7 +768,7 @@ def score_episodes(accelerator, batch: Batch, scorers: dict, where: str):
     shares = [share for share in gather_object([parts]) if share]  # of processes with episodes
     names = {tuple(share) for share in shares}
     if len(names) > 1:
-        raise ValueError(f"{where}: the score has other parts on other processes: {names}")
+        raise ValueError(f"{where}: the score has parts that differ between processes: {names}")
     parts = concatenate(shares)
     table = torch.stack(list(parts.values())).to(accelerator.device)  # [parts, episodes]
     scores = table.nansum(0).masked_fill(table.isnan().all(0), math.nan)
