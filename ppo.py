@@ -57,15 +57,14 @@ import importlib
 import itertools
 import json
 import logging
-import math
 import os
-import re
 import shutil
 import sys
 import time
 import warnings
 from dataclasses import dataclass
 from functools import partial
+from math import ceil, comb, floor, inf, isfinite, isinf, isnan, lcm, nan, sqrt
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, NamedTuple
@@ -79,6 +78,7 @@ import tyro
 import yaml
 from accelerate.utils import concatenate, gather_object, recursively_apply
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
@@ -186,27 +186,27 @@ def batch_arithmetic(args: Args, num_prompts: int, world_size: int) -> SimpleNam
     """
     plan = SimpleNamespace()
     if args.total_episodes is None:
-        plan.prompts = max(1, math.floor(args.num_train_epochs * num_prompts + 0.5))
+        plan.prompts = max(1, floor(args.num_train_epochs * num_prompts + 0.5))
     else:
-        plan.prompts = math.ceil(args.total_episodes / args.k)
+        plan.prompts = ceil(args.total_episodes / args.k)
     plan.episodes = plan.prompts * args.k
     # Both divisions are exact: `check_flags` refuses other batch sizes.
     plan.prompts_per_iteration = args.batch_size // args.k
     plan.mini_batch_size = args.batch_size // args.num_mini_batches
-    plan.iterations = math.ceil(plan.episodes / args.batch_size)
+    plan.iterations = ceil(plan.episodes / args.batch_size)
     full_batches = max(0, plan.iterations - 1)  # 0 iterations only evaluate.
     plan.last_batch_size = plan.episodes - full_batches * args.batch_size
     # The last batch may be smaller. Each of its mini-batches has at least one episode.
     last_mini_batches = min(args.num_mini_batches, plan.last_batch_size)
     mini_batches = full_batches * args.num_mini_batches + last_mini_batches
     plan.steps = args.num_ppo_epochs * mini_batches
-    plan.warmup_steps = math.ceil(args.warmup_steps)
+    plan.warmup_steps = ceil(args.warmup_steps)
     if args.warmup_steps < 1:
-        plan.warmup_steps = math.ceil(args.warmup_steps * plan.steps)
+        plan.warmup_steps = ceil(args.warmup_steps * plan.steps)
     plan.epochs = plan.prompts / num_prompts
     # This is the maximum: rloo.py and grpo.py skip episodes of gradient 0.
-    process_share = math.ceil(plan.mini_batch_size / world_size)
-    plan.gradient_accumulation_steps = math.ceil(process_share / args.per_device_train_batch_size)
+    process_share = ceil(plan.mini_batch_size / world_size)
+    plan.gradient_accumulation_steps = ceil(process_share / args.per_device_train_batch_size)
     return plan
 
 
@@ -223,33 +223,33 @@ class Batch:
     prompts: list["Prompt"]  # [episodes], each with row, text and token_ids
     completions: list[str]  # [episodes], as text, without special tokens
     token_ids: list[list[int]]  # [episodes], lists of tokens, the EOS included
-    tokens: torch.Tensor  # [episodes, response], token_ids as a tensor
-    mask: torch.Tensor  # [episodes, response], True where a token belongs to the completion
-    lengths: torch.Tensor  # [episodes], tokens of the completion, the EOS included
-    ended: torch.Tensor  # [episodes], True where the completion has an EOS or the stop token
-    logprobs: torch.Tensor  # [episodes, response], of each token, by the policy that sampled it
-    entropies: torch.Tensor  # [episodes, response], exact entropy of each token's distribution
-    pass_lengths: torch.Tensor  # [episodes], prompt and longest completion of the group, in tokens
+    tokens: Tensor  # [episodes, response], token_ids as a tensor
+    mask: Tensor  # [episodes, response], True where a token belongs to the completion
+    lengths: Tensor  # [episodes], tokens of the completion, the EOS included
+    ended: Tensor  # [episodes], True where the completion has an EOS or the stop token
+    logprobs: Tensor  # [episodes, response], of each token, by the policy that sampled it
+    entropies: Tensor  # [episodes, response], exact entropy of each token's distribution
+    pass_lengths: Tensor  # [episodes], prompt and longest completion of the group, in tokens
 
 
 class LossInputs(NamedTuple):
     """What the loss reads besides the new log-probabilities and the new values."""
 
-    old_logprobs: torch.Tensor | None  # [episodes, response]; None: p_old is p_new
-    advantages: torch.Tensor  # [episodes, response]
-    old_values: torch.Tensor  # [episodes, response]
-    returns: torch.Tensor  # [episodes, response]
-    mask: torch.Tensor  # [episodes, response], True for tokens of the completion
+    old_logprobs: Tensor | None  # [episodes, response]; None: p_old is p_new
+    advantages: Tensor  # [episodes, response]
+    old_values: Tensor  # [episodes, response]
+    returns: Tensor  # [episodes, response]
+    mask: Tensor  # [episodes, response], True for tokens of the completion
 
 
 class LossOutputs(NamedTuple):
     """What the loss returns. Both losses are minimized. The rest is only logged."""
 
-    losses: torch.Tensor  # [episodes, response], 0 after the end of a completion
-    value_losses: torch.Tensor  # [episodes, response], 0 after the end of a completion
-    logratio: torch.Tensor  # [episodes, response], log of the ratio
-    is_clipped: torch.Tensor  # [episodes, response], True where the clipped term is the larger one
-    value_is_clipped: torch.Tensor  # [episodes, response], the same for the value loss
+    losses: Tensor  # [episodes, response], 0 after the end of a completion
+    value_losses: Tensor  # [episodes, response], 0 after the end of a completion
+    logratio: Tensor  # [episodes, response], log of the ratio
+    is_clipped: Tensor  # [episodes, response], True where the clipped term is the larger one
+    value_is_clipped: Tensor  # [episodes, response], the same for the value loss
 
 
 def gae(rewards, values, gamma: float, lam: float):
@@ -317,6 +317,10 @@ def clipped_policy_loss(logratio, advantages, low: float, high: float):
 
 
 # ======================================== 4  training ========================================
+# `start_accelerator` sets this. It says which process this is, and connects all of them.
+accelerator: accelerate.Accelerator
+
+
 def main(args: Args):
     """Set up, train, save. Each turn of the loop is one iteration, in the stages 4a to 4f."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_path)
@@ -327,16 +331,16 @@ def main(args: Args):
         return
     eval_prompts = load_prompts(args, args.eval_dataset, args.eval_reward or args.reward, tokenizer)
 
-    accelerator = start_accelerator(args)
-    output_dir = open_output_dir(args, accelerator)
-    longest = max(len(prompt.token_ids) for prompt in prompts + eval_prompts)
-    longest += args.response_length - 1  # The last token is no input.
-    scorers, eval_scorers = load_scorers(args, accelerator, tokenizer, longest)
-    policy = load_policy(args, accelerator, tokenizer, longest)
+    check_sizes(args, prompts + eval_prompts)
+    start_accelerator(args)
+    output_dir = open_output_dir(args, prompts)
+    scorers, eval_scorers = load_scorers(args, tokenizer)
+    policy = load_policy(args, tokenizer)
     # Policy and value model are one module with one optimizer.
-    add_value_model(args, accelerator, policy, longest)
-    reference = load_reference(args, accelerator, policy, longest)  # None: there is no KL
+    add_value_model(args, policy)
+    reference = load_reference(args, policy)  # None: there is no KL
 
+    size = args.per_device_train_batch_size
     plan = batch_arithmetic(args, len(prompts), accelerator.num_processes)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -346,39 +350,37 @@ def main(args: Args):
     name = args.lr_scheduler_type
     scheduler = transformers.get_scheduler(name, optimizer, plan.warmup_steps, plan.steps)
     policy, optimizer = accelerator.prepare(policy, optimizer)
-    state = first_controls(args) | load_state(args, accelerator, output_dir, prompts)
+    state = first_controls(args) | load_state(output_dir)
     step = state["step"]
     scheduler.last_epoch = step  # For --resume. The optimizer has loaded its rate.
-    progress = start_logging(args, accelerator, output_dir, plan, state)
+    progress = start_logging(args, output_dir, plan, state)
     if eval_prompts and state["iteration"] == 0:
         metrics = {"iteration": 0, "step": 0, "episode": 0, "epoch": 0.0}
-        metrics |= evaluate(args, accelerator, policy, eval_prompts, eval_scorers, iteration=0)
-        write_metrics(accelerator, output_dir, metrics, state, progress)
+        metrics |= evaluate(args, policy, eval_prompts, eval_scorers, iteration=0)
+        write_metrics(output_dir, metrics, state, progress)
 
     for iteration in range(state["iteration"] + 1, plan.iterations + 1):
         # ---- 4a  rollout: sample a completion of each drawn prompt, and compute its values
         rollout_start = time.perf_counter()
-        num_episodes = args.batch_size
-        if iteration == plan.iterations:
-            num_episodes = plan.last_batch_size
+        is_last = iteration == plan.iterations
+        num_episodes = plan.last_batch_size if is_last else args.batch_size
         first = (iteration - 1) * plan.prompts_per_iteration  # prompts that were drawn before
         positions = draw_prompts(args.seed, len(prompts), first, num_episodes // args.k)
         drawn = [prompts[position] for position in positions]  # [groups]
         rng = keyed_rng(args.seed, SAMPLING, iteration)
-        batch = generate(args, accelerator, policy, drawn, args.k, rng, args.temperature)
-        size = args.per_device_train_batch_size
+        batch = generate(args, policy, drawn, args.k, rng, args.temperature)
         one_pass = partial(run_pass, accelerator.unwrap_model(policy), token_values, batch)
-        values = run_passes(accelerator, one_pass, batch.pass_lengths, size)
+        values = run_passes(one_pass, batch.pass_lengths, size)
 
         # ---- 4b  score
-        scores, parts = score_episodes(accelerator, batch, scorers, f"iteration {iteration}")
+        scores, parts = score_episodes(batch, scorers, f"iteration {iteration}")
         refuse_missing_scores(batch, scores)
         scores = scores - args.missing_eos_penalty * ~batch.ended  # [episodes]
         scores = normalize_scores(args, state, scores)
         ref_logprobs = None
         if reference is not None:
             one_pass = partial(run_pass, reference, token_logprobs, batch)
-            ref_logprobs = run_passes(accelerator, one_pass, batch.pass_lengths, size)
+            ref_logprobs = run_passes(one_pass, batch.pass_lengths, size)
 
         # ---- 4c  advantages
         rewards = torch.zeros_like(batch.logprobs)  # [episodes, response]
@@ -414,8 +416,8 @@ def main(args: Args):
                 optimizer.zero_grad()
                 mini_batch_tokens = batch.lengths[mini_batch].sum()
                 passes = []  # what each pass computed
-                for micro_batch in micro_batches(accelerator, mini_batch, batch.pass_lengths, size):
-                    with exchange_gradients(accelerator, policy, now=micro_batch.is_last):
+                for micro_batch in micro_batches(mini_batch, batch.pass_lengths, size):
+                    with exchange_gradients(policy, now=micro_batch.is_last):
                         episodes = micro_batch.episodes
                         # DDP needs both in one forward.
                         logprobs, new_values = run_pass(policy, compute_both, batch, episodes)
@@ -428,16 +430,17 @@ def main(args: Args):
                         # DDP takes the mean of the processes' gradients. We need their sum.
                         accelerator.backward(loss * accelerator.num_processes)
                     passes.append((micro_batch, (logprobs, outputs)))
-                new_logprobs, outputs = gather_rows(accelerator, passes, mini_batch)  # all of them
+                new_logprobs, outputs = gather_rows(passes, mini_batch)  # all of them
                 update = update_metrics(outputs, batch.mask[mini_batch])
                 if not updates:  # no step yet: trainer and sampler must agree up to rounding
-                    update |= compare_with_sampler(args, new_logprobs, batch.logprobs[mini_batch])
+                    update |= compare_with_sampler(args, new_logprobs, batch, mini_batch)
                 if not is_dropped(args, update):  # by --target-kl or --ratio-threshold
                     grad_norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                     update["grad_norm"] = grad_norm
-                    if not math.isfinite(grad_norm):
-                        where = f"iteration {iteration}, step {step + 1}"
-                        raise RuntimeError(f"{where}: the gradient norm is {grad_norm}")
+                    if not isfinite(grad_norm):
+                        raise RuntimeError(
+                            f"iteration {iteration}, step {step + 1}: the gradient norm is {grad_norm}"
+                        )
                     optimizer.step()
                 scheduler.step()
                 updates.append(update)
@@ -461,20 +464,20 @@ def main(args: Args):
         metrics["policy/skipped_updates"] = sum("grad_norm" not in update for update in updates)
 
         # ---- 4f  evaluate and save
-        if eval_prompts and is_due(args.eval_every or plan.iterations, iteration, plan):
-            metrics |= evaluate(args, accelerator, policy, eval_prompts, eval_scorers, iteration)
-        write_metrics(accelerator, output_dir, metrics, state, progress)
+        if eval_prompts and (is_last or iteration % (args.eval_every or plan.iterations) == 0):
+            metrics |= evaluate(args, policy, eval_prompts, eval_scorers, iteration)
+        write_metrics(output_dir, metrics, state, progress)
         columns = {"score": scores} | parts | {"logprobs": batch.logprobs}
         columns |= {"advantage": advantages, "ref_logprobs": ref_logprobs}
         columns |= {"values": values, "returns": returns}
-        write_rollouts(args, accelerator, output_dir, plan, state, metrics, batch, columns)
+        write_rollouts(args, output_dir, plan, metrics, batch, columns)
         state |= {"iteration": iteration, "step": step}
-        if is_due(args.save_every, iteration, plan):
-            save_checkpoint(accelerator, state, output_dir)
+        if args.save_every and (is_last or iteration % args.save_every == 0):
+            save_checkpoint(state, output_dir)
 
     progress.close()
-    save_value_model(args, accelerator, policy, output_dir)
-    finish(accelerator, policy, output_dir, plan, state)
+    save_value_model(args, policy, output_dir)
+    finish(policy, output_dir, plan, state)
     # The end of the process group can hang while a model exists, so the model is freed first.
     policy, optimizer = accelerator.free_memory(policy, optimizer)
     accelerator.end_training()
@@ -483,7 +486,7 @@ def main(args: Args):
 # ======================================== 5  the model =======================================
 # run_inside(model, f, ..) calls f(model, ..), run_pass makes one pass of some episodes in this way,
 # and run_passes makes all passes of a batch, shared by the processes, without gradient.
-def generate(args: Args, accelerator, policy, drawn, k: int, rng, temperature: float) -> Batch:
+def generate(args: Args, policy, drawn, k: int, rng, temperature: float) -> Batch:
     """Sample k completions of every prompt. Each process samples a share, and then gets them all.
 
     An inference engine takes the place of `sample` here. First give it the new weights. It returns
@@ -502,8 +505,8 @@ def generate(args: Args, accelerator, policy, drawn, k: int, rng, temperature: f
         inputs = dict(prompts=token_ids, uniforms=uniforms[episodes], temperature=temperature)
         return run_inside(model, sample, **inputs)
 
-    with sampling_weights(accelerator, policy):
-        samples = run_passes(accelerator, one_pass, prompt_lengths, size)
+    with sampling_weights(policy):
+        samples = run_passes(one_pass, prompt_lengths, size)
     lengths = samples["lengths"]
     token_ids = trim_rows(samples["tokens"], lengths)
     # Micro-batches are sorted by pass_lengths, which are equal within a group. So a group stays
@@ -529,10 +532,10 @@ def sample(model, prompts, uniforms, temperature: float) -> dict:
     Returns tokens, lengths, ended, logprobs and entropies, as in Batch.
     """
     model.eval()  # Checkpointing in train mode disables the cache. Dropout is off in both modes.
-    tokens = torch.zeros(uniforms.shape, dtype=torch.long, device=uniforms.device)
+    tokens = torch.zeros_like(uniforms, dtype=torch.long)
     lengths = torch.zeros_like(tokens[:, 0])
     ended = torch.zeros_like(lengths, dtype=torch.bool)
-    logprobs = torch.zeros(uniforms.shape, device=uniforms.device)
+    logprobs = torch.zeros_like(uniforms, dtype=torch.float)
     entropies = torch.zeros_like(logprobs)
     eos_ids = torch.tensor(model.eos_ids, device=uniforms.device)
     active = torch.arange(len(prompts), device=uniforms.device)  # episodes that have not ended
@@ -584,10 +587,11 @@ def token_logprobs(model, prompts, tokens, mask):
     prompts: token lists, one per episode; tokens, mask: [episodes, tokens]. Returns the same shape.
     """
     # The hidden state at the position before a token gives the logits of this token.
-    hidden = completion_hidden(model, prompts, tokens, mask)  # [episodes, tokens, hidden size]
+    trunk = model.language_model.get_decoder()  # the model without its head
+    hidden = completion_outputs(trunk, model.shares_prompts, prompts, tokens, mask)
 
     def logprobs_of(hidden, tokens):  # of a piece: [piece, hidden size], [piece]
-        logits = head_logits(model, hidden) / model.temperature  # [piece, vocabulary]
+        logits = head_logits(model.language_model, hidden) / model.temperature
         log_p = torch.log_softmax(logits, dim=-1)
         return log_p.gather(-1, tokens[:, None]).squeeze(1)
 
@@ -601,7 +605,7 @@ def token_values(model, prompts, tokens, mask):
 
     The inputs are those of `token_logprobs`.
     """
-    hidden = row_hidden(model.value_trunk, prompts, tokens, mask)
+    hidden = completion_outputs(model.value_trunk, False, prompts, tokens, mask)
     return model.value_head(hidden).float().squeeze(-1).masked_fill(~mask, 0.0)
 
 
@@ -610,12 +614,12 @@ def compute_both(model, **inputs):
 
 
 class MicroBatch(NamedTuple):
-    episodes: torch.Tensor  # [size], indices into the batch
-    is_real: torch.Tensor  # [size], 1.0; or 0.0 for a repeated episode, which does not count
+    episodes: Tensor  # [size], indices into the batch
+    is_real: Tensor  # [size], 1.0; or 0.0 for a repeated episode, which does not count
     is_last: bool  # True for the last micro-batch of this process
 
 
-def micro_batches(accelerator, episodes, lengths, size: int) -> list[MicroBatch]:
+def micro_batches(episodes, lengths, size: int) -> list[MicroBatch]:
     """This process's share of some episodes, in near-equal micro-batches of at most `size`.
 
     All processes make the same number of passes, so the last episode is repeated where needed:
@@ -625,12 +629,12 @@ def micro_batches(accelerator, episodes, lengths, size: int) -> list[MicroBatch]
     count = len(episodes)
     if count == 0:  # A pass that does not count makes the gradients 0 instead of None.
         episodes = torch.zeros(1, dtype=torch.long)
-    share = math.ceil(len(episodes) / accelerator.num_processes)
+    share = ceil(len(episodes) / accelerator.num_processes)
     positions = accelerator.process_index * share + torch.arange(share)
     is_real = (positions < count).float()
     episodes = episodes[positions.clamp(max=len(episodes) - 1)]
     order = lengths[episodes].argsort(stable=True)
-    pieces = math.ceil(share / size)
+    pieces = ceil(share / size)
     episodes = episodes[order].to(accelerator.device).tensor_split(pieces)
     is_real = is_real[order].to(accelerator.device).tensor_split(pieces)
     is_last = [False] * (pieces - 1) + [True]
@@ -660,7 +664,7 @@ def load_prompts(args: Args, path: str | None, reward: str, tokenizer) -> list[P
     if path.endswith(".jsonl"):
         rows = Path(path).read_bytes().rstrip().splitlines()
     else:
-        *names, split = re.split(r":(?![^\[]*\])", path)  # at colons that are not in brackets
+        *names, split = path.split(":")
         if not names:
             raise ValueError(f"{path}: must be a .jsonl file, or a Hub dataset as NAME:SPLIT")
         rows = importlib.import_module("datasets").load_dataset(*names, split=split)
@@ -674,15 +678,13 @@ def load_prompts(args: Args, path: str | None, reward: str, tokenizer) -> list[P
                 raise ValueError("needs a `prompt`: text, or a list of chat messages")
             if reward == "exact_match" and "answer" not in row:
                 raise ValueError("needs an `answer`, for the reward exact_match")
-            if not {"prompts", "completions", "completion_ids"}.isdisjoint(row):
-                raise ValueError("has a column that rewards get from the run: rename it")
             text, token_ids = tokenize(tokenizer, row, add_generation_prompt=True)
             if not token_ids:
                 raise ValueError("the prompt, as the model reads it, has no tokens")
         except Exception as error:
             raise ValueError(f"{path}:{number}: {error}") from error
         columns |= dict.fromkeys(row)
-        if len(token_ids) <= (args.max_prompt_length or math.inf):
+        if len(token_ids) <= (args.max_prompt_length or inf):
             prompts.append(Prompt(row, text, token_ids))
     if not prompts:
         raise ValueError(f"{path}: has no rows, or none within --max-prompt-length")
@@ -718,14 +720,14 @@ def exact_match(completions: list, answer: list, **_) -> list[float]:
     return [float(text.strip() == str(right)) for text, right in zip(texts, answer)]
 
 
-def load_reward(flag: str, spec: str):
+def load_reward(spec: str):
     """The function that exact_match, FILE.py:FUNCTION, package.module:FUNCTION or none names."""
     built_in = {"exact_match": exact_match, "none": lambda prompts, **_: [0.0] * len(prompts)}
     if spec in built_in:
         return built_in[spec]
     module, _, function = spec.rpartition(":")
     if not module:
-        raise ValueError(f"{flag} {spec}: must be exact_match, FILE.py:FUNCTION or none")
+        raise ValueError(f"--reward must be exact_match, FILE.py:FUNCTION or none, not {spec}")
     if module.endswith(".py"):
         file = Path(module).resolve(strict=True)
         # The file may import its neighbours. The folder comes last, so that it hides no library.
@@ -734,48 +736,47 @@ def load_reward(flag: str, spec: str):
     return getattr(importlib.import_module(module), function)
 
 
-def load_scorers(args: Args, accelerator, tokenizer, longest: int) -> tuple[dict, dict]:
-    """The scorers of training and of evaluations, by flag. The scores that they give are added.
+def load_scorers(args: Args, tokenizer) -> tuple[list, list]:
+    """The scorers of training and of evaluations. The scores that they give are added.
 
-    A scorer is a function of a batch and a range of its episodes. It returns lists of scores, by
+    A scorer is a function of a batch and a slice of its episodes. It returns lists of scores, by
     name. --eval-reward replaces all scorers of training.
     """
-    scorers = {"--reward": partial(call_reward, load_reward("--reward", args.reward))}
+    scorers = [partial(call_reward, load_reward(args.reward))]
     if args.reward_model_path is not None:
-        scorers["--reward-model-path"] = load_reward_model(args, accelerator, tokenizer, longest)
+        scorers.append(load_reward_model(args, tokenizer))
     if args.eval_reward is None:
         return scorers, scorers
-    reward = load_reward("--eval-reward", args.eval_reward)
-    return scorers, {"--eval-reward": partial(call_reward, reward)}
+    return scorers, [partial(call_reward, load_reward(args.eval_reward))]
 
 
-def score_episodes(accelerator, batch: Batch, scorers: dict, where: str):
+def score_episodes(batch: Batch, scorers: list, where: str):
     """Score the batch: every process scores a share of whole groups, and gets all.
 
     Returns the scores [episodes] and their parts, each [episodes], by name, in float64. A part that
     is None is nan, and an episode without parts has the score nan. where: for an error message
     """
     groups = len(batch.prompts) // batch.k
-    size = math.ceil(groups / accelerator.num_processes) * batch.k
+    size = ceil(groups / accelerator.num_processes) * batch.k
     first = accelerator.process_index * size
-    episodes = range(len(batch.prompts))[first : first + size]
+    share = slice(first, first + size)
+    prompts = batch.prompts[share]
     parts = {}
-    if episodes:
-        for flag, scorer in scorers.items():
-            for name, values in scorer(batch, episodes).items():
-                source = f"{where}: {flag} {name}".rstrip()
-                parts[name] = check_scores(source, values, batch.prompts[first : first + size])
+    if prompts:
+        for scorer in scorers:
+            for name, values in scorer(batch, share).items():
+                parts[name] = check_scores(f"{where}: --reward {name}", values, prompts)
     shares = [share for share in gather_object([parts]) if share]  # of processes with episodes
     names = {tuple(share) for share in shares}
     if len(names) > 1:
         raise ValueError(f"{where}: the score has parts that differ between processes: {names}")
     parts = concatenate(shares)
     table = torch.stack(list(parts.values())).to(accelerator.device)  # [parts, episodes]
-    scores = table.nansum(0).masked_fill(table.isnan().all(0), math.nan)
+    scores = table.nansum(0).masked_fill(table.isnan().all(0), nan)
     return scores, {f"reward/{name}": part for name, part in zip(parts, table) if name}
 
 
-def check_scores(source: str, values, prompts: list[Prompt]) -> torch.Tensor:
+def check_scores(source: str, values, prompts: list[Prompt]) -> Tensor:
     """The scores of some prompts as numbers, None as nan. Each must be None or a finite number."""
     if not hasattr(values, "__len__") or len(values) != len(prompts):
         raise ValueError(f"{source} returned {values!r:.80}, and not {len(prompts)} scores")
@@ -786,18 +787,18 @@ def check_scores(source: str, values, prompts: list[Prompt]) -> torch.Tensor:
     return torch.from_numpy(np.array(values, dtype=float))
 
 
-def call_reward(function, batch: Batch, episodes: range) -> dict[str, list]:
+def call_reward(function, batch: Batch, share: slice) -> dict[str, list]:
     """Call a reward function as TRL does: by keywords, with a list for each column of the rows.
 
     Returns the lists of scores that are added, by name. A single list has the name "".
     """
-    rows = []
-    for i in episodes:
-        row = dict(batch.prompts[i].row)
-        prompt = row.pop("prompt")
-        row |= {"prompts": prompt, "completions": as_message(prompt, batch.completions[i])}
-        rows.append(row | {"completion_ids": batch.token_ids[i]})
-    scores = function(**{name: [row[name] for row in rows] for name in rows[0]})
+    rows = [prompt.row for prompt in batch.prompts[share]]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    prompts = columns.pop("prompt")
+    completions = list(map(as_message, prompts, batch.completions[share]))
+    scores = function(
+        prompts=prompts, completions=completions, completion_ids=batch.token_ids[share], **columns
+    )
     if not isinstance(scores, dict):
         return {"": scores}
     if not scores or "reward_model" in scores:
@@ -805,7 +806,7 @@ def call_reward(function, batch: Batch, episodes: range) -> dict[str, list]:
     return scores
 
 
-def load_reward_model(args: Args, accelerator, tokenizer, longest: int):
+def load_reward_model(args: Args, tokenizer):
     """A classifier with one label, as a scorer.
 
     It reads token ids, the EOS included, where it has the policy's vocabulary. Otherwise it reads
@@ -814,24 +815,21 @@ def load_reward_model(args: Args, accelerator, tokenizer, longest: int):
     path = args.reward_model_path
     its_tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     same_vocabulary = its_tokenizer.get_vocab() == tokenizer.get_vocab()
-    # It also reads the last token. In another vocabulary, lengths are not known.
-    positions = (longest + 1) * same_vocabulary
     auto_class = transformers.AutoModelForSequenceClassification
-    model = load_model(path, auto_class, args.dtype, accelerator.device, positions, num_labels=1)
+    model = load_model("--reward-model-path", path, args.dtype, auto_class, num_labels=1)
     head = model.score  # of the last token; a model that scores its first token has no `score`
-
     eos = its_tokenizer.eos_token_id
 
     @torch.no_grad()
-    def reward_model(batch: Batch, episodes: range) -> dict[str, list]:
+    def reward_model(batch: Batch, share: slice) -> dict[str, list]:
         rows = []
-        for i in episodes:
+        for i in range(len(batch.prompts))[share]:
             row, _, tokens = batch.prompts[i]
             tokens = tokens + batch.token_ids[i]
             if not same_vocabulary:
                 text = row["prompt"] + as_message(row["prompt"], batch.completions[i])
                 _, tokens = tokenize(its_tokenizer, row | {"prompt": text})
-                if batch.ended[i] and eos is not None and tokens[-1:] != [eos]:
+                if batch.ended[i] and tokens[-1] != eos:
                     tokens = tokens + [eos]
             rows.append(tokens)
         scores = []
@@ -888,28 +886,28 @@ def draw_mini_batches(args: Args, iteration: int, ppo_epoch: int, num_episodes: 
 
 
 @torch.no_grad()
-def run_passes(accelerator, one_pass, lengths, size: int):
+def run_passes(one_pass, lengths, size: int):
     """What one_pass(episodes) gives for all episodes of a batch, on every process.
 
     Each process runs a share, in micro-batches. lengths, size: as in `micro_batches`
     """
     episodes = torch.arange(len(lengths))
     passes = []
-    for micro_batch in micro_batches(accelerator, episodes, lengths, size):
+    for micro_batch in micro_batches(episodes, lengths, size):
         passes.append((micro_batch, one_pass(micro_batch.episodes)))
-    results = gather_rows(accelerator, passes, episodes)
+    results = gather_rows(passes, episodes)
     recursively_apply(refuse_nan, results)
     return results
 
 
-def refuse_nan(tensor: torch.Tensor):
+def refuse_nan(tensor: Tensor):
     """Stop at what a model could not compute. In a reward, nan would mean: there is no score."""
     if tensor.isnan().any():
         raise RuntimeError("a model gives nan; are its weights whole, and the learning rate low?")
 
 
 @torch.no_grad()
-def gather_rows(accelerator, passes: list, episodes: torch.Tensor):
+def gather_rows(passes: list, episodes: Tensor):
     """What the passes of all processes computed: a row for each of `episodes`, in this order.
 
     passes: for each pass of this process its micro-batch, and a tensor, or a tuple or dict of them
@@ -927,14 +925,14 @@ def select_rows(tensors, rows):
     return recursively_apply(lambda tensor: tensor[rows], tensors)
 
 
-def run_pass(model, function, batch: Batch, episodes: torch.Tensor):
+def run_pass(model, function, batch: Batch, episodes: Tensor):
     """One pass: function(model, prompts, tokens, mask) of some episodes, [episodes, response].
 
     Of the batch it reads prompts, token_ids, tokens and mask. The columns after the longest
     completion are left out of the pass, and are 0 in what it returns.
     """
     chosen = episodes.tolist()
-    # At least two columns: with one, `completion_hidden` would skip its second pass, and the other
+    # At least two columns: with one, `completion_outputs` would skip its second pass, and the other
     # processes of a sharded model would wait for it forever.
     longest = max(2, *(len(batch.token_ids[i]) for i in chosen))
     prompts = [batch.prompts[i].token_ids for i in chosen]
@@ -946,7 +944,7 @@ def run_pass(model, function, batch: Batch, episodes: torch.Tensor):
 
 
 @contextlib.contextmanager
-def exchange_gradients(accelerator, policy, now: bool):
+def exchange_gradients(policy, now: bool):
     """In the backward pass inside, the processes add up their gradients if `now` is True.
 
     Once for each update is enough: in its last micro-batch. There DeepSpeed also takes its step,
@@ -962,12 +960,12 @@ def first_controls(args: Args) -> dict:
     return {"kl_coef": args.kl_coef, "score_count": 0, "score_mean": 0.0, "score_squares": 0.0}
 
 
-def normalize_scores(args: Args, state: dict, scores: torch.Tensor) -> torch.Tensor:
+def normalize_scores(args: Args, state: dict, scores: Tensor) -> Tensor:
     """--score-norm, --score-scaling and --score-clip, with the moments of all scores so far."""
     update_moments(state, scores)
     if args.score_norm:
         scores = scores - state["score_mean"]
-    deviation = math.sqrt(state["score_squares"] / state["score_count"])
+    deviation = sqrt(state["score_squares"] / state["score_count"])
     if args.score_scaling and deviation > 1e-4:  # Otherwise all scores so far are equal.
         scores = scores / deviation
     if args.score_clip is not None:
@@ -975,7 +973,7 @@ def normalize_scores(args: Args, state: dict, scores: torch.Tensor) -> torch.Ten
     return scores
 
 
-def update_moments(state: dict, scores: torch.Tensor):
+def update_moments(state: dict, scores: Tensor):
     """Add scores to the running count, mean and sum of squared deviations (Chan et al. 1979)."""
     count = state["score_count"] + len(scores)
     mean = scores.mean().item()
@@ -986,7 +984,7 @@ def update_moments(state: dict, scores: torch.Tensor):
     state["score_count"] = count
 
 
-def token_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str) -> torch.Tensor:
+def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """The KL to the reference, estimated from each token (Schulman 2020, Approximating KL)."""
     d = logprobs - ref_logprobs
     return {"k1": d, "abs": d.abs(), "k2": 0.5 * d.square(), "k3": torch.exp(-d) - 1 + d}[estimator]
@@ -1001,7 +999,7 @@ def adapt_kl_coef(args: Args, state: dict, kl: float, num_episodes: int):
 
 def updates_have_ended(args: Args, updates: list[dict]) -> bool:
     """True once the approximate KL of one of an iteration's updates was too large."""
-    limit = 1.5 * (args.target_kl or math.inf)
+    limit = 1.5 * (args.target_kl or inf)
     return any(float(update.get("policy/approxkl_avg", 0.0)) > limit for update in updates)
 
 
@@ -1010,18 +1008,19 @@ def is_dropped(args: Args, update: dict) -> bool:
     # The schedule goes on without the optimizer, and PyTorch would warn about it.
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
     ratio = update["val/ratio"].item()
-    return updates_have_ended(args, [update]) or ratio > (args.ratio_threshold or math.inf)
+    return updates_have_ended(args, [update]) or ratio > (args.ratio_threshold or inf)
 
 
 def pad_left(sequences: list[list[int]], device):
     """Token lists -> tokens, padded with 0 on the left, and their mask, both [rows, longest]."""
     rows = [torch.tensor(sequence) for sequence in sequences]
-    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
-    mask = pad([torch.ones_like(row) for row in rows])
-    return pad(rows).to(device), mask.to(device)
+    tokens = torch.nn.utils.rnn.pad_sequence(
+        rows, batch_first=True, padding_value=-1, padding_side="left"
+    ).to(device)
+    return tokens.clamp(min=0), (tokens >= 0).long()
 
 
-def trim_rows(tensor: torch.Tensor, lengths: torch.Tensor) -> list[list]:
+def trim_rows(tensor: Tensor, lengths: Tensor) -> list[list]:
     """A tensor [episodes, tokens] as lists without padding."""
     return [row[:length] for row, length in zip(tensor.tolist(), lengths.tolist())]
 
@@ -1037,7 +1036,8 @@ class CompletionModel(torch.nn.Module):
         self.eos_ids = eos_ids
         self.temperature = args.temperature  # of the passes that compute log-probabilities
         # With gradient checkpointing there is no KV cache, which holds the shared prompts.
-        self.shares_prompts = args.k > 1 and not args.gradient_checkpointing
+        can_share = language_model.can_share_prompts and not args.gradient_checkpointing
+        self.shares_prompts = can_share and args.k > 1
         self.autocast = args.dtype == "bfloat16"
         # A checkpoint of LoRA holds only the adapters. The rest comes from --model-path.
         self.register_state_dict_post_hook(drop_frozen)
@@ -1078,17 +1078,16 @@ class KVCache(transformers.DynamicCache):
     """
 
     def update(self, keys, values, layer_idx, *args, **kwargs):
-        layer = self.layers[layer_idx]
-        samples = not torch.is_grad_enabled()
-        if samples:
+        if not torch.is_grad_enabled():
             keys = keys.to(values.dtype)  # Autocast has cast the values.
-        # Layers of other types keep only some tokens, for instance those of a sliding window.
-        is_plain = type(layer) is transformers.cache_utils.DynamicLayer
-        if not (samples and is_plain and layer.is_initialized and keys.shape[2] == 1):
-            return super().update(keys, values, layer_idx, *args, **kwargs)
-        layer.keys = append_token(layer.keys, keys)
-        layer.values = append_token(layer.values, values)
-        return layer.keys, layer.values
+            layer = self.layers[layer_idx]
+            # Layers of other types keep only some tokens, for instance those of a sliding window.
+            is_plain = type(layer) is transformers.cache_utils.DynamicLayer
+            if is_plain and layer.is_initialized and keys.shape[2] == 1:
+                layer.keys = append_token(layer.keys, keys)
+                layer.values = append_token(layer.values, values)
+                return layer.keys, layer.values
+        return super().update(keys, values, layer_idx, *args, **kwargs)
 
 
 def append_token(old, new):
@@ -1104,7 +1103,7 @@ def append_token(old, new):
     return longer
 
 
-def run_tokens(network, tokens, mask, cache=None, **settings) -> torch.Tensor:
+def run_tokens(network, tokens, mask, cache=None, **settings) -> Tensor:
     """Run `tokens` [rows, new], which follow what is in the KV cache; mask: [rows, all].
 
     Returns the logits of a language model, or the last hidden states of a trunk, a model without
@@ -1141,28 +1140,24 @@ def run_prompts(network, prompts: list[list[int]], **settings):
     return outputs.index_select(0, rows), cache, mask.index_select(0, rows)
 
 
-def completion_hidden(model, prompts, tokens, mask) -> torch.Tensor:
-    """Hidden states before each completion token, [episodes, tokens, hidden size].
+def completion_outputs(network, shares_prompts: bool, prompts, tokens, mask) -> Tensor:
+    """What `run_tokens` gives at the position before each completion token, [episodes, tokens, ..].
 
     With shared prompts, a prompt is run once for all its completions, which go on from its KV
     cache, with gradient. Otherwise each row holds a prompt and its completion.
     """
-    trunk = model.language_model.get_decoder()
-    if not model.shares_prompts:
-        return row_hidden(trunk, prompts, tokens, mask)
-    hidden, cache, prompt_mask = run_prompts(trunk, prompts)
+    inputs = tokens[:, :-1]  # Nothing follows the last token, so it is not read.
+    row_mask = mask[:, :-1]
+    if not shares_prompts:
+        prompt_tokens, prompt_mask = pad_left(prompts, tokens.device)
+        inputs = torch.cat([prompt_tokens, inputs], dim=1)
+        row_mask = torch.cat([prompt_mask, row_mask], dim=1)
+        return run_tokens(network, inputs, row_mask)[:, -tokens.shape[1] :]
+    outputs, cache, prompt_mask = run_prompts(network, prompts)
     if tokens.shape[1] == 1:
-        return hidden
-    row_mask = torch.cat([prompt_mask, mask[:, :-1]], dim=1)
-    return torch.cat([hidden, run_tokens(trunk, tokens[:, :-1], row_mask, cache)], dim=1)
-
-
-def row_hidden(trunk, prompts, tokens, mask) -> torch.Tensor:
-    """The same, from rows of a prompt and its completion. Its last token is not read."""
-    prompt_tokens, prompt_mask = pad_left(prompts, tokens.device)
-    rows = torch.cat([prompt_tokens, tokens[:, :-1]], dim=1)
-    row_mask = torch.cat([prompt_mask, mask[:, :-1]], dim=1)
-    return run_tokens(trunk, rows, row_mask)[:, -tokens.shape[1] :]
+        return outputs
+    row_mask = torch.cat([prompt_mask, row_mask], dim=1)
+    return torch.cat([outputs, run_tokens(network, inputs, row_mask, cache)], dim=1)
 
 
 LOGITS_AT_ONCE = 2**25  # in a training pass; 128 MiB of float32
@@ -1176,7 +1171,7 @@ def in_pieces(model, function, hidden, tokens):
     tensor with a row for each token, or a tuple of them.
     """
     head = model.language_model.get_output_embeddings()
-    count = math.ceil(tokens.numel() * head.out_features / LOGITS_AT_ONCE)
+    count = ceil(tokens.numel() * head.out_features / LOGITS_AT_ONCE)
     if hasattr(head.weight, "ds_id"):
         # ZeRO-3 gathers the head at every call, so all processes must make as many calls.
         count = max(gather_object([count]))
@@ -1187,102 +1182,86 @@ def in_pieces(model, function, hidden, tokens):
     return recursively_apply(lambda rows: rows.unflatten(0, tokens.shape), results)
 
 
-def head_logits(model, hidden) -> torch.Tensor:
+def head_logits(language_model, hidden) -> Tensor:
     """Logits in float32. Some models scale or bound what their head gives; their config says so."""
-    config = model.language_model.config.get_text_config()
-    logits = model.language_model.get_output_embeddings()(hidden).float()
-    if getattr(config, "logit_scale", None) is not None:  # Cohere. MPT has None.
-        logits = logits * config.logit_scale
-    if hasattr(config, "logits_scaling"):  # Granite
-        logits = logits / config.logits_scaling
+    config = language_model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere. MPT has None.
+    scale /= getattr(config, "logits_scaling", 1.0)  # Granite
+    # Scaled before the head, which has no bias in these models: there the tensor is small.
+    logits = language_model.get_output_embeddings()(hidden * scale).float()
     bound = getattr(config, "final_logit_softcapping", None)  # Gemma
     if bound is not None:
         logits = bound * torch.tanh(logits / bound)
     return logits
 
 
-def load_model(path: str, auto_class, dtype: str, device, longest: int = 0, **changes):
-    """`from_pretrained` with all dropout off, on the device.
+def load_model(
+    flag: str, path: str, dtype: str, auto_class=transformers.AutoModelForCausalLM, **changes
+):
+    """`from_pretrained` with all dropout off, on the device. changes: of its config
 
     Every weight must be in the checkpoint, in the right shape. Otherwise it would be random.
-    longest: tokens of the longest row that the model will read; changes: of its config
     """
-    if (Path(path) / "adapter_config.json").exists():
-        raise ValueError(f"{path} holds LoRA adapters; docs/recipes.md says how to merge them")
+    name = f"{flag} {path}"
     config = transformers.AutoConfig.from_pretrained(path, **changes)
-    rates = {}
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
-            rates[name] = value
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest > (positions or math.inf):
-        needed = f"the longest prompt and --response-length need {longest}"
-        raise ValueError(f"{path} has {positions} positions; {needed}")
-    settings = dict(ignore_mismatched_sizes=True, output_loading_info=True)
-    model, info = auto_class.from_pretrained(path, config=config, dtype=dtype, **settings)
-    wrong = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
+    model, info = auto_class.from_pretrained(
+        path, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    wrong = {*info["missing_keys"], *(weight for weight, *_ in info["mismatched_keys"])}
     if wrong:
-        raise ValueError(f"{path}: weights missing or of another shape: {sorted(wrong)}")
-    model.dropout_rates = rates  # The config gets them back when the model is saved.
+        raise ValueError(f"{name}: weights missing or of another shape: {sorted(wrong)}")
     # Gradient checkpointing works only in train mode. Without dropout nothing there is random.
-    return model.to(device).train()
+    model = model.to(accelerator.device).train()
+    model.can_share_prompts = check_model(name, model)
+    return model
 
 
-def check_model(accelerator, name: str, model, function):
+def check_model(name: str, model) -> bool:
     """Refuse a model that needs more than masks and positions, or that changes its logits.
 
-    Two short rows show it. If only shared prompts are wrong, each episode gets a row of its own.
-    name: its flag and path, for messages; function: token_logprobs or token_values
+    Two short rows show it. Returns False if only shared prompts are wrong: then each episode gets a
+    row of its own.
     """
-    network = model.language_model
-    shares_prompts = model.shares_prompts
+    trunk = model.get_decoder()
+    has_logits = model.get_output_embeddings() is not None  # for each token
+    network = model if has_logits else trunk
     tokens = torch.arange(10, device=accelerator.device).view(2, 5)
     mask = tokens >= 0
     prompts = [[1, 2], [3, 4, 5, 6]]
-    logits = head_logits(model, run_tokens(network.get_decoder(), tokens, mask))
-    if not is_rounding(logits - run_tokens(network, tokens, mask), network.dtype):
-        raise ValueError(f"{name} does something to its logits, see `head_logits`")
-
-    def run_rows(rows: slice, shared: bool):
-        model.shares_prompts = shared
-        outputs = function(model, prompts[rows], tokens[rows], mask[rows])
-        if isinstance(outputs, tuple):  # A changed function may also return entropies.
-            outputs = outputs[0]
-        return outputs
-
-    alone = torch.cat([run_rows(slice(i, i + 1), shared=False) for i in (0, 1)])
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    for shared in (shares_prompts, False):
-        outputs = run_rows(slice(2), shared)
+    # The first row alone has no padding and no cache.
+    alone = completion_outputs(network, False, prompts[:1], tokens[:1], mask[:1])
+    for shares_prompts in (True, False):
+        outputs = completion_outputs(trunk, shares_prompts, prompts, tokens, mask)
+        if has_logits:
+            outputs = head_logits(model, outputs)
         try:  # Some models change their cache in place, which has no gradient.
-            torch.autograd.grad(outputs.sum(), trained[:1], allow_unused=True)
+            torch.autograd.grad(outputs.sum(), next(model.parameters()), allow_unused=True)
         except RuntimeError:
             continue
-        if is_rounding(outputs - alone, network.dtype):
-            if shared != shares_prompts:
+        if is_rounding(outputs[:1] - alone, model.dtype):
+            if not shares_prompts:
                 accelerator.print(f"{name} needs a row for each episode")
-            return
-    raise ValueError(f"{name} gives other results in padded rows")
+            return shares_prompts
+    raise ValueError(f"{name} gives other results in padded rows, or see `head_logits`")
 
 
-def is_rounding(difference: torch.Tensor, dtype: torch.dtype):
+def is_rounding(difference: Tensor, dtype: torch.dtype):
     """True if numbers that should be equal are no further apart than rounding moves them."""
     if dtype == torch.float32:
         return difference.abs().max() < 1e-3
     return difference.abs().mean() < 0.3
 
 
-def load_policy(args: Args, accelerator, tokenizer, longest: int) -> CompletionModel:
+def load_policy(args: Args, tokenizer) -> CompletionModel:
     """The model that is trained."""
     dtype = "float32" if args.lora_r is None else args.dtype
-    auto_class = transformers.AutoModelForCausalLM
-    model = load_model(args.model_path, auto_class, dtype, accelerator.device, longest)
+    model = load_model("--model-path", args.model_path, dtype)
     eos_ids = find_eos_ids(model, tokenizer, args.stop_token_id)
     model = prepare_for_training(args, model, index=1)
-    policy = CompletionModel(model, tokenizer, eos_ids, args)
-    check_model(accelerator, f"--model-path {args.model_path}", policy, token_logprobs)
-    return policy
+    return CompletionModel(model, tokenizer, eos_ids, args)
 
 
 def prepare_for_training(args: Args, model, index: int):
@@ -1291,17 +1270,18 @@ def prepare_for_training(args: Args, model, index: int):
     index: the number of the model, so that each model gets its own first adapter weights
     """
     if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable()
     if args.lora_r is None:
         return model
     peft = importlib.import_module("peft")
     torch.manual_seed(int(keyed_rng(args.seed, NEW_WEIGHTS, index).integers(2**32)))
-    alpha = args.lora_alpha or 2 * args.lora_r
-    config = peft.LoraConfig(r=args.lora_r, lora_alpha=alpha, target_modules="all-linear")
+    config = peft.LoraConfig(
+        r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, target_modules="all-linear"
+    )
     return peft.get_peft_model(model, config)
 
 
-def load_reference(args: Args, accelerator, policy: CompletionModel, longest: int):
+def load_reference(args: Args, policy: CompletionModel):
     """The frozen model of the KL, which is called like the policy. None where there is no KL.
 
     With LoRA it is the policy without its adapters, unless --ref-model-path names another model.
@@ -1316,30 +1296,23 @@ def load_reference(args: Args, accelerator, policy: CompletionModel, longest: in
 
         return policy_without_adapters
     path = args.ref_model_path or args.model_path
-    auto_class = transformers.AutoModelForCausalLM
-    model = load_model(path, auto_class, args.dtype, accelerator.device, longest)
-    theirs = policy.language_model.config.get_text_config()
-    if model.config.get_text_config().vocab_size != theirs.vocab_size:
-        raise ValueError(f"--ref-model-path {path}: its vocabulary is not the policy's")
-    reference = CompletionModel(model, policy.tokenizer, policy.eos_ids, args)
-    check_model(accelerator, f"--ref-model-path {path}", reference, token_logprobs)
-    return reference
+    model = load_model("--ref-model-path", path, args.dtype)
+    return CompletionModel(model, policy.tokenizer, policy.eos_ids, args)
 
 
 def find_eos_ids(model, tokenizer, stop_token_id: int | None) -> list[int]:
-    """Every token that ends an episode: of the model, the tokenizer, and --stop-token-id."""
-    if (stop_token_id or 0) >= model.get_input_embeddings().num_embeddings:
-        raise ValueError(f"--stop-token-id {stop_token_id}: the model has no such token")
-    eos_ids = {tokenizer.eos_token_id, stop_token_id}
-    for config in (model.config.get_text_config(), model.generation_config):
-        eos_ids |= set(np.ravel(config.eos_token_id).tolist())  # one, several, or None
-    return sorted(eos_ids - {None})
+    """Every token that ends an episode, of three sources.
+
+    They are the model's generation config, the tokenizer, and --stop-token-id.
+    """
+    eos_ids = np.ravel(model.generation_config.eos_token_id).tolist()  # one, several, or None
+    return sorted({*eos_ids, tokenizer.eos_token_id, stop_token_id} - {None})
 
 
 VALUE_HEAD = "value_head.safetensors"  # in the folder `value_model` of a run
 
 
-def add_value_model(args: Args, accelerator, policy: CompletionModel, longest: int):
+def add_value_model(args: Args, policy: CompletionModel):
     """Add the trunk and head of the value model to the module that is trained.
 
     They come from --value-model-path, else the reward model, else the policy. A new head is zero.
@@ -1353,11 +1326,8 @@ def add_value_model(args: Args, accelerator, policy: CompletionModel, longest: i
     architectures = transformers.AutoConfig.from_pretrained(path).architectures or [""]
     if architectures[0].endswith("ForSequenceClassification"):
         auto_class = transformers.AutoModelForSequenceClassification
-    model = load_model(path, auto_class, "float32", accelerator.device, longest, num_labels=1)
+    model = load_model("--value-model-path", path, "float32", auto_class, num_labels=1)
     trunk = model.base_model
-    theirs = policy.language_model.config.get_text_config()
-    if trunk.config.get_text_config().vocab_size != theirs.vocab_size:
-        raise ValueError(f"{path}: the value model's vocabulary is not the policy's")
     one = torch.ones((1, 1), dtype=torch.long, device=accelerator.device)
     with torch.no_grad():
         hidden_size = run_tokens(trunk, one, one).shape[-1]
@@ -1370,82 +1340,72 @@ def add_value_model(args: Args, accelerator, policy: CompletionModel, longest: i
     file = Path(path) / VALUE_HEAD
     if file.exists():
         policy.value_head.load_state_dict(load_file(file))
-    check_model(accelerator, f"--value-model-path {path}", policy, token_values)
 
 
 # ============================= 9  logging, samples, checkpoints =============================
 JSONL_FILES = ("metrics.jsonl", "rollouts.jsonl")
 
 
-def evaluate(args: Args, accelerator, policy, prompts: list, scorers: dict, iteration: int) -> dict:
+def evaluate(args: Args, policy, prompts: list, scorers: list, iteration: int) -> dict:
     """The mean score of the evaluation prompts, and the expected best of m of --eval-k completions.
 
     Completions without a score are left out, and counted.
     """
     k = args.eval_k
     rng = keyed_rng(args.seed, EVALUATION, iteration)
-    batch = generate(args, accelerator, policy, prompts, k, rng, args.eval_temperature)
-    scores, parts = score_episodes(accelerator, batch, scorers, f"evaluation {iteration}")
-    metrics = {"eval/scores": scores.nanmean().item()}
-    metrics["eval/num_unscored"] = int(scores.isnan().sum())
+    batch = generate(args, policy, prompts, k, rng, args.eval_temperature)
+    scores, parts = score_episodes(batch, scorers, f"evaluation {iteration}")
+    metrics = {"eval/scores": scores.nanmean(), "eval/num_unscored": scores.isnan().sum()}
     for name, part in parts.items():
-        metrics[f"eval/{name}"] = part.nanmean().item()
+        metrics[f"eval/{name}"] = part.nanmean()
     groups = scores.view(-1, k)
     groups = groups[~groups.isnan().any(1)].sort(1).values  # prompts with all scores, low to high
-    for m in [2**i for i in range(k) if 2**i < k] + [k]:
+    m = k
+    while m > 0:  # k, k / 2, k / 4, ... 1
         # Of all choices of m scores, comb(i, m - 1) have score i as the best (2107.03374, eq. 1).
-        weights = [math.comb(i, m - 1) / math.comb(k, m) for i in range(k)]
-        metrics[f"eval/best_of_{m}"] = (groups @ groups.new_tensor(weights)).mean().item()
+        weights = [comb(i, m - 1) / comb(k, m) for i in range(k)]
+        metrics[f"eval/best_of_{m}"] = (groups @ groups.new_tensor(weights)).mean()
+        m //= 2
     return metrics
 
 
-def start_logging(args: Args, accelerator, output_dir: Path, plan, state: dict) -> tqdm:
+def start_logging(args: Args, output_dir: Path, plan, state: dict) -> tqdm:
     """Write args.yaml, print the plan, start the trackers and a bar over all optimizer steps."""
     accelerator.project_configuration.logging_dir = str(output_dir)
     # tensorboard takes no None
     config = {name: value for name, value in vars(args).items() if value is not None}
-    os.environ.setdefault("WANDB_NAME", output_dir.name)
-    wandb = {"id": state["run_id"], "resume": "allow"}  # A resumed run is the same run in wandb.
-    project = os.environ.get("WANDB_PROJECT", "tally")
-    accelerator.init_trackers(project, config, init_kwargs={"wandb": wandb})
+    accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tally"), config)
     if accelerator.is_main_process:
         temporary = output_dir / "args.tmp"
         temporary.write_text(yaml.safe_dump(vars(args), sort_keys=False))
         temporary.replace(output_dir / "args.yaml")
-        print(yaml.safe_dump(vars(plan), sort_keys=False), end="", flush=True)
-    progress = {"total": plan.steps, "initial": state["step"], "unit": "step"}
-    return tqdm(**progress, disable=not accelerator.is_main_process, dynamic_ncols=True)
+        print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
+    return tqdm(total=plan.steps, initial=state["step"], disable=not accelerator.is_main_process)
 
 
-def append_jsonl(accelerator, path: Path, rows: list[dict]):
+def append_jsonl(path: Path, rows: list[dict]):
     """The main process appends one JSON object per line."""
     if accelerator.is_main_process:
         with open(path, "a", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def is_due(every: int | None, iteration: int, plan: SimpleNamespace) -> bool:
-    """True every so many iterations, and at the last one. Never for None."""
-    return every is not None and (iteration % every == 0 or iteration == plan.iterations)
-
-
-def rollout_metrics(batch: Batch, scores: torch.Tensor, parts: dict) -> dict:
+def rollout_metrics(batch: Batch, scores: Tensor, parts: dict) -> dict:
     """What the batch itself shows. Means are over its episodes or its tokens."""
     metrics = {
-        "objective/scores": scores.nanmean().item(),
-        "objective/entropy": -batch.logprobs.sum(1).mean().item(),  # an estimate, per episode
-        "policy/entropy_avg": batch.entropies[batch.mask].mean().item(),  # exact, per token
-        "val/num_eos_tokens": int(batch.ended.sum()),
-        "val/num_unscored": int(scores.isnan().sum()),
-        "response_length_mean": batch.lengths.float().mean().item(),
+        "objective/scores": scores.nanmean(),
+        "objective/entropy": -batch.logprobs.sum(1).mean(),  # an estimate, per episode
+        "policy/entropy_avg": batch.entropies[batch.mask].mean(),  # exact, per token
+        "val/num_eos_tokens": batch.ended.sum(),
+        "val/num_unscored": scores.isnan().sum(),
+        "response_length_mean": batch.lengths.float().mean(),
     }
     for name, part in parts.items():
-        metrics[name] = part.nanmean().item()
+        metrics[name] = part.nanmean()
     return metrics
 
 
-def update_metrics(outputs: LossOutputs, mask: torch.Tensor) -> dict:
+def update_metrics(outputs: LossOutputs, mask: Tensor) -> dict:
     """What one update logs, of all episodes, on all processes."""
     metrics = {
         "loss/policy_avg": outputs.losses.sum() / mask.sum(),
@@ -1455,7 +1415,7 @@ def update_metrics(outputs: LossOutputs, mask: torch.Tensor) -> dict:
     return metrics | ratio_metrics(outputs.logratio[mask], outputs.is_clipped[mask])
 
 
-def ratio_metrics(logratio: torch.Tensor, is_clipped: torch.Tensor) -> dict:
+def ratio_metrics(logratio: Tensor, is_clipped: Tensor) -> dict:
     """What an update logs of its ratios, over the units that the algorithm clips; both [units]."""
     if len(logratio) == 0:
         return {}
@@ -1477,28 +1437,26 @@ def mean_metrics(rows: list[dict]) -> dict:
     return {name: float(np.mean(column)) for name, column in values.items()}
 
 
-def write_metrics(accelerator, output_dir: Path, metrics: dict, state: dict, progress: tqdm):
+def write_metrics(output_dir: Path, metrics: dict, state: dict, progress: tqdm):
     """Hand an iteration's metrics to the trackers, metrics.jsonl and the progress bar."""
+    metrics = recursively_apply(Tensor.item, metrics)
     # The mean of no episodes is nan, and a ratio can be inf. JSON knows neither.
-    metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    metrics = {name: value for name, value in metrics.items() if isfinite(value)}
     accelerator.log(metrics, step=metrics["episode"])
-    append_jsonl(accelerator, output_dir / "metrics.jsonl", [metrics])
-    for name in ("eval/scores", "objective/scores"):
-        if name in metrics:
-            first = state["first_scores"].setdefault(name, metrics[name])
-            state["scores"][name] = f"{first:.3f} -> {metrics[name]:.3f}"
-    progress.set_postfix(state["scores"])
+    append_jsonl(output_dir / "metrics.jsonl", [metrics])
+    state["first"] = metrics | state["first"]
+    state["last"] |= metrics
+    progress.set_postfix(score=metrics.get("objective/scores"))
 
 
-def write_rollouts(
-    args: Args, accelerator, output_dir, plan, state: dict, metrics: dict, batch: Batch, tensors
-):
+def write_rollouts(args: Args, output_dir, plan, metrics: dict, batch: Batch, tensors: dict):
     """Append all episodes to rollouts.jsonl where asked, and now and then show a few of them.
 
-    The first batch of equal scores is named. tensors: [episodes] or [episodes, response], by name;
-    None is null
+    tensors: [episodes] or [episodes, response], by name; None is null
     """
-    columns = {"prompt": [prompt.text for prompt in batch.prompts]}
+    iteration = metrics["iteration"]
+    columns = {"iteration": itertools.repeat(iteration), "index": itertools.count()}
+    columns |= {"prompt": [prompt.text for prompt in batch.prompts]}
     columns |= {"completion": batch.completions, "token_ids": batch.token_ids}
     for name, tensor in tensors.items():
         if tensor is None:
@@ -1506,20 +1464,13 @@ def write_rollouts(
         elif tensor.dim() == 2:
             columns[name] = trim_rows(tensor, batch.lengths)
         else:
-            columns[name] = [None if math.isnan(entry) else entry for entry in tensor.tolist()]
-    rows = []
-    for index, entries in enumerate(zip(*columns.values())):
-        row = {"iteration": metrics["iteration"], "index": index}
-        rows.append(row | dict(zip(columns, entries)))
+            columns[name] = np.where(tensor.isnan().cpu(), None, tensor.cpu()).tolist()
+    rows = [dict(zip(columns, entries)) for entries in zip(*columns.values())]
     if args.save_rollouts:
-        append_jsonl(accelerator, output_dir / "rollouts.jsonl", rows)
-    scores = {row["score"] for row in rows} - {None}
-    if len(scores) == 1 and "equal_scores" not in state:
-        state["equal_scores"] = metrics["iteration"]
-        accelerator.print(f"all scores are {scores.pop():g}: nothing to learn from yet")
+        append_jsonl(output_dir / "rollouts.jsonl", rows)
     # This is true --num-sample-generations times in a run, at equal distances.
     wanted = args.num_sample_generations
-    if not accelerator.is_main_process or metrics["iteration"] * wanted % plan.iterations >= wanted:
+    if not accelerator.is_main_process or iteration * wanted % plan.iterations >= wanted:
         return
     names = ["prompt", "completion", "score", *(x for x in columns if x.startswith("reward/"))]
     samples = [[row[name] for name in names] for row in rows[:: args.k][:4]]  # of four groups
@@ -1530,16 +1481,13 @@ def write_rollouts(
             tracker.log_table("samples", columns=names, data=samples, step=metrics["episode"])
 
 
-def save_checkpoint(accelerator, state: dict, output_dir: Path):
+def save_checkpoint(state: dict, output_dir: Path):
     """Write weights, optimizer and state. The folder gets its name when it is whole.
 
     The newest two checkpoints are kept.
     """
     checkpoints = output_dir / "checkpoints"
     unfinished = checkpoints / "unfinished"
-    if accelerator.is_main_process:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    accelerator.wait_for_everyone()
     accelerator.save_state(str(unfinished))
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
@@ -1552,62 +1500,54 @@ def save_checkpoint(accelerator, state: dict, output_dir: Path):
         shutil.rmtree(old.rename(unfinished))
 
 
-def load_state(args: Args, accelerator, output_dir: Path, prompts: list[Prompt]) -> dict:
+def load_state(output_dir: Path) -> dict:
     """What one iteration hands to the next, besides weights and optimizer.
 
     From now on the folder is this run's. With --resume, load the newest checkpoint, and cut off
     what was written after it.
     """
+    state = {"iteration": 0, "step": 0, "first": {}, "last": {}, "jsonl_sizes": {}}
+    for file in sorted(output_dir.glob("checkpoints/iteration_*/state.json"))[-1:]:
+        accelerator.print(f"--resume from {file.parent}; remove it if it is damaged")
+        state |= json.loads(file.read_text())
+        accelerator.load_state(str(file.parent))
     if accelerator.is_main_process:
         output_dir.mkdir(parents=True, exist_ok=True)
         # It raises where another process holds the lock. A killed process gives it back.
         accelerator.lock = filelock.FileLock(output_dir / ".lock", blocking=False).acquire()
-    rows = repr([prompt.row for prompt in prompts]).encode()
-    dataset = f"{len(prompts)} prompts, SHA-256 {hashlib.sha256(rows).hexdigest()[:12]}"
-    run_id = f"{output_dir.name}-{int(time.time())}"
-    state = {"iteration": 0, "step": 0, "dataset": dataset, "run_id": run_id}
-    state |= {"first_scores": {}, "scores": {}, "jsonl_sizes": {}}
-    if not args.resume:
-        return state
-    for file in sorted(output_dir.glob("checkpoints/iteration_*/state.json"))[-1:]:
-        accelerator.print(f"--resume from {file.parent}; remove it if it is damaged", flush=True)
-        state |= json.loads(file.read_text())
-        accelerator.load_state(str(file.parent))
-        if state["dataset"] != dataset:
-            raise ValueError(f"--dataset: {dataset}, but the run had {state['dataset']}")
-    for name in JSONL_FILES:
-        file = output_dir / name
-        if accelerator.is_main_process and file.exists():
-            size = state["jsonl_sizes"].get(name, 0)
-            os.truncate(file, min(size, file.stat().st_size))
+        shutil.rmtree(output_dir / "checkpoints" / "unfinished", ignore_errors=True)
+        for file in map(output_dir.joinpath, JSONL_FILES):
+            if file.exists():
+                size = state["jsonl_sizes"].get(file.name, 0)
+                os.truncate(file, min(size, file.stat().st_size))
     return state
 
 
-def finish(accelerator, policy, output_dir: Path, plan: SimpleNamespace, state: dict):
+def finish(policy, output_dir: Path, plan: SimpleNamespace, state: dict):
     """Write policy and tokenizer, give the folder its name when it is whole, and sum the run up."""
     summary = f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs"
-    for name, change in state["scores"].items():
-        summary += f"; {name} {change}"
+    for name in ("eval/scores", "objective/scores"):
+        if name in state["last"]:
+            summary += f"; {name} {state['first'][name]:.3f} -> {state['last'][name]:.3f}"
     state_dict = accelerator.get_state_dict(policy)
+    accelerator.wait_for_everyone()  # Another process may still be reading a checkpoint.
     if accelerator.is_main_process and plan.steps > 0:
-        weights = {}
-        for name, tensor in state_dict.items():
-            if name.startswith("language_model."):
-                weights[name.removeprefix("language_model.")] = tensor
+        weights = {
+            name.removeprefix("language_model."): weight
+            for name, weight in state_dict.items()
+            if name.startswith("language_model.")
+        }
         model = accelerator.unwrap_model(policy)
         folder = output_dir / "model.tmp"
-        model.language_model.config.update(model.language_model.dropout_rates)
         model.language_model.save_pretrained(folder, state_dict=weights)
         model.tokenizer.save_pretrained(folder)
         summary += f"; model in {folder.rename(output_dir / 'model')}"
-    accelerator.print(summary, flush=True)
-    accelerator.wait_for_everyone()  # Another process may still be reading a checkpoint.
-    if accelerator.is_main_process:
         for folder in output_dir.glob("checkpoints/iteration_*"):
             shutil.rmtree(folder)
+    accelerator.print(summary)
 
 
-def save_value_model(args: Args, accelerator, policy, output_dir: Path):
+def save_value_model(args: Args, policy, output_dir: Path):
     """Write the value model to `value_model/`, for --value-model-path. With LoRA it is not written.
 
     Its adapters would be no model of their own.
@@ -1629,7 +1569,7 @@ def save_value_model(args: Args, accelerator, policy, output_dir: Path):
 
 # ===================================== 10  sharded models =====================================
 @contextlib.contextmanager
-def sampling_weights(accelerator, model):
+def sampling_weights(model):
     """Inside, sharded weights are gathered as a whole, not layer by layer for every token."""
     zero3 = getattr(getattr(model, "optimizer", None), "parameter_offload", None)  # of DeepSpeed
     if accelerator.is_fsdp2:
@@ -1652,23 +1592,6 @@ def sampling_weights(accelerator, model):
         yield
 
 
-def configure_deepspeed(accelerator, args: Args):
-    """Hand over what DeepSpeed's engine does itself: clipping, autocast, gathering for saving."""
-    if args.target_kl or args.ratio_threshold:
-        dropping = "--target-kl and --ratio-threshold drop updates, which DeepSpeed cannot do"
-        raise ValueError(f"{dropping}; use FSDP2 or DDP")
-    config = accelerator.state.deepspeed_plugin.deepspeed_config
-    # `micro_batches` does the accumulation.
-    config["train_micro_batch_size_per_gpu"] = 1
-    config["gradient_accumulation_steps"] = 1
-    config["gradient_clipping"] = 0.0 if math.isinf(args.max_grad_norm) else args.max_grad_norm
-    config["torch_autocast"] = {"enabled": args.dtype == "bfloat16", "dtype": "bfloat16"}
-    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    # Otherwise transformers would shard every model that it loads, also the reference, which has no
-    # engine to gather it.
-    transformers.integrations.unset_hf_deepspeed_config()
-
-
 # ======================================== 11  checks ========================================
 # --learning-rate of the built-in policy, of any other, and of LoRA adapters.
 RATES = {"built-in": 5e-5, "other": 3e-6, "LoRA": 1e-5}
@@ -1687,7 +1610,7 @@ MAY_BE_0 = (
     "cliprange cliprange_high cliprange_value eval_temperature missing_eos_penalty vf_coef gamma "
     "lam total_episodes"
 )
-MAY_BE = dict.fromkeys(MAY_BE_0.split(), 0) | {"max_grad_norm": math.inf}
+MAY_BE = dict.fromkeys(MAY_BE_0.split(), 0) | {"max_grad_norm": inf}
 
 
 def fill_in_defaults(args: Args):
@@ -1698,26 +1621,21 @@ def fill_in_defaults(args: Args):
     if args.eval_dataset is None and args.dataset == Args.dataset:
         args.eval_dataset = str(DEFAULT / "eval.jsonl")
     kind = "other" if args.lora_r is None else "LoRA"
-    if Path(args.model_path).resolve() == Path(Args.model_path).resolve():
+    if Path(args.model_path).resolve() == DEFAULT / "policy":
         kind = "built-in"
-    defaults = {"learning_rate": RATES[kind], "response_length": 256}
-    if kind == "built-in":
-        defaults["response_length"] = 8
-    earlier = Path(args.output_dir or "", "args.yaml")
-    if args.resume and earlier.exists():
-        defaults = yaml.safe_load(earlier.read_text())
-    for name in ("learning_rate", "response_length"):
-        if getattr(args, name) is None:
-            setattr(args, name, defaults[name])
+    if args.learning_rate is None:
+        args.learning_rate = RATES[kind]
+    if args.response_length is None:
+        args.response_length = 8 if kind == "built-in" else 256
 
 
 def check_flags(args: Args):
     """Refuse flags that are out of range, or that contradict each other. tyro shows the message."""
     for name, value in vars(args).items():
-        is_number = type(value) in (int, float)
-        if is_number and not 0 < value < math.inf and value != MAY_BE.get(name):
+        is_allowed = type(value) not in (int, float) or 0 < value < inf
+        if not is_allowed and value != MAY_BE.get(name):
             raise ValueError(f"--{name.replace('_', '-')} {value} is out of range")
-    multiple = math.lcm(args.k, args.num_mini_batches)
+    multiple = lcm(args.k, args.num_mini_batches)
     trackers = [None, *map(str, accelerate.tracking.get_available_trackers())]
     faults = {  # a message, and whether it is true
         "--gamma and --lam must be at most 1": max(args.gamma, args.lam) > 1,
@@ -1730,7 +1648,6 @@ def check_flags(args: Args):
         "--reward none needs a --reward-model-path or a --ref-model-path": (
             args.reward == "none" and not (args.reward_model_path or args.ref_model_path)
         ),
-        "--eval-reward must name a function": args.eval_reward == "none",
         "--eval-every, --eval-reward, --eval-k and --total-episodes 0 need an --eval-dataset": (
             args.eval_dataset is None
             and (args.eval_every or args.eval_reward or args.eval_k > 1 or args.total_episodes == 0)
@@ -1749,8 +1666,27 @@ def check_flags(args: Args):
             raise ValueError(message)
 
 
-def start_accelerator(args: Args) -> accelerate.Accelerator:
+def check_sizes(args: Args, prompts: list[Prompt]):
+    """Refuse a model that has too few positions, or another vocabulary than the policy."""
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    needed = longest + args.response_length - 1  # The last token is no input.
+    vocabularies = set()
+    for flag in ("model_path", "ref_model_path", "value_model_path"):
+        path = getattr(args, flag, None) or args.model_path
+        config = transformers.AutoConfig.from_pretrained(path).get_text_config()
+        positions = getattr(config, "max_position_embeddings", None) or inf
+        vocabularies.add(config.vocab_size)
+        if positions < needed or len(vocabularies) > 1:
+            raise ValueError(
+                f"--{flag.replace('_', '-')} {path} has {positions} positions, and a vocabulary of "
+                f"{config.vocab_size} tokens; the longest prompt and --response-length need {needed}"
+                " positions, and all models need the policy's vocabulary"
+            )
+
+
+def start_accelerator(args: Args):
     """Start the processes' connection, and refuse a launch in which some of them are missing."""
+    global accelerator
     accelerator = accelerate.Accelerator(
         # The scripts do accumulation and autocast themselves, whatever the launcher is set to.
         gradient_accumulation_plugin=accelerate.utils.GradientAccumulationPlugin(num_steps=1),
@@ -1763,29 +1699,45 @@ def start_accelerator(args: Args) -> accelerate.Accelerator:
     asked_for_more = {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1 + asked_for_more)):
         raise RuntimeError("fewer processes than launched; use ACCELERATE_USE_CPU=true torchrun")
-    if accelerator.distributed_type == accelerate.DistributedType.DEEPSPEED:
-        configure_deepspeed(accelerator, args)
-    return accelerator
+    if accelerator.distributed_type == "DEEPSPEED":
+        if args.target_kl or args.ratio_threshold:
+            dropping = "--target-kl and --ratio-threshold drop updates, which DeepSpeed cannot do"
+            raise ValueError(f"{dropping}; use FSDP2 or DDP")
+        # Its engine clips, casts and gathers by itself. `micro_batches` does the accumulation.
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = 1
+        config["gradient_accumulation_steps"] = 1
+        config["gradient_clipping"] = 0.0 if isinf(args.max_grad_norm) else args.max_grad_norm
+        config["torch_autocast"] = {"enabled": args.dtype == "bfloat16", "dtype": "bfloat16"}
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        # Otherwise transformers would shard every model that it loads, also the reference, which
+        # has no engine to gather it.
+        transformers.integrations.unset_hf_deepspeed_config()
 
 
-def open_output_dir(args: Args, accelerator) -> Path:
+def open_output_dir(args: Args, prompts: list[Prompt]) -> Path:
     """The folder of the run, the same on all processes. If the run is finished, stop here.
 
-    Only --resume may use a folder with a run, and only with flags that do not make it another run.
+    Only --resume may use a folder with a run, and only with flags and data that do not make it
+    another run.
     """
+    rows = repr([prompt.row for prompt in prompts]).encode()
+    # This is kept and compared as a flag is.
+    args.dataset_rows = f"{len(prompts)}, SHA-256 {hashlib.sha256(rows).hexdigest()[:12]}"
     name = f"runs/{Path(__file__).stem}__{args.seed}__{int(time.time())}__{os.getpid()}"
     # The clocks of two processes may differ.
     output_dir = Path(gather_object([args.output_dir or name])[0])
-    chosen = f"--learning-rate {args.learning_rate:g}, --response-length {args.response_length}"
-    processes = f"{accelerator.num_processes} x {accelerator.device.type}, {args.dtype}, {chosen}"
-    accelerator.print(f"{processes}; writing to {output_dir}", flush=True)
-    names = ("metrics.jsonl", "checkpoints", "model")
+    accelerator.print(
+        f"{accelerator.num_processes} x {accelerator.device.type}, {args.dtype}, --learning-rate "
+        f"{args.learning_rate:g}, --response-length {args.response_length}; writing to {output_dir}",
+        flush=True,
+    )
+    names = (*JSONL_FILES, "checkpoints", "model")
     if any((output_dir / name).exists() for name in names):
         if not args.resume:
             raise ValueError(f"--output-dir {output_dir} holds a run; --resume continues it")
         theirs = yaml.safe_load((output_dir / "args.yaml").read_text())
-        for name in theirs | vars(args):
-            its = theirs.get(name, getattr(Args, name, None))  # An older script had fewer flags.
+        for name, its in (vars(Args()) | theirs).items():  # An older script had fewer flags.
             mine = getattr(args, name, None)
             if name not in FREE_FLAGS and its != mine:
                 flag = f"--{name.replace('_', '-')}"
@@ -1797,14 +1749,13 @@ def open_output_dir(args: Args, accelerator) -> Path:
     return output_dir
 
 
-def compare_with_sampler(args: Args, logprobs, sampler_logprobs) -> dict:
+def compare_with_sampler(args: Args, logprobs, batch: Batch, episodes) -> dict:
     """How far the first training pass of an iteration is from the sampler, at most, for any token.
 
     The weights are the same, so the two differ only by rounding. A larger difference means that the
     model needs more than masks and positions. Its gradients would be wrong.
     """
-    is_token = logprobs + sampler_logprobs != 0  # Both are 0 after the end of a completion.
-    difference = (logprobs - sampler_logprobs)[is_token].abs()  # [tokens]
+    difference = (logprobs - batch.logprobs[episodes])[batch.mask[episodes]].abs()  # [tokens]
     if len(difference) == 0:
         return {}
     largest = difference.max()
@@ -1813,10 +1764,10 @@ def compare_with_sampler(args: Args, logprobs, sampler_logprobs) -> dict:
     return {"val/sampling_logprob_difference": largest}
 
 
-def refuse_missing_scores(batch: Batch, scores: torch.Tensor):
+def refuse_missing_scores(batch: Batch, scores: Tensor):
     """Stop at an episode without a score. PPO has no other episodes of its group to learn from."""
     for prompt, score in zip(batch.prompts, scores.tolist()):
-        if math.isnan(score):
+        if isnan(score):
             missing = f"a completion of {prompt.text!r} has no score: --reward gave None"
             raise ValueError(f"{missing}, and PPO needs a number for each completion")
 
