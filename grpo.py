@@ -158,7 +158,6 @@ class Args:
     updates_per_batch = property(lambda self: self.num_ppo_epochs * self.num_mini_batches)
 
     def __post_init__(self):
-        fill_in_defaults(self)
         check_flags(self)
 
 
@@ -418,10 +417,10 @@ def main(args: Args):
                 update["loss/policy_avg"] = outputs.losses.sum()
                 update["grad_norm"] = grad_norm
                 if not updates:  # no step yet: trainer and sampler must agree up to rounding
-                    update |= compare_with_sampler(args, new_logprobs, batch, to_train)
+                    update |= compare_with_sampler(args, new_logprobs, batch.logprobs[to_train])
                 if not isfinite(grad_norm):
                     raise RuntimeError(
-                        f"iteration {iteration}, step {step + 1}: the gradient norm is {grad_norm}"
+                        f"iteration {iteration}, step {step + 1}: gradient norm {grad_norm}"
                     )
                 learning_rate = optimizer.param_groups[0]["lr"]
                 optimizer.step()
@@ -619,11 +618,7 @@ class Prompt(NamedTuple):
 
 
 def load_prompts(args: Args, path: str | None, reward: str, tokenizer) -> list[Prompt]:
-    """The prompts of a .jsonl file, or of a Hub dataset NAME:SPLIT or NAME:CONFIG:SPLIT.
-
-    A row that cannot be used is named. Prompts over --max-prompt-length are dropped, and their
-    number is printed. A column that only some rows have is None in the others.
-    """
+    """The prompts of a .jsonl file, or of a Hub dataset NAME:SPLIT or NAME:CONFIG:SPLIT."""
     if path is None:
         return []
     if path.endswith(".jsonl"):
@@ -634,7 +629,7 @@ def load_prompts(args: Args, path: str | None, reward: str, tokenizer) -> list[P
             raise ValueError(f"{path}: must be a .jsonl file, or a Hub dataset as NAME:SPLIT")
         rows = importlib.import_module("datasets").load_dataset(*names, split=split)
     prompts = []
-    columns = {}
+    columns = {}  # of all rows; a column that only some rows have is None in the others
     for number, row in enumerate(rows, start=1):
         try:
             if isinstance(row, bytes):
@@ -660,13 +655,10 @@ def load_prompts(args: Args, path: str | None, reward: str, tokenizer) -> list[P
 
 
 def tokenize(tokenizer, row: dict, **settings) -> tuple[str, list[int]]:
-    """The `prompt` of a row as the model reads it, and its tokens.
-
-    A chat is rendered by the tokenizer's template, which writes the special tokens itself.
-    """
+    """The `prompt` of a row as the model reads it, and its tokens."""
     text = row["prompt"]
     is_chat = isinstance(text, list)
-    if is_chat:
+    if is_chat:  # The template writes the special tokens itself.
         settings |= row.get("chat_template_kwargs") or {}
         text = tokenizer.apply_chat_template(text, tokenize=False, **settings)
     return text, tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
@@ -702,10 +694,9 @@ def load_reward(spec: str):
 
 
 def load_scorers(args: Args, tokenizer) -> tuple[list, list]:
-    """The scorers of training and of evaluations. The scores that they give are added.
+    """The scorers of training, and of evaluations. The scores that they give are added.
 
-    A scorer is a function of a batch and a slice of its episodes. It returns lists of scores, by
-    name. --eval-reward replaces all scorers of training.
+    A scorer is a function of a batch and a slice of its episodes: it gives lists of scores by name.
     """
     scorers = [partial(call_reward, load_reward(args.reward))]
     if args.reward_model_path is not None:
@@ -718,8 +709,7 @@ def load_scorers(args: Args, tokenizer) -> tuple[list, list]:
 def score_episodes(batch: Batch, scorers: list, where: str):
     """Score the batch: every process scores a share of whole groups, and gets all.
 
-    Returns the scores [episodes] and their parts, each [episodes], by name, in float64. A part that
-    is None is nan, and an episode without parts has the score nan. where: for an error message
+    Returns the scores [episodes] and their parts, by name, in float64. What is None is nan.
     """
     groups = len(batch.prompts) // batch.k
     size = ceil(groups / accelerator.num_processes) * batch.k
@@ -731,7 +721,7 @@ def score_episodes(batch: Batch, scorers: list, where: str):
         for scorer in scorers:
             for name, values in scorer(batch, share).items():
                 parts[name] = check_scores(f"{where}: --reward {name}", values, prompts)
-    shares = [share for share in gather_object([parts]) if share]  # of processes with episodes
+    shares = list(filter(None, gather_object([parts])))  # of the processes with episodes
     names = {tuple(share) for share in shares}
     if len(names) > 1:
         raise ValueError(f"{where}: the score has parts that differ between processes: {names}")
@@ -753,10 +743,7 @@ def check_scores(source: str, values, prompts: list[Prompt]) -> Tensor:
 
 
 def call_reward(function, batch: Batch, share: slice) -> dict[str, list]:
-    """Call a reward function as TRL does: by keywords, with a list for each column of the rows.
-
-    Returns the lists of scores that are added, by name. A single list has the name "".
-    """
+    """Call a reward function as TRL does, by keywords. Returns its lists of scores, by name."""
     rows = [prompt.row for prompt in batch.prompts[share]]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     prompts = columns.pop("prompt")
@@ -772,11 +759,7 @@ def call_reward(function, batch: Batch, share: slice) -> dict[str, list]:
 
 
 def load_reward_model(args: Args, tokenizer):
-    """A classifier with one label, as a scorer.
-
-    It reads token ids, the EOS included, where it has the policy's vocabulary. Otherwise it reads
-    the text, and its own EOS is appended where the episode ended.
-    """
+    """A classifier with one label, as a scorer. It reads token ids, the EOS included."""
     path = args.reward_model_path
     its_tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     same_vocabulary = its_tokenizer.get_vocab() == tokenizer.get_vocab()
@@ -791,7 +774,7 @@ def load_reward_model(args: Args, tokenizer):
         for i in range(len(batch.prompts))[share]:
             row, _, tokens = batch.prompts[i]
             tokens = tokens + batch.token_ids[i]
-            if not same_vocabulary:
+            if not same_vocabulary:  # It reads the text, and its own EOS where the episode ended.
                 text = row["prompt"] + as_message(row["prompt"], batch.completions[i])
                 _, tokens = tokenize(its_tokenizer, row | {"prompt": text})
                 if batch.ended[i] and tokens[-1] != eos:
@@ -809,8 +792,7 @@ def load_reward_model(args: Args, tokenizer):
 
 
 # ==================== 7  random numbers, and the work of each process ====================
-# What a random number is for. All keys of one purpose must have the same length: NumPy makes the
-# same generator of (1, 2) and (1, 2, 0).
+# What a random number is for. All keys of one purpose have one length: (1, 2) would be (1, 2, 0).
 PROMPT_ORDER = 1
 SAMPLING = 2
 EVALUATION = 3
@@ -819,18 +801,12 @@ NEW_WEIGHTS = 5
 
 
 def keyed_rng(seed: int, purpose: int, *key: int) -> np.random.Generator:
-    """A random generator that depends on its key alone.
-
-    It does not depend on the process, and not on what was drawn before.
-    """
+    """A random generator that depends on its key alone, on no process and no earlier draw."""
     return np.random.default_rng([seed, purpose, *key])
 
 
 def draw_prompts(seed: int, num_prompts: int, first: int, count: int) -> list[int]:
-    """The positions first .. first + count - 1 of the endless stream of epochs.
-
-    Each epoch is a permutation of the dataset, which depends on the seed and the epoch.
-    """
+    """The rows first .. first + count - 1 of an endless stream: each epoch is a permutation."""
     last_epoch = (first + count - 1) // num_prompts
     stream = []
     for epoch in range(first // num_prompts, last_epoch + 1):
@@ -852,10 +828,7 @@ def draw_mini_batches(args: Args, iteration: int, ppo_epoch: int, num_episodes: 
 
 @torch.no_grad()
 def run_passes(one_pass, lengths, size: int):
-    """What one_pass(episodes) gives for all episodes of a batch, on every process.
-
-    Each process runs a share, in micro-batches. lengths, size: as in `micro_batches`
-    """
+    """What one_pass(episodes) gives for all episodes. lengths, size: as in `micro_batches`"""
     episodes = torch.arange(len(lengths))
     passes = []
     for micro_batch in micro_batches(episodes, lengths, size):
@@ -886,7 +859,7 @@ def gather_rows(passes: list, episodes: Tensor):
 
 
 def select_rows(tensors, rows):
-    """Some rows of a tensor, or of each tensor in a tuple or dict. What is None stays None."""
+    """Some rows of a tensor, or of each tensor in a tuple or dict. None stays None."""
     return recursively_apply(lambda tensor: tensor[rows], tensors)
 
 
@@ -910,11 +883,8 @@ def run_pass(model, function, batch: Batch, episodes: Tensor):
 
 @contextlib.contextmanager
 def exchange_gradients(policy, now: bool):
-    """In the backward pass inside, the processes add up their gradients if `now` is True.
-
-    Once for each update is enough: in its last micro-batch. There DeepSpeed also takes its step,
-    which it does where accelerate's own accumulation says so. That has no public setter.
-    """
+    """In the backward pass inside, the processes add up their gradients if `now` is True."""
+    # DeepSpeed asks for this, and also takes its step then. It has no public setter.
     accelerator.gradient_state._set_sync_gradients(now)
     with contextlib.nullcontext() if now else accelerator.no_sync(policy):
         yield
@@ -1000,13 +970,11 @@ class KVCache(transformers.DynamicCache):
 
 
 def append_token(old, new):
-    """`new` [rows, heads, 1, size] after `old` [rows, heads, tokens, size], with room for more.
-
-    The result is the beginning of a larger tensor. The next token is written into this tensor.
-    """
+    """`new` [rows, heads, 1, size] after `old` [rows, heads, tokens, size], with room for more."""
     rows, heads, count, size = old.shape
     if old.stride(1) == count * size:  # The memory is full.
         old = torch.nn.functional.pad(old, (0, 0, 0, 8 + count // 4))
+    # The beginning of a larger tensor, into which the next token is written.
     longer = old.as_strided((rows, heads, count + 1, size), old.stride())
     longer[:, :, count:] = new
     return longer
@@ -1073,11 +1041,9 @@ LOGITS_AT_ONCE = 2**25  # in a training pass; 128 MiB of float32
 
 
 def in_pieces(model, function, hidden, tokens):
-    """function(hidden, tokens), piece by piece if there are many logits.
+    """function(hidden, tokens), in pieces if there are many logits, which gradients compute again.
 
-    Each piece is computed once more in the backward pass. hidden: [episodes, tokens, hidden size];
-    tokens: [episodes, tokens]. The function gets both without the axis of episodes. It returns a
-    tensor with a row for each token, or a tuple of them.
+    It gets [piece, hidden size] and [piece], and gives a row for each token, or a tuple of such.
     """
     head = model.language_model.get_output_embeddings()
     count = ceil(tokens.numel() * head.out_features / LOGITS_AT_ONCE)
@@ -1107,20 +1073,17 @@ def head_logits(language_model, hidden) -> Tensor:
 def load_model(
     flag: str, path: str, dtype: str, auto_class=transformers.AutoModelForCausalLM, **changes
 ):
-    """`from_pretrained` with all dropout off, on the device. changes: of its config
-
-    Every weight must be in the checkpoint, in the right shape. Otherwise it would be random.
-    """
+    """`from_pretrained` with all dropout off, on the device. changes: of its config"""
     name = f"{flag} {path}"
     config = transformers.AutoConfig.from_pretrained(path, **changes)
-    for name, value in config.to_dict().items():
-        if "drop" in name and isinstance(value, float):
-            setattr(config, name, 0.0)
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)
     model, info = auto_class.from_pretrained(
         path, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
     )
     wrong = {*info["missing_keys"], *(weight for weight, *_ in info["mismatched_keys"])}
-    if wrong:
+    if wrong:  # They would be random.
         raise ValueError(f"{name}: weights missing or of another shape: {sorted(wrong)}")
     # Gradient checkpointing works only in train mode. Without dropout nothing there is random.
     model = model.to(accelerator.device).train()
@@ -1129,18 +1092,14 @@ def load_model(
 
 
 def check_model(name: str, model) -> bool:
-    """Refuse a model that needs more than masks and positions, or that changes its logits.
-
-    Two short rows show it. Returns False if only shared prompts are wrong: then each episode gets a
-    row of its own.
-    """
+    """Refuse a model that needs more than masks and positions. May its prompts be shared?"""
     trunk = model.get_decoder()
     has_logits = model.get_output_embeddings() is not None  # for each token
     network = model if has_logits else trunk
     tokens = torch.arange(10, device=accelerator.device).view(2, 5)
     mask = tokens >= 0
     prompts = [[1, 2], [3, 4, 5, 6]]
-    # The first row alone has no padding and no cache.
+    # The first of two short rows, alone: without padding and cache.
     alone = completion_outputs(network, False, prompts[:1], tokens[:1], mask[:1])
     for shares_prompts in (True, False):
         outputs = completion_outputs(trunk, shares_prompts, prompts, tokens, mask)
@@ -1174,10 +1133,7 @@ def load_policy(args: Args, tokenizer) -> CompletionModel:
 
 
 def prepare_for_training(args: Args, model, index: int):
-    """Turn on gradient checkpointing and add LoRA adapters, where the flags ask for them.
-
-    index: the number of the model, so that each model gets its own first adapter weights
-    """
+    """Add gradient checkpointing and LoRA, as flags say. index: of the model, for new weights"""
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     if args.lora_r is None:
@@ -1210,10 +1166,7 @@ def load_reference(args: Args, policy: CompletionModel):
 
 
 def find_eos_ids(model, tokenizer, stop_token_id: int | None) -> list[int]:
-    """Every token that ends an episode, of three sources.
-
-    They are the model's generation config, the tokenizer, and --stop-token-id.
-    """
+    """What ends an episode: tokens of the generation config and tokenizer, and --stop-token-id."""
     eos_ids = np.ravel(model.generation_config.eos_token_id).tolist()  # one, several, or None
     return sorted({*eos_ids, tokenizer.eos_token_id, stop_token_id} - {None})
 
@@ -1223,10 +1176,7 @@ JSONL_FILES = ("metrics.jsonl", "rollouts.jsonl")
 
 
 def evaluate(args: Args, policy, prompts: list, scorers: list, iteration: int) -> dict:
-    """The mean score of the evaluation prompts, and the expected best of m of --eval-k completions.
-
-    Completions without a score are left out, and counted.
-    """
+    """The mean score of held-out prompts, and the expected best of m of --eval-k completions."""
     k = args.eval_k
     rng = keyed_rng(args.seed, EVALUATION, iteration)
     batch = generate(args, policy, prompts, k, rng, args.eval_temperature)
@@ -1236,12 +1186,10 @@ def evaluate(args: Args, policy, prompts: list, scorers: list, iteration: int) -
         metrics[f"eval/{name}"] = part.nanmean()
     groups = scores.view(-1, k)
     groups = groups[~groups.isnan().any(1)].sort(1).values  # prompts with all scores, low to high
-    m = k
-    while m > 0:  # k, k / 2, k / 4, ... 1
+    for m in [2**i for i in range(k) if 2**i < k] + [k]:
         # Of all choices of m scores, comb(i, m - 1) have score i as the best (2107.03374, eq. 1).
         weights = [comb(i, m - 1) / comb(k, m) for i in range(k)]
         metrics[f"eval/best_of_{m}"] = (groups @ groups.new_tensor(weights)).mean()
-        m //= 2
     return metrics
 
 
@@ -1360,10 +1308,7 @@ def write_rollouts(args: Args, output_dir, plan, metrics: dict, batch: Batch, te
 
 
 def save_checkpoint(state: dict, output_dir: Path):
-    """Write weights, optimizer and state. The folder gets its name when it is whole.
-
-    The newest two checkpoints are kept.
-    """
+    """Write weights, optimizer and state. The folder gets its name when it is whole."""
     checkpoints = output_dir / "checkpoints"
     unfinished = checkpoints / "unfinished"
     accelerator.save_state(str(unfinished))
@@ -1374,16 +1319,12 @@ def save_checkpoint(state: dict, output_dir: Path):
     state["jsonl_sizes"] = {file.name: file.stat().st_size for file in files if file.exists()}
     (unfinished / "state.json").write_text(json.dumps(state))
     unfinished.rename(checkpoints / f"iteration_{state['iteration']:08d}")
-    for old in sorted(checkpoints.glob("iteration_*"))[:-2]:
+    for old in sorted(checkpoints.glob("iteration_*"))[:-2]:  # The newest two are kept.
         shutil.rmtree(old.rename(unfinished))
 
 
 def load_state(output_dir: Path) -> dict:
-    """What one iteration hands to the next, besides weights and optimizer.
-
-    From now on the folder is this run's. With --resume, load the newest checkpoint, and cut off
-    what was written after it.
-    """
+    """What one iteration hands to the next. A resumed run has it from its newest checkpoint."""
     state = {"iteration": 0, "step": 0, "first": {}, "last": {}, "jsonl_sizes": {}}
     for file in sorted(output_dir.glob("checkpoints/iteration_*/state.json"))[-1:]:
         accelerator.print(f"--resume from {file.parent}; remove it if it is damaged")
@@ -1391,11 +1332,11 @@ def load_state(output_dir: Path) -> dict:
         accelerator.load_state(str(file.parent))
     if accelerator.is_main_process:
         output_dir.mkdir(parents=True, exist_ok=True)
-        # It raises where another process holds the lock. A killed process gives it back.
+        # This raises where another process holds the lock. A killed process gives it back.
         accelerator.lock = filelock.FileLock(output_dir / ".lock", blocking=False).acquire()
         shutil.rmtree(output_dir / "checkpoints" / "unfinished", ignore_errors=True)
         for file in map(output_dir.joinpath, JSONL_FILES):
-            if file.exists():
+            if file.exists():  # What was written after the checkpoint is cut off.
                 size = state["jsonl_sizes"].get(file.name, 0)
                 os.truncate(file, min(size, file.stat().st_size))
     return state
@@ -1461,8 +1402,7 @@ FREE_FLAGS = (
     "num_sample_generations save_rollouts"
 ).split()
 
-# Numbers outside of 0 < number < inf that a flag may be. The same text in all scripts, so it also
-# lists flags that only another script has.
+# Numbers outside of 0 < number < inf that a flag of any of the three scripts may be.
 MAY_BE_0 = (
     "seed warmup_steps num_sample_generations stop_token_id learning_rate weight_decay kl_coef "
     "cliprange cliprange_high cliprange_value eval_temperature missing_eos_penalty vf_coef gamma "
@@ -1471,27 +1411,22 @@ MAY_BE_0 = (
 MAY_BE = dict.fromkeys(MAY_BE_0.split(), 0) | {"max_grad_norm": inf}
 
 
-def fill_in_defaults(args: Args):
-    """Set the flags whose default depends on the launcher or on another flag."""
+def check_flags(args: Args):
+    """Fill in defaults. Refuse flags that are out of range or contradict each other."""
     if args.dtype is None:
         launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
         args.dtype = "bfloat16" if launcher == "bf16" else "float32"
     if args.eval_dataset is None and args.dataset == Args.dataset:
         args.eval_dataset = str(DEFAULT / "eval.jsonl")
     kind = "other" if args.lora_r is None else "LoRA"
-    if Path(args.model_path).resolve() == DEFAULT / "policy":
+    if Path(args.model_path).resolve() == Path(Args.model_path).resolve():
         kind = "built-in"
     if args.learning_rate is None:
         args.learning_rate = RATES[kind]
     if args.response_length is None:
         args.response_length = 8 if kind == "built-in" else 256
-
-
-def check_flags(args: Args):
-    """Refuse flags that are out of range, or that contradict each other. tyro shows the message."""
     for name, value in vars(args).items():
-        is_allowed = type(value) not in (int, float) or 0 < value < inf
-        if not is_allowed and value != MAY_BE.get(name):
+        if type(value) in (int, float) and not 0 < value < inf and value != MAY_BE.get(name):
             raise ValueError(f"--{name.replace('_', '-')} {value} is out of range")
     multiple = lcm(args.k, args.num_mini_batches)
     trackers = [None, *map(str, accelerate.tracking.get_available_trackers())]
@@ -1503,9 +1438,7 @@ def check_flags(args: Args):
             and args.dtype == "bfloat16"
             and args.updates_per_batch > 1
         ),
-        f"--batch-size: groups and mini-batches need a multiple of {multiple}": (
-            args.batch_size % multiple != 0
-        ),
+        f"--batch-size: whole groups need a multiple of {multiple}": args.batch_size % multiple,
         "--reward none needs a --reward-model-path or a --ref-model-path": (
             args.reward == "none" and not (args.reward_model_path or args.ref_model_path)
         ),
@@ -1513,9 +1446,7 @@ def check_flags(args: Args):
             args.eval_dataset is None
             and (args.eval_every or args.eval_reward or args.eval_k > 1 or args.total_episodes == 0)
         ),
-        "--eval-k needs an --eval-temperature above 0": (
-            args.eval_k > 1 and args.eval_temperature == 0
-        ),
+        "--eval-k needs an --eval-temperature": args.eval_k > 1 and args.eval_temperature == 0,
         "--warmup-steps needs --lr-scheduler-type constant_with_warmup": (
             args.warmup_steps > 0 and args.lr_scheduler_type == "constant"
         ),
@@ -1529,8 +1460,8 @@ def check_flags(args: Args):
 
 def check_sizes(args: Args, prompts: list[Prompt]):
     """Refuse a model that has too few positions, or another vocabulary than the policy."""
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    needed = longest + args.response_length - 1  # The last token is no input.
+    needed = max(len(prompt.token_ids) for prompt in prompts)
+    needed += args.response_length - 1  # The last token is no input.
     vocabularies = set()
     for flag in ("model_path", "ref_model_path", "value_model_path"):
         path = getattr(args, flag, None) or args.model_path
@@ -1539,9 +1470,8 @@ def check_sizes(args: Args, prompts: list[Prompt]):
         vocabularies.add(config.vocab_size)
         if positions < needed or len(vocabularies) > 1:
             raise ValueError(
-                f"--{flag.replace('_', '-')} {path} has {positions} positions, and a vocabulary of "
-                f"{config.vocab_size} tokens; the longest prompt and --response-length need {needed}"
-                " positions, and all models need the policy's vocabulary"
+                f"--{flag.replace('_', '-')} {path} has {positions} positions; the longest prompt"
+                f" and --response-length need {needed}; or its vocabulary is not the policy's"
             )
 
 
@@ -1576,8 +1506,7 @@ def start_accelerator(args: Args):
 def open_output_dir(args: Args, prompts: list[Prompt]) -> Path:
     """The folder of the run, the same on all processes. If the run is finished, stop here.
 
-    Only --resume may use a folder with a run, and only with flags and data that do not make it
-    another run.
+    Only --resume may use a folder that holds a run, and no flag or row may make it another run.
     """
     rows = repr([prompt.row for prompt in prompts]).encode()
     # This is kept and compared as a flag is.
@@ -1585,11 +1514,9 @@ def open_output_dir(args: Args, prompts: list[Prompt]) -> Path:
     name = f"runs/{Path(__file__).stem}__{args.seed}__{int(time.time())}__{os.getpid()}"
     # The clocks of two processes may differ.
     output_dir = Path(gather_object([args.output_dir or name])[0])
-    accelerator.print(
-        f"{accelerator.num_processes} x {accelerator.device.type}, {args.dtype}, --learning-rate "
-        f"{args.learning_rate:g}, --response-length {args.response_length}; writing to {output_dir}",
-        flush=True,
-    )
+    chosen = f"--learning-rate {args.learning_rate:g}, --response-length {args.response_length}"
+    processes = f"{accelerator.num_processes} x {accelerator.device.type}, {args.dtype}, {chosen}"
+    accelerator.print(f"{processes}; writing to {output_dir}", flush=True)
     names = (*JSONL_FILES, "checkpoints", "model")
     if any((output_dir / name).exists() for name in names):
         if not args.resume:
@@ -1607,13 +1534,13 @@ def open_output_dir(args: Args, prompts: list[Prompt]) -> Path:
     return output_dir
 
 
-def compare_with_sampler(args: Args, logprobs, batch: Batch, episodes) -> dict:
+def compare_with_sampler(args: Args, logprobs, sampler_logprobs) -> dict:
     """How far the first training pass of an iteration is from the sampler, at most, for any token.
 
-    The weights are the same, so the two differ only by rounding. A larger difference means that the
-    model needs more than masks and positions. Its gradients would be wrong.
+    The weights are the same. Where more than rounding differs, the gradients would be wrong.
     """
-    difference = (logprobs - batch.logprobs[episodes])[batch.mask[episodes]].abs()  # [tokens]
+    is_token = logprobs + sampler_logprobs != 0  # Both are 0 after the end of a completion.
+    difference = (logprobs - sampler_logprobs)[is_token].abs()  # [tokens]
     if len(difference) == 0:
         return {}
     largest = difference.max()

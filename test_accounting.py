@@ -313,8 +313,8 @@ def test_processes_share_every_episode_once(script):
         episodes, lengths = torch.randperm(count) + 100, torch.randint(1, 30, (count + 100,))
         sizes_of_processes, times_counted = [], Counter()
         for rank in range(world_size):
-            process = SimpleNamespace(num_processes=world_size, process_index=rank, device="cpu")
-            share = script.micro_batches(process, episodes, lengths, size)
+            script.accelerator = SimpleNamespace(num_processes=world_size, process_index=rank, device="cpu")
+            share = script.micro_batches(episodes, lengths, size)
             assert [micro_batch.is_last for micro_batch in share] == [False] * (len(share) - 1) + [True]
             sizes = [len(micro_batch.episodes) for micro_batch in share]
             assert max(sizes) <= size and max(sizes) - min(sizes) <= 1

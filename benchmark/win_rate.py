@@ -62,6 +62,7 @@ def complete(language_model, tokenizer, prompts: list[list[int]], uniforms, temp
     uniforms: [prompts, length], the random numbers; at_once: how many are sampled together
     """
     eos_ids = rloo.find_eos_ids(language_model, tokenizer, None)
+    language_model.can_share_prompts = True
     model = rloo.CompletionModel(language_model, tokenizer, eos_ids, rloo.Args())
     token_ids, ended = [], []
     for i in range(0, len(prompts), at_once):
@@ -75,11 +76,11 @@ def complete(language_model, tokenizer, prompts: list[list[int]], uniforms, temp
 def sample(args: Args, path: str, index: int, k: int = 1) -> tuple[list[str], float, list[int]]:
     """k completions of every prompt, the share that ended, and their lengths in tokens. index: of the random numbers"""
     tokenizer = AutoTokenizer.from_pretrained(path)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rloo.start_accelerator(rloo.Args())
     if (Path(path) / "adapter_config.json").exists():  # with the base model that the adapters name
-        language_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
+        language_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(rloo.accelerator.device)
     else:
-        language_model = rloo.load_model(path, AutoModelForCausalLM, "float32", device)
+        language_model = rloo.load_model("--model-path", path, "float32")
     prompts = [prompt.token_ids for prompt in load_prompts(args, tokenizer) for _ in range(k)]
     uniforms = rloo.keyed_rng(args.seed, rloo.EVALUATION, index).random((len(prompts), args.response_length))
     token_ids, ended = complete(language_model, tokenizer, prompts, uniforms, args.temperature, args.batch_size)
@@ -126,7 +127,7 @@ def interval(win_rate: float, count: int) -> tuple[float, float]:
 def main(args: Args) -> tuple[float, float, float]:
     """Sample, judge, print and write -> the win rate and its interval."""
     rloo.transformers.utils.logging.disable_progress_bar()
-    judge = exact_match if args.judge == "exact_match" else rloo.load_reward("--judge", args.judge)
+    judge = exact_match if args.judge == "exact_match" else rloo.load_reward(args.judge)
     prompts = load_prompts(args, AutoTokenizer.from_pretrained(args.model))
     rows = [prompt.row for prompt in prompts]
     column = args.baseline.removeprefix("column:") if args.baseline.startswith("column:") else None

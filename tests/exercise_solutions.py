@@ -22,6 +22,7 @@ def pick_tokens(log_p, uniforms):
 
 
 def completion_logprobs(model, prompts, prompt_mask, completions, lengths, temperature):
+    model.can_share_prompts = True
     policy = rloo.CompletionModel(model, None, [0], rloo.Args(temperature=temperature))
     token_lists = [row[mask > 0].tolist() for row, mask in zip(prompts, prompt_mask)]
     mask = torch.arange(completions.shape[1]) < lengths[:, None]

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 def completion_model(script, model, eos_ids, shares_prompts=True, temperature=1.0, dtype="float32"):
     """A CompletionModel as a script makes it, around a language model. `script.run_inside` runs functions in it."""
     args = SimpleNamespace(k=2, gradient_checkpointing=not shares_prompts, dtype=dtype, temperature=temperature)
+    model.can_share_prompts = True  # what `load_model` finds out
     made = script.CompletionModel(model, None, eos_ids, args)
     assert made.shares_prompts == shares_prompts
     return made

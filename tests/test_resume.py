@@ -94,11 +94,11 @@ def is_named(*names):
     return lambda path, *_: Path(path).name in names
 
 
-def is_metrics(accelerator, path, rows):
+def is_metrics(path, rows):
     return path.name == "metrics.jsonl"
 
 
-def half_a_line(accelerator, path, rows):
+def half_a_line(path, rows):
     write_half(path, json.dumps(rows[0]))
 
 
@@ -314,7 +314,7 @@ def test_another_run_is_refused(script, run, stopped_after, world, tmp_path, fla
     text = dataset.read_text()
     for other, count in ((text + text, 14), (text.replace('"answer": "1"', '"answer": "2"'), 7)):
         dataset.write_text(other)
-        is_refused(f"--dataset: {count} prompts, SHA-256 .*, but the run had 7 prompts, SHA-256 ")
+        is_refused(f"--dataset-rows {count}, SHA-256 .*: the run in {stopped} has 7, SHA-256 ")
     dataset.write_text(text)
     run(script, output_dir=str(stopped), resume=True, **flags)
     assert result_of(stopped) == expected
@@ -354,13 +354,13 @@ def test_a_full_disk_leaves_the_checkpoint_before(script, run, monkeypatch, tmp_
     from them."""
     output_dir, save_checkpoint, limit = tmp_path / "full", script.save_checkpoint, resource.RLIMIT_FSIZE
 
-    def save_without_room(accelerator, state, *args):
+    def save_without_room(state, *args):
         soft, hard = resource.getrlimit(limit)
         if state["iteration"] == 3:  # Python ignores the signal, so to write more raises an error.
             room = (output_dir / "checkpoints" / "iteration_00000002" / name).stat().st_size - 1
             resource.setrlimit(limit, (room, hard))
         try:
-            save_checkpoint(accelerator, state, *args)
+            save_checkpoint(state, *args)
         finally:
             resource.setrlimit(limit, (soft, hard))
 

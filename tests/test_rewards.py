@@ -174,10 +174,10 @@ def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
     )
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     with fresh_imports():
-        mine = script.load_reward("--reward", f"{tmp_path / 'tally_mine.py'}:score")
+        mine = script.load_reward(f"{tmp_path / 'tally_mine.py'}:score")
         assert mine() == [7, 1 / 3] and pickle.loads(pickle.dumps(mine)) is mine  # as a pool of processes needs it
         monkeypatch.syspath_prepend(tmp_path / "pack")
-        assert script.load_reward("--reward", "inner:score")() == [1.0]
+        assert script.load_reward("inner:score")() == [1.0]
         for spec, error, message in (
             (f"{tmp_path / 'tally_mine.py'}:no_such", AttributeError, "no_such"),
             (f"{tmp_path / 'no_such_file.py'}:score", FileNotFoundError, "no_such_file.py"),
@@ -185,8 +185,8 @@ def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
             (f"{tmp_path / 'json.py'}:score", AttributeError, "module 'json' has no attribute 'score'"),
         ):
             with pytest.raises(error, match=message):
-                script.load_reward("--eval-reward", spec)
-    assert script.load_reward("--reward", "exact_match") is script.exact_match
+                script.load_reward(spec)
+    assert script.load_reward("exact_match") is script.exact_match
 
 
 def test_order_of_a_score(script, run, world):

@@ -39,7 +39,7 @@ DIFFERENT = {
     "LossOutputs": "its fields are what the loss of the algorithm returns",
     "update_metrics": "each loss has its own denominator and its own clips",
     "check_flags": "each script checks the flags that only it has",
-    "configure_deepspeed": "PPO can drop updates, which DeepSpeed cannot",
+    "start_accelerator": "PPO can drop updates, which DeepSpeed cannot",
     "Args.k": "the flag has the name from each paper; in PPO a group is one episode",
     "Args.kl_coef": "in GRPO the KL is in the loss, and it is off by default",
     "Args.whiten_advantages": "PPO whitens by default, and also subtracts the mean, which is not 0 there",
@@ -147,9 +147,9 @@ def test_most_lines_of_two_scripts_are_the_same(pair):
 
 
 LIMITS = {  # The lecture is what stands above the banner MACHINERY.
-    "rloo": dict(lecture_lines=555, lecture_tokens=3_500, tokens=11_130, main=140, function=60),
-    "grpo": dict(lecture_lines=610, lecture_tokens=3_900, tokens=11_630, main=140, function=60),
-    "ppo": dict(lecture_lines=640, lecture_tokens=4_050, tokens=12_740, main=165, function=60),
+    "rloo": dict(lines=1_505, tokens=10_250, lecture_lines=565, lecture_tokens=3_500, main=140, function=60),
+    "grpo": dict(lines=1_560, tokens=10_700, lecture_lines=620, lecture_tokens=3_900, main=140, function=60),
+    "ppo": dict(lines=1_735, tokens=11_900, lecture_lines=670, lecture_tokens=4_200, main=165, function=60),
 }
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT}
 
@@ -164,6 +164,7 @@ def measure(source):
     token_lines = [line for line in token_lines if not any(line in docstring for docstring in docstrings)]
     lengths = {node.name: node.end_lineno - node.lineno + 1 for node in nodes if isinstance(node, ast.FunctionDef)}
     return dict(
+        lines=len(lines),
         lecture_lines=banner - 1,
         lecture_tokens=sum(line < banner for line in token_lines),
         tokens=len(token_lines),
@@ -316,7 +317,6 @@ def test_what_a_run_writes(script, run, world, capsys):
     assert distance(weights_of(world.llama), weights_of(output_dir / "model")) > 1e-4
     assert transformers.AutoTokenizer.from_pretrained(output_dir / "model").get_vocab() == make_tokenizer().get_vocab()
     assert all(row["time/rollout_s"] > 0 and row["time/train_s"] > 0 and row["eps"] > 0 for row in metrics)
-    assert "nothing to learn from yet" not in printed
     closing = printed.strip().splitlines()[-1]
     assert f"{metrics[-1]['episode']} episodes, {metrics[-1]['step']} steps, 2 epochs; objective/scores " in closing
     assert str(output_dir / "model") in closing
@@ -361,11 +361,11 @@ def test_trackers_get_every_metric(script, run, world, monkeypatch):
 @one_text
 @pytest.mark.slow
 def test_wandb_offline(script, world, tmp_path):
-    """--log-with wandb without network keeps flags, metrics and tables of samples. A resumed run continues the same run
-    of wandb."""
+    """--log-with wandb without network keeps flags, metrics and tables of samples. With wandb's own variables a resumed
+    run continues the same run of wandb."""
     flags = base_flags(world) | dict(log_with="wandb", output_dir=tmp_path / "out", batch_size=6, save_every=1)
     flags |= dict(total_episodes=18, num_sample_generations=3)
-    wandb = dict(WANDB_MODE="offline", WANDB_NAME="my first sums")
+    wandb = dict(WANDB_MODE="offline", WANDB_NAME="my first sums", WANDB_RUN_ID="sums1", WANDB_RESUME="allow")
     launch_twice(lambda flags: launch(script, 1, tmp_path, flags, **wandb), tmp_path, flags)
     first, second = sorted(tmp_path.glob("**/wandb/offline-run-*/*.wandb"))
     assert first.name == second.name  # the id of the run

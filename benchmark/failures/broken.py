@@ -22,9 +22,9 @@ def temperature(script: ModuleType):
     """The script samples at temperature 2. Its loss still computes probabilities at --temperature, which is 1."""
     generate = script.generate
 
-    def broken(args, accelerator, policy, drawn, k, rng, temperature):
+    def broken(args, policy, drawn, k, rng, temperature):
         other = 2.0 if temperature > 0 else 0.0  # An evaluation takes the most likely tokens, as before.
-        return generate(args, accelerator, policy, drawn, k, rng, other)
+        return generate(args, policy, drawn, k, rng, other)
 
     script.generate = broken
 
@@ -33,9 +33,9 @@ def eos_masked(script: ModuleType):
     """The EOS is taken for padding and masked. It is sampled and scored, but it has no gradient."""
     generate = script.generate
 
-    def broken(args, accelerator, policy, drawn, k, rng, temperature):
-        batch = generate(args, accelerator, policy, drawn, k, rng, temperature)
-        batch.mask &= batch.tokens != accelerator.unwrap_model(policy).tokenizer.eos_token_id
+    def broken(args, policy, drawn, k, rng, temperature):
+        batch = generate(args, policy, drawn, k, rng, temperature)
+        batch.mask &= batch.tokens != script.accelerator.unwrap_model(policy).tokenizer.eos_token_id
         return batch
 
     script.generate = broken
@@ -48,8 +48,8 @@ def interleaved(script: ModuleType):
     """
     generate = script.generate
 
-    def broken(args, accelerator, policy, drawn, k, rng, temperature):
-        return generate(args, accelerator, policy, drawn * k, 1, rng, temperature)  # one completion of each
+    def broken(args, policy, drawn, k, rng, temperature):
+        return generate(args, policy, drawn * k, 1, rng, temperature)  # one completion of each
 
     script.generate = broken
 

@@ -76,10 +76,10 @@ def worker(script: str, flags: list[str]):
         rates.append(engine.get_lr()[0])
         return take_step(engine, *args)
 
-    def keep_checkpoints(accelerator, policy, output_dir, *more):  # which a finished run removes
-        if accelerator.is_main_process:
+    def keep_checkpoints(policy, output_dir, *more):  # which a finished run removes
+        if module.accelerator.is_main_process:
             shutil.copytree(output_dir / "checkpoints", output_dir / "kept")
-        finish(accelerator, policy, output_dir, *more)
+        finish(policy, output_dir, *more)
 
     finish, module.finish = module.finish, keep_checkpoints
     DeepSpeedEngine._take_model_step = noted_step

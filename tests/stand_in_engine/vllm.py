@@ -54,6 +54,7 @@ class LLM:
         self.max_model_len = others["max_model_len"]
         self.script = sys._getframe(1).f_globals  # of the caller
         language_model = transformers.AutoModelForCausalLM.from_pretrained(given["model"], dtype=given["dtype"])
+        language_model.can_share_prompts = True
         self.model = self.script["CompletionModel"](language_model, None, [], self.script["Args"]())
         self.record_uniforms()
         self.has_prompts = self.is_stale = self.is_shut_down = False
