@@ -23,7 +23,6 @@ from conftest import (
     make_tokenizer,
     one_text,
     only,
-    save_classifier,
     save_model,
     write_jsonl,
 )
