@@ -264,7 +264,7 @@ def clipped_policy_loss(logratio, advantages, low: float, high: float):
 
 
 # ======================================== 4  training ========================================
-# `start_accelerator` sets this. It says which process this is, and connects all of them.
+# Says which process this is, and connects it with the others. `start_accelerator` sets it.
 accelerator: accelerate.Accelerator
 
 
@@ -285,7 +285,7 @@ def main(args: Args):
     policy = load_policy(args, tokenizer)
     reference = load_reference(args, policy)  # None: there is no KL
 
-    size = args.per_device_train_batch_size
+    size = args.per_device_train_batch_size  # of a micro-batch, in episodes
     plan = batch_arithmetic(args, len(prompts), accelerator.num_processes)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -1059,7 +1059,7 @@ def check_model(name: str, model) -> bool:
             if not shares_prompts:
                 accelerator.print(f"{name} needs a row for each episode")
             return shares_prompts
-    raise ValueError(f"{name} gives other results in padded rows, or see `head_logits`")
+    raise ValueError(f"{name} gives other results in padded rows, or needs another `head_logits`")
 
 
 def is_rounding(difference: Tensor, dtype: torch.dtype):

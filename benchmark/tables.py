@@ -187,8 +187,7 @@ It is fast | beside TRL 1.16 on a CPU: {", ".join(times)} its episodes per secon
 
 # ============================================= docs/recipes.md ==============================================
 REFUSED = {  # a part of the message, and what it means
-    "padded rows": "refused: padding changes what they compute",
-    "head_logits": "refused: the head does more than the scripts know",
+    "padded rows": "refused: padding changes the results, or the head does more than the scripts know",
     "give log-probabilities": "refused before the first update: sampling and training disagree",
 }
 
