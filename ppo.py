@@ -1437,7 +1437,7 @@ def save_checkpoint(state: dict, output_dir: Path):
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
         return
-    files = [output_dir / name for name in JSONL_FILES]
+    files = map(output_dir.joinpath, JSONL_FILES)
     state["jsonl_sizes"] = {file.name: file.stat().st_size for file in files if file.exists()}
     (unfinished / "state.json").write_text(json.dumps(state))
     unfinished.rename(checkpoints / f"iteration_{state['iteration']:08d}")
@@ -1599,18 +1599,18 @@ def check_flags(args: Args):
 
 def check_sizes(args: Args, prompts: list[Prompt]):
     """Refuse a model that has too few positions, or another vocabulary than the policy."""
-    needed = max(len(prompt.token_ids) for prompt in prompts)
-    needed += args.response_length - 1  # The last token is no input.
-    vocabularies = set()
+    # The last token is no input.
+    needed = max(len(prompt.token_ids) for prompt in prompts) + args.response_length - 1
+    sizes = set()  # of vocabularies
     for flag in ("model_path", "ref_model_path", "value_model_path"):
         path = getattr(args, flag, None) or args.model_path
         config = transformers.AutoConfig.from_pretrained(path).get_text_config()
         positions = getattr(config, "max_position_embeddings", None) or inf
-        vocabularies.add(config.vocab_size)
-        if positions < needed or len(vocabularies) > 1:
+        sizes.add(config.vocab_size)
+        if positions < needed or len(sizes) > 1 or (args.stop_token_id or 0) >= config.vocab_size:
             raise ValueError(
-                f"--{flag.replace('_', '-')} {path} has {positions} positions; the longest prompt"
-                f" and --response-length need {needed}; or its vocabulary is not the policy's"
+                f"--{flag.replace('_', '-')} {path} has {positions} positions, the longest prompt "
+                f"with its response needs {needed}; or it lacks the policy's tokens or stop token"
             )
 
 
@@ -1658,7 +1658,7 @@ def open_output_dir(args: Args, prompts: list[Prompt]) -> Path:
     output_dir = Path(gather_object([args.output_dir or name])[0])
     chosen = f"--learning-rate {args.learning_rate:g}, --response-length {args.response_length}"
     processes = f"{accelerator.num_processes} x {accelerator.device.type}, {args.dtype}, {chosen}"
-    accelerator.print(f"{processes}; writing to {output_dir}", flush=True)
+    accelerator.print(f"{processes}; writing to {output_dir}")
     names = (*JSONL_FILES, "checkpoints", "model")
     if any((output_dir / name).exists() for name in names):
         if not args.resume:
