@@ -56,6 +56,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import time
@@ -570,7 +571,7 @@ def load_prompts(args: Args, path: str | None, reward: str, tokenizer) -> list[P
     if path.endswith(".jsonl"):
         rows = Path(path).read_bytes().rstrip().splitlines()
     else:
-        *names, split = path.split(":")
+        *names, split = re.split(r":(?![^\[]*\])", path)  # at colons that are not in brackets
         if not names:
             raise ValueError(f"{path}: must be a .jsonl file, or a Hub dataset as NAME:SPLIT")
         rows = importlib.import_module("datasets").load_dataset(*names, split=split)

@@ -132,13 +132,14 @@ def test_a_line_may_hold_what_other_programs_take_for_its_end(script, tmp_path):
 
 @one_text
 def test_names_of_hub_datasets(script, monkeypatch):
-    """NAME:SPLIT, or NAME:CONFIG:SPLIT."""
+    """NAME:SPLIT, or NAME:CONFIG:SPLIT. Colons in brackets belong to the split."""
 
     def load_dataset(*names, split):
         raise LookupError(" ".join([*names, split]))
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    names = {"sums:test": "test", "sums:main:train": "main train"}
+    names = {"sums:test": "test", "sums:train[2:5]": "train[2:5]"}
+    names |= {"sums:main:train": "main train", "sums:main:train[:5]+test[5:]": "main train[:5]+test[5:]"}
     for name, words in names.items():
         with pytest.raises(LookupError, match=re.escape(f"sums {words}")):
             script.load_prompts(make_args(script), name, "exact_match", make_tokenizer())

@@ -44,7 +44,7 @@ def kill_at(module, phase: str, call: int):
     """Let call number `call` of the function that stands for a phase end this process."""
     calls = itertools.count(1)
 
-    def write_half(_, path, rows):
+    def write_half(path, rows):
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(rows[0])[:40])
 
@@ -59,7 +59,7 @@ def kill_at(module, phase: str, call: int):
         # The tensors of a checkpoint are written, but it is not whole yet.
         "written": (Path, "rename", lambda path, _: path.name == "unfinished", None),
         "removing": (module.shutil, "rmtree", lambda path: path.exists(), remove_half),
-        "metrics": (module, "append_jsonl", lambda _, path, __: path.name == "metrics.jsonl", write_half),
+        "metrics": (module, "append_jsonl", lambda path, _: path.name == "metrics.jsonl", write_half),
         # A checkpoint is loaded, but no iteration is made.
         "loading": (module, "draw_prompts", lambda *_: True, None),
         "model": (Path, "rename", lambda path, _: path.name == "model.tmp", None),
