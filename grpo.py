@@ -231,7 +231,7 @@ class LossOutputs(NamedTuple):
 
     losses: Tensor  # [episodes]
     logratio: Tensor  # log of the ratios, [episodes] or [episodes, ratios of an episode]
-    is_clipped: Tensor  # shape of logratio, True where the clipped term is the larger one
+    is_clipped: Tensor  # shape of logratio, True where the clip acts
 
 
 def grpo_advantages(rewards, k: int, scale_rewards: str):
@@ -258,7 +258,7 @@ def grpo_advantages(rewards, k: int, scale_rewards: str):
 
 
 def token_weights(args: Args, lengths, included):
-    """What the losses of an episode's tokens are multiplied by: 1 / denominator, by --loss-type.
+    """For each episode, the factor of the losses of its tokens: 1 / denominator, by --loss-type.
 
     The denominator is that of the whole mini-batch, on all processes. Episodes that are not
     included have weight 0, and the denominator does not count them.
@@ -320,7 +320,7 @@ def clipped_policy_loss(logratio, advantages, low: float, high: float):
 
 
 # ======================================== 4  training ========================================
-# Says which process this is, and connects it with the others. `start_accelerator` sets it.
+# It knows which process this is, and connects all of them. `start_accelerator` assigns it.
 accelerator: accelerate.Accelerator
 
 
@@ -407,7 +407,7 @@ def main(args: Args):
                         outputs = grpo_loss(args, logprobs, select_rows(loss_inputs, episodes))
                         # The weights divide by the size of the whole mini-batch. So neither
                         # micro-batches nor processes change the gradient.
-                        losses = outputs.losses  # Divide a second loss by len(mini_batch).
+                        losses = outputs.losses  # Add a second loss here, / len(mini_batch).
                         loss = (losses * micro_batch.is_real).sum()
                         # DDP takes the mean of the processes' gradients. We need their sum.
                         accelerator.backward(loss * accelerator.num_processes)
@@ -462,8 +462,8 @@ def main(args: Args):
 
 
 # ======================================== 5  the model =======================================
-# run_inside(model, f, ..) calls f(model, ..), run_pass makes one pass of some episodes in this way,
-# and run_passes makes all passes of a batch, shared by the processes, without gradient.
+# run_inside(model, f, ..) is f(model, ..), called by the model's forward. run_pass does it for some
+# episodes of a batch. run_passes does it for all, shared by the processes, without gradient.
 def generate(args: Args, policy, drawn, k: int, rng, temperature: float) -> Batch:
     """Sample k completions of every prompt. Each process samples a share, and then gets them all.
 
@@ -487,8 +487,8 @@ def generate(args: Args, policy, drawn, k: int, rng, temperature: float) -> Batc
         samples = run_passes(one_pass, prompt_lengths, size)
     lengths = samples["lengths"]
     token_ids = trim_rows(samples["tokens"], lengths)
-    # Micro-batches are sorted by pass_lengths, which are equal within a group. So a group stays
-    # together, and a micro-batch runs its prompt once.
+    # Micro-batches are sorted by pass_lengths, which are equal within a group. So its episodes stay
+    # neighbours, and a micro-batch that holds them runs their prompt once.
     longest = lengths.cpu().view(-1, k).amax(1).repeat_interleave(k)
     return Batch(
         k=k,

@@ -22,7 +22,8 @@ loss is the mean over the tokens of -A_t * grad log p_new(y_t).
 
 The words: an iteration samples one batch of episodes and trains on it. A mini-batch holds the
 episodes of one optimizer step, on all processes together. A micro-batch holds the episodes of one
-forward and backward pass on one process. A PPO epoch is one pass over the batch.
+forward and backward pass on one process. A PPO epoch is one pass over the batch. Every episode
+needs a score.
 
 How to run it:
     python ppo.py                         # trains the small built-in policy on two-digit sums
@@ -138,7 +139,7 @@ class Args:
     """x, |x|, x^2 / 2 or exp(-x) - 1 + x, where x is logprob - ref_logprob of a token"""
     adaptive_kl: bool = False  # change kl_coef to bring the KL near --kl-target (1909.08593, 2.2)
     kl_target: float = 6.0  # KL of an episode, in nats, at which --adaptive-kl aims
-    kl_horizon: int = 10000  # in so many episodes kl_coef grows by 22 % at most
+    kl_horizon: int = 10000  # episodes in which kl_coef grows by at most 22 %
     gamma: float = 1.0  # discount of rewards, per token
     lam: float = 0.95
     """lambda of generalized advantage estimation (GAE, arXiv 1506.02438, eq. 16): 1 uses all later
@@ -317,7 +318,7 @@ def clipped_policy_loss(logratio, advantages, low: float, high: float):
 
 
 # ======================================== 4  training ========================================
-# Says which process this is, and connects it with the others. `start_accelerator` sets it.
+# It knows which process this is, and connects all of them. `start_accelerator` assigns it.
 accelerator: accelerate.Accelerator
 
 
@@ -419,7 +420,7 @@ def main(args: Args):
                 for micro_batch in micro_batches(mini_batch, batch.pass_lengths, size):
                     with exchange_gradients(policy, now=micro_batch.is_last):
                         episodes = micro_batch.episodes
-                        # DDP needs both in one forward.
+                        # DDP allows one forward pass for each backward pass, so it gives both.
                         logprobs, new_values = run_pass(policy, compute_both, batch, episodes)
                         inputs = select_rows(loss_inputs, episodes)
                         outputs = ppo_loss(args, logprobs, new_values, inputs)
@@ -430,7 +431,7 @@ def main(args: Args):
                         # DDP takes the mean of the processes' gradients. We need their sum.
                         accelerator.backward(loss * accelerator.num_processes)
                     passes.append((micro_batch, (logprobs, outputs)))
-                new_logprobs, outputs = gather_rows(passes, mini_batch)  # all of them
+                new_logprobs, outputs = gather_rows(passes, mini_batch)  # all processes
                 update = update_metrics(outputs, batch.mask[mini_batch])
                 if not updates:  # no step yet: trainer and sampler must agree up to rounding
                     update |= compare_with_sampler(args, new_logprobs, batch.logprobs[mini_batch])
@@ -484,8 +485,8 @@ def main(args: Args):
 
 
 # ======================================== 5  the model =======================================
-# run_inside(model, f, ..) calls f(model, ..), run_pass makes one pass of some episodes in this way,
-# and run_passes makes all passes of a batch, shared by the processes, without gradient.
+# run_inside(model, f, ..) is f(model, ..), called by the model's forward. run_pass does it for some
+# episodes of a batch. run_passes does it for all, shared by the processes, without gradient.
 def generate(args: Args, policy, drawn, k: int, rng, temperature: float) -> Batch:
     """Sample k completions of every prompt. Each process samples a share, and then gets them all.
 
@@ -509,8 +510,8 @@ def generate(args: Args, policy, drawn, k: int, rng, temperature: float) -> Batc
         samples = run_passes(one_pass, prompt_lengths, size)
     lengths = samples["lengths"]
     token_ids = trim_rows(samples["tokens"], lengths)
-    # Micro-batches are sorted by pass_lengths, which are equal within a group. So a group stays
-    # together, and a micro-batch runs its prompt once.
+    # Micro-batches are sorted by pass_lengths, which are equal within a group. So its episodes stay
+    # neighbours, and a micro-batch that holds them runs their prompt once.
     longest = lengths.cpu().view(-1, k).amax(1).repeat_interleave(k)
     return Batch(
         k=k,
