@@ -36,8 +36,8 @@ Then comes the machinery, sections 6 to 11. You can skip it on a first reading.
     a length penalty               main, stage 4b          subtract it from `scores`
     the baseline                   `grpo_advantages`       return others; `state` remembers
     the loss                       `grpo_loss`             return other losses
-    an entropy bonus               `token_logprobs`        return entropies; train on `mini_batch`
-    a second loss                  main, stage 4d          add it to `losses`; train on `mini_batch`
+    an entropy bonus               `token_logprobs`        see benchmark/variants/entropy_bonus.patch
+    a second loss                  main, stage 4d          add to `losses`; `to_train = mini_batch`
     a number that must survive     `state` in main         state["name"] = number; it is saved, too
     an inference engine            `generate`              see there
     which tokens end a completion  `find_eos_ids`          --stop-token-id adds one
@@ -91,7 +91,7 @@ Schedule = Literal[
 @dataclass
 class Args:
     # run
-    seed: int = 1  # every random number depends only on this and on its purpose
+    seed: int = 1  # every random number depends only on this, its purpose and the iteration
     output_dir: str | None = None  # None: runs/<script>__<seed>__<unix time>__<process id>
     resume: bool = False  # continue from the newest checkpoint in --output-dir, if there is one
     save_every: int | None = 100  # iterations between checkpoints; None: no checkpoints
@@ -139,7 +139,7 @@ class Args:
     cispo: as dapo, but the clipped ratio is a constant factor of log p (2506.13585, eq. 4)"""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """sequence: one ratio for a completion (GSPO, 2507.18071, eq. 7); use a --cliprange of 3e-4"""
-    mask_truncated_completions: bool = False  # leave out completions without EOS (DAPO, 3.4)
+    mask_truncated_completions: bool = False  # no loss for completions without EOS (DAPO, 3.4)
     cliprange: float = 0.2  # clips the ratio to 1 - this .. 1 + this (arXiv 1707.06347, eq. 7)
     missing_eos_penalty: float = 0.0
     """subtracted from the score of a completion without EOS (arXiv 2403.17031, detail 23)"""
@@ -159,7 +159,7 @@ class Args:
     updates_per_batch = property(lambda self: self.num_ppo_epochs * self.num_mini_batches)
 
     def __post_init__(self):
-        check_flags(self)
+        check_flags(self)  # It also fills in what depends on the model or the launcher.
 
 
 # ===================================== 2  the arithmetic =====================================

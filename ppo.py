@@ -39,7 +39,7 @@ Then comes the machinery, sections 6 to 11. You can skip it on a first reading.
     a length penalty               main, stage 4b          subtract it from `scores`
     the advantages                 `gae`                   return other advantages
     the loss                       `ppo_loss`              return other losses
-    an entropy bonus               `token_logprobs`        return entropies, too
+    an entropy bonus               `token_logprobs`        see benchmark/variants/entropy_bonus.patch
     a second loss                  main, stage 4d          add it to `losses`
     a number that must survive     `state` in main         state["name"] = number; it is saved, too
     an inference engine            `generate`              see there
@@ -96,7 +96,7 @@ Schedule = Literal[
 @dataclass
 class Args:
     # run
-    seed: int = 1  # every random number depends only on this and on its purpose
+    seed: int = 1  # every random number depends only on this, its purpose and the iteration
     output_dir: str | None = None  # None: runs/<script>__<seed>__<unix time>__<process id>
     resume: bool = False  # continue from the newest checkpoint in --output-dir, if there is one
     save_every: int | None = 100  # iterations between checkpoints; None: no checkpoints
@@ -176,7 +176,7 @@ class Args:
     updates_per_batch = property(lambda self: self.num_ppo_epochs * self.num_mini_batches)
 
     def __post_init__(self):
-        check_flags(self)
+        check_flags(self)  # It also fills in what depends on the model or the launcher.
 
 
 # ===================================== 2  the arithmetic =====================================
