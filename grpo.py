@@ -36,7 +36,7 @@ Then comes the machinery, sections 6 to 11. You can skip it on a first reading.
     a length penalty               main, stage 4b          subtract it from `scores`
     the baseline                   `grpo_advantages`       return others; `state` remembers
     the loss                       `grpo_loss`             return other losses
-    an entropy bonus               `token_logprobs`        see benchmark/variants/entropy_bonus.patch
+    an entropy bonus               `token_logprobs`        benchmark/variants/entropy_bonus.patch
     a second loss                  main, stage 4d          add to `losses`; `to_train = mini_batch`
     a number that must survive     `state` in main         state["name"] = number; it is saved, too
     an inference engine            `generate`              see there
