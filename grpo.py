@@ -1471,8 +1471,9 @@ def check_sizes(args: Args, prompts: list[Prompt]):
         sizes.add(config.vocab_size)
         if positions < needed or len(sizes) > 1 or (args.stop_token_id or 0) >= config.vocab_size:
             raise ValueError(
-                f"--{flag.replace('_', '-')} {path} has {positions} positions, the longest prompt "
-                f"with its response needs {needed}; or it lacks the policy's tokens or stop token"
+                f"--{flag.replace('_', '-')} {path} must have {needed} positions, for the longest"
+                f" prompt with its response (it has {positions}), the policy's vocabulary, and the"
+                " --stop-token-id"
             )
 
 

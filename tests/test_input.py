@@ -165,14 +165,14 @@ def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, worl
     """The longest prompt and its response, without the last token, must fit into each model that computes them.
     Evaluation prompts count, too. A run that just fits is not refused."""
     room = 65 - max(map(len, make_prompts(7)))
-    refuses(script, "with its response needs 65", response_length=room + 1, error=ValueError)
+    refuses(script, "must have 65 positions", response_length=room + 1, error=ValueError)
     run(script, response_length=room, total_episodes=3, batch_size=3)
-    refuses(script, "stop token", stop_token_id=99)
+    refuses(script, "--stop-token-id", stop_token_id=99)
     longer = write_jsonl(tmp_path / "longer.jsonl", make_rows(["1" * (65 - room), "1" * (66 - room)]))
-    refuses(script, "with its response needs 65", response_length=room, eval_dataset=longer, error=ValueError)
+    refuses(script, "must have 65 positions", response_length=room, eval_dataset=longer, error=ValueError)
     short = save_model(tmp_path / "short", max_position_embeddings=63)
     for flag in ("ref_model_path", "value_model_path")[: 1 + (script.__name__ == "ppo")]:
-        refuses(script, f"{short} has 63 positions", response_length=room, **{flag: short})
+        refuses(script, rf"{short} must have .* \(it has 63\)", response_length=room, **{flag: short})
 
 
 @only("rloo", "ppo")
@@ -241,7 +241,7 @@ def test_models_that_are_not_there(script, refuses, world, tmp_path):
     if script.__name__ == "ppo":
         refuses(script, "no/such/model", value_model_path="no/such/model")
         other = save_model(tmp_path / "other", vocab_size=50)
-        refuses(script, other, "the policy's tokens", value_model_path=other, error=ValueError)
+        refuses(script, other, "the policy's vocabulary", value_model_path=other, error=ValueError)
 
 
 @one_text
