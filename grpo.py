@@ -1257,11 +1257,10 @@ def ratio_metrics(logratio: Tensor, is_clipped: Tensor) -> dict:
 
 def mean_metrics(rows: list[dict]) -> dict:
     """The mean of each metric over the rows that have it."""
-    values = {}
-    for row in rows:
-        for name, value in row.items():
-            values.setdefault(name, []).append(float(value))
-    return {name: float(np.mean(column)) for name, column in values.items()}
+    means = {}
+    for name in dict.fromkeys(itertools.chain(*rows)):
+        means[name] = float(np.mean([float(row[name]) for row in rows if name in row]))
+    return means
 
 
 def write_metrics(output_dir: Path, metrics: dict, state: dict, progress: tqdm):
@@ -1350,7 +1349,6 @@ def finish(policy, output_dir: Path, plan: SimpleNamespace, state: dict):
         if name in state["last"]:
             summary += f"; {name} {state['first'][name]:.3f} -> {state['last'][name]:.3f}"
     state_dict = accelerator.get_state_dict(policy)
-    accelerator.wait_for_everyone()  # Another process may still be reading a checkpoint.
     if accelerator.is_main_process and plan.steps > 0:
         weights = {
             name.removeprefix("language_model."): weight
@@ -1362,9 +1360,10 @@ def finish(policy, output_dir: Path, plan: SimpleNamespace, state: dict):
         model.language_model.save_pretrained(folder, state_dict=weights)
         model.tokenizer.save_pretrained(folder)
         summary += f"; model in {folder.rename(output_dir / 'model')}"
-        for folder in output_dir.glob("checkpoints/iteration_*"):
-            shutil.rmtree(folder)
     accelerator.print(summary)
+    accelerator.wait_for_everyone()  # Another process may still be reading a checkpoint.
+    for folder in output_dir.glob("checkpoints/iteration_*"):
+        shutil.rmtree(folder, ignore_errors=True)  # The processes do this together.
 
 
 # ===================================== 10  sharded models =====================================
