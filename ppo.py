@@ -41,7 +41,7 @@ Then comes the machinery, sections 6 to 11. You can skip it on a first reading.
     the loss                       `ppo_loss`              return other losses
     an entropy bonus               `token_logprobs`        benchmark/variants/entropy_bonus.patch
     a second loss                  main, stage 4d          add it to `losses`
-    a number that must survive     `state` in main         state["name"] = number; it is saved, too
+    a number that must survive     `state` in main         state["name"] = plain number; it is saved
     an inference engine            `generate`              see there
     which tokens end a completion  `find_eos_ids`          --stop-token-id adds one
 

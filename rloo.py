@@ -34,11 +34,11 @@ Then comes the machinery, sections 6 to 11. You can skip it on a first reading.
     what you look for              where it is             how to change it
     the reward                     main, stage 4b          --reward FILE.py:FUNCTION
     a length penalty               main, stage 4b          subtract it from `scores`
-    the baseline                   `rloo_advantages`       return others; `state` remembers
+    the baseline                   main, stage 4c          `state` remembers; a nan reward gives 0
     the loss                       `rloo_loss`             return other losses
     an entropy bonus               `token_logprobs`        benchmark/variants/entropy_bonus.patch
     a second loss                  main, stage 4d          add to `losses`; `to_train = mini_batch`
-    a number that must survive     `state` in main         state["name"] = number; it is saved, too
+    a number that must survive     `state` in main         state["name"] = plain number; it is saved
     an inference engine            `generate`              see there
     which tokens end a completion  `find_eos_ids`          --stop-token-id adds one
 
