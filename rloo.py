@@ -256,7 +256,7 @@ def clipped_policy_loss(logratio, advantages, low: float, high: float):
     Returns the losses, and True where the clipped term is larger: above 1 + high for a positive
     advantage, below 1 - low for a negative one. There the gradient is 0. Shapes: as logratio.
     """
-    # exp(88) is inf. With a positive advantage the ratio is clipped, and the gradient 0 * inf would
+    # exp(89) is inf. With a positive advantage the ratio is clipped, and the gradient 0 * inf would
     # be nan, so it is clamped. With a negative one inf stays, and stops the run in stage 4d.
     ratio = torch.where(advantages < 0, logratio, logratio.clamp(max=80)).exp()
     unclipped = -advantages * ratio
