@@ -778,7 +778,7 @@ def load_reward_model(args: Args, tokenizer):
             if not same_vocabulary:  # It reads the text, and its own EOS where the episode ended.
                 text = row["prompt"] + as_message(row["prompt"], batch.completions[i])
                 _, tokens = tokenize(its_tokenizer, row | {"prompt": text})
-                if batch.ended[i] and tokens[-1] != eos:
+                if batch.ended[i] and eos not in (None, tokens[-1]):
                     tokens = tokens + [eos]
             rows.append(tokens)
         scores = []

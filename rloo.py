@@ -328,7 +328,7 @@ def main(args: Args):
         rewards = scores
         if reference is not None:
             kl = (batch.logprobs - ref_logprobs).sum(1)  # [episodes], in nats
-            # In float32, so that rounding of the KL alone makes no advantage.
+            # In float32: beside scores that are not near 0, rounding of the KL is lost.
             rewards = (scores - args.kl_coef * kl).float()
         advantages = rloo_advantages(rewards, args.k)  # [episodes]
         if args.whiten_advantages:  # Only divide: here their mean is 0. That of others may not be.
@@ -724,7 +724,7 @@ def load_reward_model(args: Args, tokenizer):
             if not same_vocabulary:  # It reads the text, and its own EOS where the episode ended.
                 text = row["prompt"] + as_message(row["prompt"], batch.completions[i])
                 _, tokens = tokenize(its_tokenizer, row | {"prompt": text})
-                if batch.ended[i] and tokens[-1] != eos:
+                if batch.ended[i] and eos not in (None, tokens[-1]):
                     tokens = tokens + [eos]
             rows.append(tokens)
         scores = []

@@ -240,18 +240,19 @@ def test_reward_model_reads_the_episode_with_its_eos(script, run, world, tmp_pat
     assert summed.metrics[0]["reward/reward_model"] == pytest.approx(np.mean([row["score"] for row in rows]), abs=1e-5)
 
 
-@pytest.mark.parametrize("ends_with_eos", [False, True])
+@pytest.mark.parametrize("ends_with_eos", [False, True, None])
 @one_text
 def test_reward_model_of_another_vocabulary_reads_the_text(script, run, world, tmp_path, ends_with_eos):
     """It reads the text in its own tokens. Its own EOS is appended where the episode has ended.
 
     The policy's template turns chat messages into its prompt. The reward model uses its own template, which may end
-    with its EOS."""
+    with its EOS. None: its tokenizer has no EOS."""
     vocab = {token: i for i, token in enumerate(["<eos>", "<pad>", *reversed(VOCAB[2:])])}
     backend = Tokenizer(WordLevel(vocab))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"<eos>|[\s\S]"), "isolated")
-    reader = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
-    reader.chat_template = CHAT_TEMPLATE.replace("'='", "'+'") + "<eos>" * ends_with_eos
+    eos = None if ends_with_eos is None else "<eos>"
+    reader = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token=eos)
+    reader.chat_template = CHAT_TEMPLATE.replace("'='", "'+'") + "<eos>" * bool(ends_with_eos)
     path, model = save_classifier(tmp_path / "rm", tokenizer=reader)
     rows = [{"prompt": "1+1="}]
     rows += [{"prompt": user(text), "chat_template_kwargs": {"mark": "9"}} for text in ("22", "3")]
@@ -264,7 +265,7 @@ def test_reward_model_of_another_vocabulary_reads_the_text(script, run, world, t
         is_chat, has_ended = row["prompt"].endswith("-"), row["token_ids"][-1] == EOS
         text = row["prompt"].replace("=-", "+") + row["completion"] + "9" * is_chat
         token_ids = [vocab[character] for character in text]
-        token_ids += [vocab["<eos>"]] if has_ended or (is_chat and ends_with_eos) else []
+        token_ids += [vocab["<eos>"]] if eos and has_ended or (is_chat and ends_with_eos) else []
         assert row["score"] == pytest.approx(plain_score(model, token_ids), abs=1e-5)
 
 
