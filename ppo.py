@@ -46,7 +46,7 @@ Then comes the machinery, sections 7 to 12. You can skip it on a first reading.
                                                            `token_logprobs`, which trains
     a number that must survive     `state` in main         state["name"] = plain number; it is saved
     an inference engine            `generate`              see there
-    which tokens end a completion  `find_eos_ids`          --stop-token-id adds one
+    what ends a completion         `find_eos_ids`          --stop-token-id, --stop-string
 
 How it differs: rloo.py and grpo.py have no value model. They sample several completions of every
 prompt, and compare their scores.
@@ -103,6 +103,9 @@ class Args:
     output_dir: str | None = None  # None: runs/<script>__<seed>__<unix time>__<process id>
     resume: bool = False  # continue from the newest checkpoint in --output-dir, if there is one
     save_every: int | None = 100  # iterations between checkpoints; None: no checkpoints
+    keep_checkpoints: int | None = None
+    """this many stay, also after the end, each with a `model/` for --model-path; None: the newest
+    two, until the run is finished"""
     plan: int | None = None  # print every count for this many processes and exit; loads no model
     dtype: Literal["float32", "bfloat16"] | None = None  # of forward passes; None: accelerate's
     # model and data
@@ -136,6 +139,9 @@ class Args:
     response_length: int | None = None  # token limit of a completion; None: 256, built-in policy 8
     temperature: float = 1.0  # divides the logits, in sampling and in every log-probability
     stop_token_id: int | None = None  # this token ends a completion as an EOS does
+    stop_string: str | None = (
+        None  # text that ends a completion as an EOS does; a newline is $'\\n'
+    )
     # algorithm
     kl_coef: float = 0.01  # weight of the KL in the reward; 0: no KL and no reference model
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
@@ -162,7 +168,7 @@ class Args:
     score_clip: float | None = None  # clip scores to -this .. this, as the last step
     cliprange: float = 0.2  # clips the ratio to 1 - this .. 1 + this (arXiv 1707.06347, eq. 7)
     missing_eos_penalty: float = 0.0
-    """subtracted from the score of a completion without EOS (arXiv 2403.17031, detail 23)"""
+    """subtracted from the score of a completion that has not ended (arXiv 2403.17031, detail 23)"""
     # optimizer
     lr_scheduler_type: Schedule = "linear"  # over all optimizer steps, as in transformers
     learning_rate: float | None = None  # of AdamW; None: 3e-6, LoRA 1e-5, built-in policy 5e-5
@@ -172,7 +178,7 @@ class Args:
     # logging
     log_with: str | None = None  # a tracker beside metrics.jsonl: wandb, tensorboard, ...
     num_sample_generations: int = 10  # number of times in a run that samples are shown
-    save_rollouts: bool = False  # write every episode to rollouts.jsonl
+    save_rollouts: bool = False  # write every episode to rollouts.jsonl or eval_rollouts.jsonl
 
     # k and updates_per_batch are no flags, but follow from flags. All scripts have both names.
     k = property(lambda self: 1)  # Groups are of one episode.
@@ -233,8 +239,8 @@ def draw_prompts(seed: int, num_prompts: int, first: int, count: int) -> list[in
     last_epoch = (first + count - 1) // num_prompts
     stream = []
     for epoch in range(first // num_prompts, last_epoch + 1):
-        stream += keyed_rng(seed, PROMPT_ORDER, epoch).permutation(num_prompts).tolist()
-    return stream[first % num_prompts :][:count]
+        stream.append(keyed_rng(seed, PROMPT_ORDER, epoch).permutation(num_prompts))
+    return np.concatenate(stream)[first % num_prompts :][:count].tolist()
 
 
 def draw_mini_batches(args: Args, iteration: int, ppo_epoch: int, num_episodes: int) -> tuple:
@@ -266,7 +272,7 @@ class Batch:
     token_ids: list[list[int]]  # [episodes], tokens of each completion; its EOS is one of them
     tokens: Tensor  # [episodes, response], the same as a tensor
     mask: Tensor  # [episodes, response], True for the tokens that are in the loss
-    ended: Tensor  # [episodes], True where the completion has an EOS or the stop token
+    ended: Tensor  # [episodes], False where the completion was cut off at --response-length
     logprobs: Tensor  # [episodes, response], of each token, by the policy that sampled it
     entropies: Tensor  # [episodes, response], exact entropy of each token's distribution
     pass_lengths: Tensor  # [episodes], prompt and longest completion of the group, in tokens
@@ -374,7 +380,7 @@ def main(args: Args):
     progress = open_output_dir(args, output_dir, plan, state)
     if eval_prompts and state["iteration"] == 0:
         metrics = {"iteration": 0, "step": 0, "episode": 0, "epoch": 0.0}
-        metrics |= evaluate(args, policy, eval_prompts, eval_scorers, iteration=0)
+        metrics |= evaluate(args, policy, eval_prompts, eval_scorers, output_dir, iteration=0)
         write_metrics(output_dir, metrics, progress)
 
     for iteration in range(state["iteration"] + 1, plan.iterations + 1):
@@ -491,7 +497,7 @@ def main(args: Args):
 
         # ---- 5f  evaluate and save
         if eval_prompts and (is_last or iteration % (args.eval_every or plan.iterations) == 0):
-            metrics |= evaluate(args, policy, eval_prompts, eval_scorers, iteration)
+            metrics |= evaluate(args, policy, eval_prompts, eval_scorers, output_dir, iteration)
         write_metrics(output_dir, metrics, progress)
         columns = {"score": scores} | parts | {"logprobs": batch.logprobs}
         columns |= {"advantage": advantages, "ref_logprobs": ref_logprobs}
@@ -499,11 +505,11 @@ def main(args: Args):
         write_rollouts(args, output_dir, plan, metrics, batch, columns)
         state |= {"iteration": iteration, "step": step}
         if args.save_every and (is_last or iteration % args.save_every == 0):
-            save_checkpoint(state, output_dir)
+            save_checkpoint(args, policy, state, output_dir)
 
     progress.close()
     save_value_model(args, policy, output_dir)
-    finish(policy, output_dir, plan)
+    finish(args, policy, output_dir, plan)
     # The end of the process group can hang while a model exists, so the model is freed first.
     policy, optimizer = accelerator.free_memory(policy, optimizer)
     accelerator.end_training()
@@ -581,6 +587,8 @@ def sample(model, prompts, uniforms, temperature: float) -> dict:
         # Where p is 0, log_p may be -inf, and 0 * -inf would be nan. Below -104, p is always 0.
         entropies[active, t] = -p.mul_(log_p.clamp_(min=-104)).sum(-1)  # overwrites p and log_p
         has_ended = torch.isin(picked, eos_ids)
+        if model.ends_with_stop_string is not None:
+            has_ended |= model.ends_with_stop_string(tokens[active, : t + 1], None)
         ended[active] = has_ended
         goes_on = (~has_ended).nonzero().squeeze(1)  # rows of the completions that have not ended
         if t + 1 == uniforms.shape[1] or len(goes_on) == 0:
@@ -624,18 +632,18 @@ def token_logprobs(model, prompts, tokens):
         log_p = torch.log_softmax(logits, dim=-1)
         return log_p.gather(-1, tokens.clamp(min=0)[:, None]).squeeze(1)
 
-    # All logits at once would be the largest tensor of a run. They are made in pieces, which the
-    # backward pass computes again.
+    # All logits at once would be the largest tensor of a run. Where they are many, they are made in
+    # pieces, which the backward pass computes again.
     head = model.language_model.get_output_embeddings()
     pieces = ceil(tokens.numel() * head.out_features / LOGITS_AT_ONCE)
     if hasattr(head.weight, "ds_id"):
         # ZeRO-3 gathers the head at every call, so all processes must make as many calls.
         pieces = max(gather_object([pieces]))
-    hidden = hidden.flatten(0, 1).tensor_split(pieces)
-    logprobs = []
-    for piece in zip(hidden, tokens.flatten().tensor_split(pieces)):
-        logprobs.append(checkpoint(logprobs_of, *piece, use_reentrant=False))
-    return torch.cat(logprobs).view_as(tokens).masked_fill(tokens < 0, 0.0)
+    if pieces > 1:
+        logprobs_of = partial(checkpoint, logprobs_of, use_reentrant=False)
+    inputs = hidden.flatten(0, 1).tensor_split(pieces), tokens.flatten().tensor_split(pieces)
+    logprobs = torch.cat(list(map(logprobs_of, *inputs)))
+    return logprobs.view_as(tokens).masked_fill(tokens < 0, 0.0)
 
 
 def token_values(model, prompts, tokens):
@@ -686,7 +694,8 @@ def micro_batches(episodes, lengths, size: int) -> list[MicroBatch]:
 
 # ==================================== 7  data and rewards ====================================
 class Prompt(NamedTuple):
-    row: dict  # the row of the dataset, with all its columns
+    number: int  # of its row in the dataset, from 0
+    row: dict  # with all columns of the dataset
     text: str  # the prompt as the model reads it; a chat is rendered by its template
     token_ids: list[int]
 
@@ -719,7 +728,7 @@ def load_prompts(args: Args, path: str | None, reward: str, tokenizer) -> list[P
             raise ValueError(f"{path}:{number}: {error}") from error
         columns |= dict.fromkeys(row)
         if len(token_ids) <= (args.max_prompt_length or inf):
-            prompts.append(Prompt(row, text, token_ids))
+            prompts.append(Prompt(number - 1, row, text, token_ids))
     if not prompts:
         raise ValueError(f"{path}: has no rows, or none within --max-prompt-length")
     dropped = len(rows) - len(prompts)
@@ -846,8 +855,8 @@ def load_reward_model(args: Args, tokenizer):
     def reward_model(batch: Batch, share: slice) -> dict[str, list]:
         rows = []
         for i in range(len(batch.prompts))[share]:
-            row, _, tokens = batch.prompts[i]
-            tokens = tokens + batch.token_ids[i]
+            row = batch.prompts[i].row
+            tokens = batch.prompts[i].token_ids + batch.token_ids[i]
             if not same_vocabulary:  # It reads the text, and its own EOS where the episode ended.
                 text = row["prompt"] + as_message(row["prompt"], batch.completions[i])
                 _, tokens = tokenize(its_tokenizer, row | {"prompt": text})
@@ -1004,6 +1013,7 @@ class CompletionModel(torch.nn.Module):
         self.language_model = language_model
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
+        self.ends_with_stop_string = find_stop_string(tokenizer, args.stop_string)
         self.temperature = args.temperature  # of the passes that compute log-probabilities
         # With gradient checkpointing there is no KV cache, which holds the shared prompts.
         can_share = language_model.can_share_prompts and not args.gradient_checkpointing
@@ -1247,6 +1257,18 @@ def find_eos_ids(model, tokenizer, stop_token_id: int | None) -> list[int]:
     return sorted({*eos_ids, tokenizer.eos_token_id, stop_token_id} - {None})
 
 
+def find_stop_string(tokenizer, stop_string: str | None):
+    """A function of completions: True where the last token completes --stop-string. Or None."""
+    if stop_string is None:
+        return None
+    try:
+        return transformers.StopStringCriteria(tokenizer, [stop_string])
+    except Exception as error:
+        raise ValueError(
+            f"--stop-string {stop_string!r}: not with this tokenizer ({error})"
+        ) from error
+
+
 VALUE_HEAD = "value_head.safetensors"  # in the folder `value_model` of a run
 
 
@@ -1281,15 +1303,18 @@ def add_value_model(args: Args, policy: CompletionModel):
 
 
 # ============================= 10  logging, samples, checkpoints =============================
-JSONL_FILES = ("metrics.jsonl", "rollouts.jsonl")
+JSONL_FILES = ("metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl")
 
 
-def evaluate(args: Args, policy, prompts: list, scorers: list, iteration: int) -> dict:
+def evaluate(args: Args, policy, prompts: list, scorers: list, output_dir, iteration: int) -> dict:
     """The mean score of held-out prompts, and the expected best of m of --eval-k completions."""
     k = args.eval_k
     rng = keyed_rng(args.seed, EVALUATION, iteration)
     batch = generate(args, policy, prompts, k, rng, args.eval_temperature)
     scores, parts = score_episodes(batch, scorers, f"evaluation {iteration}")
+    if args.save_rollouts:
+        columns = {"score": scores} | parts | {"logprobs": batch.logprobs}
+        append_jsonl(output_dir / "eval_rollouts.jsonl", rollout_rows(batch, iteration, columns))
     metrics = {"eval/scores": scores.nanmean(), "eval/num_unscored": scores.isnan().sum()}
     for name, part in parts.items():
         metrics[f"eval/{name}"] = part.nanmean()
@@ -1306,7 +1331,7 @@ def append_jsonl(path: Path, rows: list[dict]):
     """The main process appends one JSON object per line."""
     if accelerator.is_main_process:
         with open(path, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
 
 
 def rollout_metrics(batch: Batch, scores: Tensor, parts: dict) -> dict:
@@ -1372,15 +1397,13 @@ def write_metrics(output_dir: Path, metrics: dict, progress: tqdm):
     progress.set_postfix(score=metrics.get("objective/scores"))
 
 
-def write_rollouts(args: Args, output_dir, plan, metrics: dict, batch: Batch, tensors: dict):
-    """Append all episodes to rollouts.jsonl where asked, and now and then show a few of them.
-
-    tensors: [episodes] or [episodes, response], by name; None is null
-    """
-    iteration = metrics["iteration"]
+def rollout_rows(batch: Batch, iteration: int, tensors: dict) -> list[dict]:
+    """A row for each episode. tensors: [episodes] or [episodes, response], by name; None is null"""
     columns = {"iteration": itertools.repeat(iteration), "index": itertools.count()}
-    columns |= {"prompt": [prompt.text for prompt in batch.prompts]}
+    columns["row"] = [prompt.number for prompt in batch.prompts]
+    columns["prompt"] = [prompt.text for prompt in batch.prompts]
     columns |= {"completion": batch.completions, "token_ids": batch.token_ids}
+    columns["ended"] = batch.ended.tolist()
     for name, tensor in tensors.items():
         if tensor is None:
             columns[name] = itertools.repeat(None)
@@ -1390,13 +1413,24 @@ def write_rollouts(args: Args, output_dir, plan, metrics: dict, batch: Batch, te
         else:
             columns[name] = np.where(tensor.isnan().cpu(), None, tensor.cpu()).tolist()
     rows = [dict(zip(columns, entries)) for entries in zip(*columns.values())]
-    if args.save_rollouts:
-        append_jsonl(output_dir / "rollouts.jsonl", rows)
+    for row, prompt in zip(rows, batch.prompts):
+        row["columns"] = {name: prompt.row[name] for name in prompt.row if name != "prompt"}
+    return rows
+
+
+def write_rollouts(args: Args, output_dir, plan, metrics: dict, batch: Batch, tensors: dict):
+    """Append all episodes to rollouts.jsonl where asked, and now and then show a few of them."""
+    iteration = metrics["iteration"]
     # This is true --num-sample-generations times in a run, at equal distances.
     wanted = args.num_sample_generations
-    if not accelerator.is_main_process or iteration * wanted % plan.iterations >= wanted:
+    is_shown = accelerator.is_main_process and iteration * wanted % plan.iterations < wanted
+    rows = rollout_rows(batch, iteration, tensors) if args.save_rollouts or is_shown else []
+    if args.save_rollouts:
+        append_jsonl(output_dir / "rollouts.jsonl", rows)
+    if not is_shown:
         return
-    names = ["prompt", "completion", "score", *(x for x in columns if x.startswith("reward/"))]
+    numbers = [name for name, tensor in tensors.items() if tensor is not None and tensor.dim() == 1]
+    names = ["prompt", "completion", *numbers]
     samples = [[row[name] for name in names] for row in rows[:: args.k][:4]]  # of four groups
     for sample in samples:
         tqdm.write(f"episode {metrics['episode']}: {dict(zip(names, sample))}")
@@ -1405,11 +1439,13 @@ def write_rollouts(args: Args, output_dir, plan, metrics: dict, batch: Batch, te
             tracker.log_table("samples", columns=names, data=samples, step=metrics["episode"])
 
 
-def save_checkpoint(state: dict, output_dir: Path):
+def save_checkpoint(args: Args, policy, state: dict, output_dir: Path):
     """Write weights, optimizer and state. The folder gets its name when it is whole."""
     checkpoints = output_dir / "checkpoints"
     unfinished = checkpoints / "unfinished"
     accelerator.save_state(str(unfinished))
+    if args.keep_checkpoints is not None:
+        save_model(policy, unfinished / "model")
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
         return
@@ -1417,8 +1453,23 @@ def save_checkpoint(state: dict, output_dir: Path):
     state["jsonl_sizes"] = {file.name: file.stat().st_size for file in files if file.exists()}
     (unfinished / "state.json").write_text(json.dumps(state))
     unfinished.rename(checkpoints / f"iteration_{state['iteration']:08d}")
-    for old in sorted(checkpoints.glob("iteration_*"))[:-2]:  # The newest two are kept.
+    for old in sorted(checkpoints.glob("iteration_*"))[: -(args.keep_checkpoints or 2)]:
         shutil.rmtree(old.rename(unfinished))
+
+
+def save_model(policy, folder: Path):
+    """Write policy and tokenizer for `from_pretrained`. With LoRA these are the adapters."""
+    state_dict = accelerator.get_state_dict(policy)  # All processes take part in it.
+    if not accelerator.is_main_process:
+        return
+    weights = {
+        name.removeprefix("language_model."): weight
+        for name, weight in state_dict.items()
+        if name.startswith("language_model.")
+    }
+    model = accelerator.unwrap_model(policy)
+    model.language_model.save_pretrained(folder, state_dict=weights)
+    model.tokenizer.save_pretrained(folder)
 
 
 def load_state(output_dir: Path) -> dict:
@@ -1460,10 +1511,11 @@ def open_output_dir(args: Args, output_dir: Path, plan, state: dict) -> tqdm:
     return tqdm(total=plan.steps, initial=state["step"], disable=not is_main)
 
 
-def finish(policy, output_dir: Path, plan: SimpleNamespace):
-    """Write policy and tokenizer, give the folder its name when it is whole, and sum the run up."""
+def finish(args: Args, policy, output_dir: Path, plan: SimpleNamespace):
+    """Write the model, give its folder its name when it is whole, and sum the run up."""
     summary = f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs"
-    state_dict = accelerator.get_state_dict(policy)
+    if plan.steps > 0:
+        save_model(policy, output_dir / "model.tmp")
     if accelerator.is_main_process:
         with open(output_dir / "metrics.jsonl", encoding="utf-8") as file:
             rows = [json.loads(line) for line in file]
@@ -1471,21 +1523,14 @@ def finish(policy, output_dir: Path, plan: SimpleNamespace):
             values = [row[name] for row in rows if name in row]
             if values:
                 summary += f"; {name} {values[0]:.3f} -> {values[-1]:.3f}"
-    if accelerator.is_main_process and plan.steps > 0:
-        weights = {
-            name.removeprefix("language_model."): weight
-            for name, weight in state_dict.items()
-            if name.startswith("language_model.")
-        }
-        model = accelerator.unwrap_model(policy)
-        folder = output_dir / "model.tmp"
-        model.language_model.save_pretrained(folder, state_dict=weights)
-        model.tokenizer.save_pretrained(folder)
-        summary += f"; model in {folder.rename(output_dir / 'model')}"
+        if plan.steps > 0:
+            folder = (output_dir / "model.tmp").rename(output_dir / "model")
+            summary += f"; model in {folder}"
     accelerator.print(summary)
     accelerator.wait_for_everyone()  # Another process may still be reading a checkpoint.
-    for folder in output_dir.glob("checkpoints/iteration_*"):
-        shutil.rmtree(folder, ignore_errors=True)  # The processes do this together.
+    if args.keep_checkpoints is None:
+        for folder in output_dir.glob("checkpoints/iteration_*"):
+            shutil.rmtree(folder, ignore_errors=True)  # The processes do this together.
 
 
 def save_value_model(args: Args, policy, output_dir: Path):
@@ -1541,7 +1586,7 @@ RATES = {"built-in": 5e-5, "other": 3e-6, "LoRA": 1e-5}
 FREE_FLAGS = (
     "output_dir resume save_every plan gradient_checkpointing log_with eval_dataset eval_every "
     "eval_temperature eval_k eval_reward per_device_train_batch_size per_device_rollout_batch_size "
-    "num_sample_generations save_rollouts"
+    "num_sample_generations save_rollouts keep_checkpoints"
 ).split()
 
 # Numbers outside of 0 < number < inf that a flag of any of the three scripts may be.
@@ -1586,6 +1631,8 @@ def check_flags(args: Args):
             and (args.eval_every or args.eval_reward or args.eval_k > 1 or args.total_episodes == 0)
         ),
         "--eval-k needs an --eval-temperature": args.eval_k > 1 and args.eval_temperature == 0,
+        "--stop-string is empty": args.stop_string == "",
+        "--keep-checkpoints needs --save-every": args.keep_checkpoints and not args.save_every,
         "--warmup-steps needs --lr-scheduler-type constant_with_warmup": (
             args.warmup_steps > 0 and args.lr_scheduler_type == "constant"
         ),
