@@ -615,9 +615,6 @@ def pick_tokens(p, uniforms):
     return picked.clamp(max=p.shape[1] - 1)  # Only p = nan needs it; a later check stops the run.
 
 
-LOGITS_AT_ONCE = 2**25  # in a training pass; 128 MiB of float32
-
-
 def token_logprobs(model, prompts, tokens):
     """Log-probability of every completion token, with gradient. It is 0 where there is no token.
 
@@ -634,11 +631,7 @@ def token_logprobs(model, prompts, tokens):
 
     # All logits at once would be the largest tensor of a run. Where they are many, they are made in
     # pieces, which the backward pass computes again.
-    head = model.language_model.get_output_embeddings()
-    pieces = ceil(tokens.numel() * head.out_features / LOGITS_AT_ONCE)
-    if hasattr(head.weight, "ds_id"):
-        # ZeRO-3 gathers the head at every call, so all processes must make as many calls.
-        pieces = max(gather_object([pieces]))
+    pieces = count_pieces(model.language_model.get_output_embeddings(), tokens.numel())
     if pieces > 1:
         logprobs_of = partial(checkpoint, logprobs_of, use_reentrant=False)
     inputs = hidden.flatten(0, 1).tensor_split(pieces), tokens.flatten().tensor_split(pieces)
@@ -1138,6 +1131,18 @@ def head_logits(language_model, hidden) -> Tensor:
     return logits
 
 
+LOGITS_AT_ONCE = 2**25  # in a training pass; 128 MiB of float32
+
+
+def count_pieces(head, num_tokens: int) -> int:
+    """The number of near-equal pieces in which the head is called, at least 1."""
+    pieces = ceil(num_tokens * head.out_features / LOGITS_AT_ONCE)
+    if hasattr(head.weight, "ds_id"):
+        # ZeRO-3 gathers the head at every call, so all processes must make as many calls.
+        pieces = max(gather_object([pieces]))
+    return pieces
+
+
 def load_model(
     flag: str, path: str, dtype: str, auto_class=transformers.AutoModelForCausalLM, **changes
 ):
@@ -1399,35 +1404,32 @@ def write_metrics(output_dir: Path, metrics: dict, progress: tqdm):
 
 def rollout_rows(batch: Batch, iteration: int, tensors: dict) -> list[dict]:
     """A row for each episode. tensors: [episodes] or [episodes, response], by name; None is null"""
-    columns = {"iteration": itertools.repeat(iteration), "index": itertools.count()}
-    columns["row"] = [prompt.number for prompt in batch.prompts]
-    columns["prompt"] = [prompt.text for prompt in batch.prompts]
-    columns |= {"completion": batch.completions, "token_ids": batch.token_ids}
-    columns["ended"] = batch.ended.tolist()
-    for name, tensor in tensors.items():
-        if tensor is None:
-            columns[name] = itertools.repeat(None)
-        elif tensor.dim() == 2:
-            lists = zip(tensor.tolist(), batch.token_ids)
-            columns[name] = [values[: len(tokens)] for values, tokens in lists]
-        else:
-            columns[name] = np.where(tensor.isnan().cpu(), None, tensor.cpu()).tolist()
-    rows = [dict(zip(columns, entries)) for entries in zip(*columns.values())]
-    for row, prompt in zip(rows, batch.prompts):
+    rows = []
+    columns = zip(batch.prompts, batch.completions, batch.token_ids, batch.ended.tolist())
+    for index, (prompt, completion, token_ids, ended) in enumerate(columns):
+        row = dict(iteration=iteration, index=index, row=prompt.number, prompt=prompt.text)
+        row |= dict(completion=completion, token_ids=token_ids, ended=ended)
         row["columns"] = {name: prompt.row[name] for name in prompt.row if name != "prompt"}
+        rows.append(row)
+    for name, tensor in tensors.items():
+        values = [None] * len(rows)
+        if tensor is not None:
+            values = np.where(tensor.isnan().cpu(), None, tensor.cpu()).tolist()
+        for row, value in zip(rows, values):
+            is_list = isinstance(value, list)  # a number for each token, and then padding
+            row[name] = value[: len(row["token_ids"])] if is_list else value
     return rows
 
 
 def write_rollouts(args: Args, output_dir, plan, metrics: dict, batch: Batch, tensors: dict):
     """Append all episodes to rollouts.jsonl where asked, and now and then show a few of them."""
     iteration = metrics["iteration"]
-    # This is true --num-sample-generations times in a run, at equal distances.
-    wanted = args.num_sample_generations
-    is_shown = accelerator.is_main_process and iteration * wanted % plan.iterations < wanted
-    rows = rollout_rows(batch, iteration, tensors) if args.save_rollouts or is_shown else []
+    rows = rollout_rows(batch, iteration, tensors)
     if args.save_rollouts:
         append_jsonl(output_dir / "rollouts.jsonl", rows)
-    if not is_shown:
+    # This is true --num-sample-generations times in a run, at equal distances.
+    wanted = args.num_sample_generations
+    if not accelerator.is_main_process or iteration * wanted % plan.iterations >= wanted:
         return
     numbers = [name for name, tensor in tensors.items() if tensor is not None and tensor.dim() == 1]
     names = ["prompt", "completion", *numbers]
