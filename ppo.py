@@ -56,8 +56,10 @@ Papers: Schulman et al. 2017, arXiv 1707.06347; Ziegler et al. 2019, arXiv 1909.
 """
 
 import contextlib
+import copy
 import hashlib
-import importlib
+import importlib.util
+import inspect
 import itertools
 import json
 import logging
@@ -345,7 +347,7 @@ accelerator: accelerate.Accelerator
 
 def main(args: Args):
     """Set up, train, save. Each turn of the loop is one iteration, in the stages 5a to 5f."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_path)
+    tokenizer = load_part("--model-path", args.model_path, transformers.AutoTokenizer)
     prompts = load_prompts(args, args.dataset, args.reward, tokenizer)
     if args.plan is not None:
         plan = batch_arithmetic(args, len(prompts), world_size=args.plan)
@@ -693,37 +695,43 @@ class Prompt(NamedTuple):
     token_ids: list[int]
 
 
+ROW = (
+    "a row is an object with a `prompt`, which is text or a list of messages with a `role`;"
+    " `chat_template_kwargs` is an object"
+)
+
+
 def load_prompts(args: Args, path: str | None, reward: str, tokenizer) -> list[Prompt]:
     """The prompts of a .jsonl file, or of a Hub dataset NAME:SPLIT or NAME:CONFIG:SPLIT."""
     if path is None:
         return []
     if path.endswith(".jsonl"):
-        rows = Path(path).read_bytes().rstrip().splitlines()
+        flag = "--dataset" if path == args.dataset else "--eval-dataset"
+        with blaming(f"{flag} {path}"):
+            rows = Path(path).read_bytes().rstrip().splitlines()
     else:
         *names, split = re.split(r":(?![^\[]*\])", path)  # at colons that are not in brackets
         if not names:
-            raise ValueError(f"{path}: must be a .jsonl file, or a Hub dataset as NAME:SPLIT")
+            raise UsageError(f"{path}: must be a .jsonl file, or a Hub dataset as NAME:SPLIT")
         rows = importlib.import_module("datasets").load_dataset(*names, split=split)
     prompts = []
     columns = {}  # of all rows; a column that only some rows have is None in the others
     for number, row in enumerate(rows, start=1):
-        try:
+        with blaming(f"{path}:{number} ({ROW})"):
             if isinstance(row, bytes):
                 row = json.loads(row)
             if not row.get("prompt"):
-                raise ValueError("needs a `prompt`: text, or a list of chat messages")
+                raise ValueError("needs a `prompt`")
             if reward == "exact_match" and "answer" not in row:
                 raise ValueError("needs an `answer`, for the reward exact_match")
             text, token_ids = tokenize(tokenizer, row, add_generation_prompt=True)
             if not token_ids:
                 raise ValueError("the prompt, as the model reads it, has no tokens")
-        except Exception as error:
-            raise ValueError(f"{path}:{number}: {error}") from error
         columns |= dict.fromkeys(row)
         if len(token_ids) <= (args.max_prompt_length or inf):
             prompts.append(Prompt(number - 1, row, text, token_ids))
     if not prompts:
-        raise ValueError(f"{path}: has no rows, or none within --max-prompt-length")
+        raise UsageError(f"{path}: has no rows, or none within --max-prompt-length")
     dropped = len(rows) - len(prompts)
     if dropped and os.environ.get("RANK", "0") == "0":
         print(f"{path}: {dropped} of {len(rows)} prompts dropped, over --max-prompt-length")
@@ -735,6 +743,8 @@ def tokenize(tokenizer, row: dict, **settings) -> tuple[str, list[int]]:
     text = row["prompt"]
     is_chat = isinstance(text, list)
     if is_chat:  # The template writes the special tokens itself.
+        if not all("role" in message for message in text):  # Calls of tools may lack content.
+            raise ValueError("a message has no `role`")
         settings |= row.get("chat_template_kwargs") or {}
         text = tokenizer.apply_chat_template(text, tokenize=False, **settings)
     return text, tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
@@ -760,13 +770,22 @@ def load_reward(spec: str):
         return built_in[spec]
     module, _, function = spec.rpartition(":")
     if not module:
-        raise ValueError(f"--reward must be exact_match, FILE.py:FUNCTION or none, not {spec}")
+        raise UsageError(f"--reward must be exact_match, FILE.py:FUNCTION or none, not {spec}")
     if module.endswith(".py"):
-        file = Path(module).resolve(strict=True)
+        with blaming("--reward"):
+            file = Path(module).resolve(strict=True)
         # The file may import its neighbours. The folder comes last, so that it hides no library.
         sys.path.append(str(file.parent))
         module = file.stem
-    return getattr(importlib.import_module(module), function)
+        found = importlib.util.find_spec(module)
+        if found is None or Path(str(found.origin)).resolve() != file:
+            module = str(file)  # Its short name is that of another module, which stays.
+            found = importlib.util.spec_from_file_location(module, file)
+            sys.modules[module] = importlib.util.module_from_spec(found)
+            found.loader.exec_module(sys.modules[module])
+    module = importlib.import_module(module)
+    with blaming("--reward"):
+        return getattr(module, function)
 
 
 def load_scorers(args: Args, tokenizer) -> tuple[list, list]:
@@ -796,11 +815,11 @@ def score_episodes(batch: Batch, scorers: list, where: str):
     if prompts:
         for scorer in scorers:
             for name, values in scorer(batch, share).items():
-                parts[name] = check_scores(f"{where}: --reward {name}", values, prompts)
+                parts[name] = check_scores(f"{where}: --reward {name}".rstrip(), values, prompts)
     shares = list(filter(None, gather_object([parts])))  # of the processes with episodes
     names = {tuple(share) for share in shares}
     if len(names) > 1:
-        raise ValueError(f"{where}: the score has parts that differ between processes: {names}")
+        raise UsageError(f"{where}: the score has parts that differ between processes: {names}")
     parts = concatenate(shares)
     table = torch.stack(list(parts.values())).to(accelerator.device)  # [parts, episodes]
     scores = table.nansum(0).masked_fill(table.isnan().all(0), nan)
@@ -809,39 +828,53 @@ def score_episodes(batch: Batch, scorers: list, where: str):
 
 def check_scores(source: str, values, prompts: list[Prompt]) -> Tensor:
     """The scores of some prompts as numbers, None as nan. Each must be None or a finite number."""
-    if not hasattr(values, "__len__") or len(values) != len(prompts):
-        raise ValueError(f"{source} returned {values!r:.80}, and not {len(prompts)} scores")
+    if isinstance(values, Tensor):  # It may have any type and device, and a gradient.
+        values = values.detach().tolist()
+    returned = f"{len(values)} scores" if hasattr(values, "__len__") else repr(values)
+    if returned != f"{len(prompts)} scores":
+        raise UsageError(f"{source} returned {returned} for {len(prompts)} completions")
+    scores = []
     for value, prompt in zip(values, prompts):
-        is_number = hasattr(value, "__float__") and abs(float(value)) < 1e38  # float32 holds it
-        if value is not None and not is_number:
-            raise ValueError(f"{source} gave a completion of {prompt.text!r} the score {value!r}")
-    return torch.from_numpy(np.array(values, dtype=float))
+        # An array of one number is refused. Scores [n, 1] would be broadcast to [n, n] later.
+        is_number = hasattr(value, "__float__") and np.ndim(value) == 0
+        if value is not None and not (is_number and abs(float(value)) < 1e38):  # float32 holds it
+            raise UsageError(
+                f"{source} gave a completion of {prompt.text!r} the score {value!r}; it must be one"
+                " finite number, or None. For parts of a score, return one dict of lists"
+            )
+        scores.append(nan if value is None else float(value))
+    return torch.tensor(scores, dtype=torch.double)
 
 
 def call_reward(function, batch: Batch, share: slice) -> dict[str, list]:
     """Call a reward function as TRL does, by keywords. Returns its lists of scores, by name."""
-    rows = [prompt.row for prompt in batch.prompts[share]]
+    # The function may change what it gets, so each episode has its own copy.
+    rows = [copy.deepcopy(prompt.row) for prompt in batch.prompts[share]]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     prompts = columns.pop("prompt")
     completions = list(map(as_message, prompts, batch.completions[share]))
-    scores = function(
-        prompts=prompts, completions=completions, completion_ids=batch.token_ids[share], **columns
-    )
+    token_ids = copy.deepcopy(batch.token_ids[share])
+    inputs = dict(prompts=prompts, completions=completions, completion_ids=token_ids, **columns)
+    with blaming(f"--reward, which is called with {', '.join(inputs)}"):
+        inspect.signature(function).bind(**inputs)
+    scores = function(**inputs)
     if not isinstance(scores, dict):
         return {"": scores}
     if not scores or "reward_model" in scores:
-        raise ValueError("--reward: its dict must have parts, and none may be named reward_model")
+        raise UsageError("--reward: its dict must have parts, and none may be named reward_model")
     return scores
 
 
 def load_reward_model(args: Args, tokenizer):
     """A classifier with one label, as a scorer. It reads token ids, the EOS included."""
     path = args.reward_model_path
-    its_tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    name = f"--reward-model-path {path}"
+    its_tokenizer = load_part("--reward-model-path", path, transformers.AutoTokenizer)
     same_vocabulary = its_tokenizer.get_vocab() == tokenizer.get_vocab()
     auto_class = transformers.AutoModelForSequenceClassification
     model = load_model("--reward-model-path", path, args.dtype, auto_class, num_labels=1)
-    head = model.score  # of the last token; a model that scores its first token has no `score`
+    with blaming(name):
+        head = model.score  # of the last token; a model that scores its first token has no `score`
     eos = its_tokenizer.eos_token_id
 
     @torch.no_grad()
@@ -856,6 +889,7 @@ def load_reward_model(args: Args, tokenizer):
                 if batch.ended[i] and eos not in (None, tokens[-1]):
                     tokens = tokens + [eos]
             rows.append(tokens)
+        check_positions(name, model.config, max(map(len, rows)))
         scores = []
         size = args.per_device_train_batch_size
         for first in range(0, len(rows), size):
@@ -1143,6 +1177,15 @@ def count_pieces(head, num_tokens: int) -> int:
     return pieces
 
 
+MODEL = "a whole model with its tokenizer; merge LoRA adapters first, see docs/recipes.md#lora"
+
+
+def load_part(flag: str, path: str, auto_class):
+    """The tokenizer or the config of a model."""
+    with blaming(f"{flag} {path} ({MODEL})"):
+        return auto_class.from_pretrained(path)
+
+
 def load_model(
     flag: str, path: str, dtype: str, auto_class=transformers.AutoModelForCausalLM, **changes
 ):
@@ -1156,8 +1199,11 @@ def load_model(
         path, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
     )
     wrong = {*info["missing_keys"], *(weight for weight, *_ in info["mismatched_keys"])}
-    if wrong:  # They would be random.
-        raise ValueError(f"{name}: weights missing or of another shape: {sorted(wrong)}")
+    # A layer that the config does not count would be left out. A head may be.
+    own = model.state_dict()
+    wrong |= {w for w in info["unexpected_keys"] if re.sub(r"\.\d+\.", ".0.", w) in own}
+    if wrong:  # The others would be random.
+        raise UsageError(f"{name}: weights do not fit the config: {sorted(wrong)}")
     # Gradient checkpointing works only in train mode. Without dropout nothing there is random.
     model = model.to(accelerator.device).train()
     model.can_share_prompts = check_model(name, model)
@@ -1194,7 +1240,7 @@ def check_model(name: str, model) -> bool:
             if not shares_prompts:
                 accelerator.print(f"{name} needs a row for each episode")
             return shares_prompts
-    raise ValueError(f"{name} gives other results in padded rows, or needs another `head_logits`")
+    raise UsageError(f"{name} gives other results in padded rows, or needs another `head_logits`")
 
 
 def has_unused_weights(model, outputs: Tensor) -> bool:
@@ -1215,6 +1261,8 @@ def load_policy(args: Args, tokenizer) -> CompletionModel:
     dtype = "float32" if args.lora_r is None else args.dtype
     model = load_model("--model-path", args.model_path, dtype)
     eos_ids = find_eos_ids(model, tokenizer, args.stop_token_id)
+    if not eos_ids:
+        accelerator.print("there is no EOS, so every completion has --response-length tokens")
     model = prepare_for_training(args, model, index=1)
     return CompletionModel(model, tokenizer, eos_ids, args)
 
@@ -1259,19 +1307,17 @@ def load_reference(args: Args, policy: CompletionModel):
 def find_eos_ids(model, tokenizer, stop_token_id: int | None) -> list[int]:
     """What ends an episode: tokens of the generation config and tokenizer, and --stop-token-id."""
     eos_ids = np.ravel(model.generation_config.eos_token_id).tolist()  # one, several, or None
-    return sorted({*eos_ids, tokenizer.eos_token_id, stop_token_id} - {None})
+    eos_ids = sorted({*eos_ids, tokenizer.eos_token_id, stop_token_id} - {None})
+    if max(eos_ids, default=0) >= model.config.get_text_config().vocab_size:
+        raise UsageError(f"EOS or --stop-token-id {eos_ids[-1]} is outside of the vocabulary")
+    return eos_ids
 
 
 def find_stop_string(tokenizer, stop_string: str | None):
     """A function of completions: True where the last token completes --stop-string. Or None."""
-    if stop_string is None:
-        return None
-    try:
-        return transformers.StopStringCriteria(tokenizer, [stop_string])
-    except Exception as error:
-        raise ValueError(
-            f"--stop-string {stop_string!r}: not with this tokenizer ({error})"
-        ) from error
+    if stop_string is not None:
+        with blaming("--stop-string, with this tokenizer"):
+            return transformers.StopStringCriteria(tokenizer, [stop_string])
 
 
 VALUE_HEAD = "value_head.safetensors"  # in the folder `value_model` of a run
@@ -1505,6 +1551,9 @@ def open_output_dir(args: Args, output_dir: Path, plan, state: dict) -> tqdm:
         temporary = output_dir / "args.tmp"
         temporary.write_text(yaml.safe_dump(vars(args), sort_keys=False))
         temporary.replace(output_dir / "args.yaml")
+        chosen = f"--learning-rate {args.learning_rate:g}, --response-length {args.response_length}"
+        processes = f"{accelerator.num_processes} x {accelerator.device.type}, {args.dtype}"
+        print(f"{processes}, {chosen}; writing to {output_dir}")
         print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
     accelerator.project_configuration.logging_dir = str(output_dir)
     # tensorboard takes no None
@@ -1586,10 +1635,10 @@ RATES = {"built-in": 5e-5, "other": 3e-6, "LoRA": 1e-5}
 
 # Flags that may change when a run is resumed. They change memory, or what is shown and kept.
 FREE_FLAGS = (
-    "output_dir resume save_every plan gradient_checkpointing log_with eval_dataset eval_every "
-    "eval_temperature eval_k eval_reward per_device_train_batch_size per_device_rollout_batch_size "
-    "num_sample_generations save_rollouts keep_checkpoints"
-).split()
+    "output_dir resume save_every plan gradient_checkpointing log_with dataset eval_dataset "
+    "eval_every eval_temperature eval_k eval_reward per_device_train_batch_size "
+    "per_device_rollout_batch_size num_sample_generations save_rollouts keep_checkpoints"
+).split()  # Instead of the path --dataset, its rows are compared.
 
 # Numbers outside of 0 < number < inf that a flag of any of the three scripts may be.
 MAY_BE_0 = (
@@ -1598,6 +1647,19 @@ MAY_BE_0 = (
     "lam total_episodes"
 )
 MAY_BE = dict.fromkeys(MAY_BE_0.split(), 0) | {"max_grad_norm": inf}
+
+
+class UsageError(ValueError):
+    """A mistake in flags or data. The program shows its message without a traceback."""
+
+
+@contextlib.contextmanager
+def blaming(cause: str):
+    """An error inside is a mistake of the user. The message names its cause, a flag or a row."""
+    try:
+        yield
+    except Exception as error:
+        raise UsageError(f"{cause}: {error}") from error
 
 
 def check_flags(args: Args):
@@ -1616,13 +1678,18 @@ def check_flags(args: Args):
         args.response_length = 8 if kind == "built-in" else 256
     for name, value in vars(args).items():
         if type(value) in (int, float) and not 0 < value < inf and value != MAY_BE.get(name):
-            raise ValueError(f"--{name.replace('_', '-')} {value} is out of range")
+            allowed = f"a finite number above 0, or {MAY_BE.get(name, 'left out')}"
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} {value} is out of range: it must be {allowed}")
     multiple = lcm(args.k, args.num_mini_batches)
     trackers = [None, *map(str, accelerate.tracking.get_available_trackers())]
     faults = {  # a message, and whether it is true
         "--gamma and --lam must be at most 1": max(args.gamma, args.lam) > 1,
         "--adaptive-kl needs a --kl-coef above 0 to start from": (
             args.adaptive_kl and args.kl_coef == 0
+        ),
+        "--adaptive-kl needs a --kl-horizon above 0.2 * --batch-size": (
+            args.adaptive_kl and args.kl_horizon <= 0.2 * args.batch_size
         ),
         f"--batch-size: whole groups need a multiple of {multiple}": args.batch_size % multiple,
         "--reward none needs a --reward-model-path or a --ref-model-path": (
@@ -1639,7 +1706,7 @@ def check_flags(args: Args):
             args.warmup_steps > 0 and args.lr_scheduler_type == "constant"
         ),
         "--resume needs the --output-dir of the run": args.resume and args.output_dir is None,
-        f"--log-with: {args.log_with} is not an installed tracker": args.log_with not in trackers,
+        f"--log-with: {args.log_with} is none of {trackers}": args.log_with not in trackers,
     }
     for message, is_true in faults.items():
         if is_true:
@@ -1650,18 +1717,32 @@ def check_sizes(args: Args, prompts: list[Prompt]):
     """Refuse a model that has too few positions, or another vocabulary than the policy."""
     # The last token is no input.
     needed = max(len(prompt.token_ids) for prompt in prompts) + args.response_length - 1
+    largest = max(max(prompt.token_ids) for prompt in prompts)
     sizes = set()  # of vocabularies
     for flag in ("model_path", "ref_model_path", "value_model_path"):
         path = getattr(args, flag, None) or args.model_path
-        config = transformers.AutoConfig.from_pretrained(path).get_text_config()
-        positions = getattr(config, "max_position_embeddings", None) or inf
+        flag = f"--{flag.replace('_', '-')}"
+        config = load_part(flag, path, transformers.AutoConfig).get_text_config()
+        check_positions(f"{flag} {path}", config, needed)
         sizes.add(config.vocab_size)
-        if positions < needed or len(sizes) > 1 or (args.stop_token_id or 0) >= config.vocab_size:
-            raise ValueError(
-                f"--{flag.replace('_', '-')} {path} must have {needed} positions, for the longest"
-                f" prompt with its response (it has {positions}), the policy's vocabulary, and the"
-                " --stop-token-id"
-            )
+        if len(sizes) > 1:
+            raise UsageError(f"{flag} {path} must have the policy's vocabulary")
+        if largest >= config.vocab_size:
+            raise UsageError(f"{flag} {path}: a prompt has token {largest}, but the model has none")
+
+
+def check_positions(name: str, config, needed: int):
+    """Refuse a model that has too few positions for the longest row."""
+    positions = getattr(config, "max_position_embeddings", None) or inf
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond these positions, the longest row of a pass would change all its other rows.
+        positions = rope["original_max_position_embeddings"]
+    if positions < needed:
+        raise UsageError(
+            f"{name} has {positions} positions, and the longest prompt with its completion needs"
+            f" {needed}; lower --response-length, or --max-prompt-length"
+        )
 
 
 def start_accelerator(args: Args):
@@ -1678,11 +1759,14 @@ def start_accelerator(args: Args):
     # accelerate can start one process where several were asked for, or several that are alone.
     asked_for_more = {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1 + asked_for_more)):
-        raise RuntimeError("fewer processes than launched; use ACCELERATE_USE_CPU=true torchrun")
+        raise UsageError(
+            "fewer processes than launched, or no GPU was found; without GPUs use"
+            " ACCELERATE_USE_CPU=true torchrun"
+        )
     if accelerator.distributed_type == "DEEPSPEED":
         if args.target_kl or args.ratio_threshold:
             dropping = "--target-kl and --ratio-threshold drop updates, which DeepSpeed cannot do"
-            raise ValueError(f"{dropping}; use FSDP2 or DDP")
+            raise UsageError(f"{dropping}; use FSDP2 or DDP")
         # Its engine clips, casts and gathers by itself. `micro_batches` does the accumulation.
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         config["train_micro_batch_size_per_gpu"] = 1
@@ -1705,20 +1789,26 @@ def choose_output_dir(args: Args, prompts: list[Prompt]) -> Path:
     args.dataset_rows = f"{len(prompts)}, SHA-256 {hashlib.sha256(rows).hexdigest()[:12]}"
     name = f"runs/{Path(__file__).stem}__{args.seed}__{int(time.time())}__{os.getpid()}"
     # The clocks of two processes may differ.
-    output_dir = Path(gather_object([args.output_dir or name])[0])
-    chosen = f"--learning-rate {args.learning_rate:g}, --response-length {args.response_length}"
-    processes = f"{accelerator.num_processes} x {accelerator.device.type}, {args.dtype}, {chosen}"
-    accelerator.print(f"{processes}; writing to {output_dir}")
+    output_dir = Path(gather_object([args.output_dir or name])[0]).absolute()
     names = (*JSONL_FILES, "checkpoints", "model")
     if any((output_dir / name).exists() for name in names):
         if not args.resume:
-            raise ValueError(f"--output-dir {output_dir} holds a run; --resume continues it")
+            raise UsageError(f"--output-dir {output_dir} holds a run; --resume continues it")
         theirs = yaml.safe_load((output_dir / "args.yaml").read_text())
+        foreign = theirs.keys() - vars(args).keys()
+        if foreign:
+            raise UsageError(f"{output_dir} holds a run of another script, with {sorted(foreign)}")
         for name, its in (vars(Args()) | theirs).items():  # An older script had fewer flags.
-            mine = getattr(args, name, None)
+            mine = getattr(args, name)
             if name not in FREE_FLAGS and its != mine:
                 flag = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{flag} {mine}: the run in {output_dir} has {its}")
+                if name == "dataset_rows":
+                    flag = "the rows of --dataset changed:"
+                raise UsageError(
+                    f"{flag} {mine}: the run in {output_dir} has {its}. Only flags of memory,"
+                    " evaluation and output may change. To train longer, let the run end, and start"
+                    " another one from its model"
+                )
     return output_dir
 
 
@@ -1750,7 +1840,7 @@ def refuse_missing_scores(batch: Batch, scores: Tensor):
     for prompt, score in zip(batch.prompts, scores.tolist()):
         if isnan(score):
             missing = f"a completion of {prompt.text!r} has no score: --reward gave None"
-            raise ValueError(f"{missing}, and PPO needs a number for each completion")
+            raise UsageError(f"{missing}, and PPO needs a number for each completion")
 
 
 transformers.utils.logging.set_verbosity_error()
@@ -1759,4 +1849,11 @@ transformers.utils.logging.disable_progress_bar()
 logging.getLogger("accelerate.utils.other").setLevel("ERROR")
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    sys.stdout.reconfigure(errors="backslashreplace")  # A terminal may know only ASCII.
+    try:
+        sys.exit(main(tyro.cli(Args, description=__doc__)))
+    except UsageError as error:
+        words = str(error).split()
+    # The run is freed by now, and its progress bar has ended.
+    print("error:", *words, file=sys.stderr)
+    sys.exit(2)

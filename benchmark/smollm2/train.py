@@ -39,7 +39,7 @@ def held_out(model_path: Path) -> dict:
     """Sample `EVAL_K` answers to every held-out question -> shares, and the texts of the first ones."""
     flags = dict(dataset=str(FOLDER / "chain_sum_eval.jsonl"), response_length=RESPONSE_LENGTH, temperature=TEMPERATURE)
     args = win_rate.Args(model=str(model_path), baseline="", judge="", batch_size=240, **flags)
-    answers, ended, lengths = win_rate.sample(args, "--model", args.model, 1000, k=EVAL_K)
+    answers, ended, lengths = win_rate.sample(args, args.model, 1000, k=EVAL_K)
     right = [row["answer"] for row in read_rows(Path(args.dataset)) for _ in range(EVAL_K)]
     by_question = np.reshape(score(answers, right), (-1, EVAL_K)).mean(1)
     return {
