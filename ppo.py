@@ -1807,6 +1807,6 @@ if __name__ == "__main__":
         sys.exit(main(tyro.cli(Args, description=__doc__)))
     except UsageError as error:
         words = str(error).split()
-    # The run is freed by now, and its progress bar has ended.
-    print("error:", *words, file=sys.stderr)
+    # The run is freed by now, so its progress bar has ended. That of another process may go on.
+    print("\nerror:", *words, file=sys.stderr)
     sys.exit(2)

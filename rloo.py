@@ -332,11 +332,10 @@ def main(args: Args):
             kl = (batch.logprobs - ref_logprobs).sum(1)  # [episodes], in nats
             # In float32: beside scores that are not near 0, rounding of the KL is lost.
             rewards = (scores - args.kl_coef * kl).float()
-        advantages = rloo_advantages(rewards, args.k)  # [episodes]
+        advantages = rloo_advantages(rewards, args.k).double()  # [episodes], for large squares
         if args.whiten_advantages:  # Only divide: here their mean is 0. That of others may not be.
             num_scored = (~scores.isnan()).sum().clamp(min=1)
-            variance = advantages.double().square().sum() / num_scored  # 1e20 squared is inf.
-            advantages = advantages * torch.rsqrt(variance + 1e-8)
+            advantages = advantages * torch.rsqrt(advantages.square().sum() / num_scored + 1e-8)
         # With one update per batch, the policy has not changed since it sampled: p_old is p_new.
         old_logprobs = batch.logprobs if args.updates_per_batch > 1 else None
         loss_inputs = LossInputs(old_logprobs, advantages.float())
@@ -1584,6 +1583,6 @@ if __name__ == "__main__":
         sys.exit(main(tyro.cli(Args, description=__doc__)))
     except UsageError as error:
         words = str(error).split()
-    # The run is freed by now, and its progress bar has ended.
-    print("error:", *words, file=sys.stderr)
+    # The run is freed by now, so its progress bar has ended. That of another process may go on.
+    print("\nerror:", *words, file=sys.stderr)
     sys.exit(2)
