@@ -1452,7 +1452,13 @@ def sampling_weights(model):
             yield
             zero3.setup_zero_stage3_hooks()
     else:
+        weight = accelerator.unwrap_model(model).language_model.get_output_embeddings().weight
+        rows = weight.data
+        if rows.is_cpu and len(rows) > 100_000:  # tokens of the vocabulary
+            # Laid out by column, the head computes a few tokens up to 1.7 times as fast.
+            weight.data = rows.t().contiguous().t()
         yield
+        weight.data = rows
 
 
 # ======================================== 12  checks ========================================
@@ -1665,6 +1671,6 @@ if __name__ == "__main__":
         sys.exit(main(tyro.cli(Args, description=__doc__)))
     except UsageError as error:
         words = str(error).split()
-    # The run is freed by now, and its progress bar has ended.
-    print("error:", *words, file=sys.stderr)
+    # The run is freed by now, so its progress bar has ended. That of another process may go on.
+    print("\nerror:", *words, file=sys.stderr)
     sys.exit(2)

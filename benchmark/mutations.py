@@ -99,8 +99,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "tokens = tokens + batch.token_ids[i][:-1]",
      REWARDS + "reward_model_reads_the_episode_with_its_eos[rloo-llama-0]"),
     # episodes without a score
-    ("None counted as 0", "rloo", "torch.from_numpy(np.array(values, dtype=float))",
-     "torch.from_numpy(np.nan_to_num(np.array(values, dtype=float)))",
+    ("None counted as 0", "rloo", "scores.append(nan if value is None",
+     "scores.append(0.0 if value is None",
      MISSING + "gradient_without_some_scores[0.2-rloo]"),
     ("unscored episode in the baseline", "rloo", "others = (~no_score).sum(1, keepdim=True) - 1", "others = k - 1",
      MISSING + "gradient_without_some_scores[0.2-rloo]"),

@@ -166,6 +166,7 @@ ARCHITECTURES = {
     "opt": (transformers.OPTConfig, SHAPE | dict(word_embed_proj_dim=8, do_layer_norm_before=False, init_std=0.4)),
     "phimoe": (transformers.PhimoeConfig, GROUPED | dict(num_local_experts=2, router_jitter_noise=0.5)),
     "bert": (transformers.BertConfig, SHAPE),
+    "phi3": (transformers.Phi3Config, SHAPE | dict(num_key_value_heads=1)),
     # These change what their head gives, each with the setting that does it. Its default may be 1; MPT has None.
     "capped": (transformers.Gemma2Config, GROUPED | dict(final_logit_softcapping=2.0)),
     "cohere": (transformers.CohereConfig, GROUPED | dict(logit_scale=0.25)),
@@ -244,7 +245,22 @@ def numpy_array(prompts, completions, **_):
     return numpy.array(letters(prompts, completions))
 
 def tensor(prompts, completions, **_):
-    return torch.tensor(letters(prompts, completions))
+    return torch.tensor(letters(prompts, completions), requires_grad=True)
+
+def bfloat16(prompts, completions, **_):
+    return torch.tensor(letters(prompts, completions), dtype=torch.bfloat16)
+
+def tensors(prompts, completions, **_):
+    return list(torch.tensor(letters(prompts, completions)))
+
+def one_column(prompts, completions, **_):
+    return torch.tensor(letters(prompts, completions))[:, None]
+
+def array_column(prompts, completions, **_):
+    return numpy.array(letters(prompts, completions))[:, None]
+
+def list_of_columns(prompts, completions, **_):
+    return list(torch.tensor(letters(prompts, completions))[:, None])
 
 def five(prompts, **_):
     return [5] * len(prompts)

@@ -15,14 +15,17 @@ import tyro
 from conftest import (
     EOS,
     HERE,
+    base_flags,
     group_flag,
     import_file,
+    launch,
     make_args,
     make_prompts,
     make_rows,
     make_tokenizer,
     one_text,
     only,
+    save_classifier,
     save_model,
     write_jsonl,
 )
@@ -54,8 +57,10 @@ OWN_BAD_FLAGS = {
     "rloo": [("rloo_k", 1), ("rloo_k", 0), ("rloo_k", -3), ("dtype", "bfloat16")],
     "grpo": [("num_generations", 1), ("num_generations", 0), ("cliprange_high", -0.1), ("dtype", "bfloat16")],
     "ppo": [("kl_target", 0.0), ("kl_horizon", 0), ("target_kl", 0.0), ("ratio_threshold", -1.0), ("gamma", 1.1)]
-    + [("lam", -0.1), ("cliprange_value", -0.1), ("vf_coef", -1.0), ("score_clip", 0.0), ("adaptive_kl", True)],
+    + [("lam", -0.1), ("cliprange_value", -0.1), ("vf_coef", -1.0), ("score_clip", 0.0), ("adaptive_kl", True)]
+    + [("kl_horizon", 12)],
 }
+ALSO[("kl_horizon", 12)] = dict(adaptive_kl=True)  # The coefficient of a batch of 64 episodes would be negative.
 ALSO[("adaptive_kl", True)] = dict(kl_coef=0.0)
 ALSO[("dtype", "bfloat16")] = dict(num_ppo_epochs=2, importance_sampling_level="sequence")  # the ratio of a completion
 
@@ -68,6 +73,12 @@ def test_bad_flags_are_refused_by_name(script):
             script.Args(**{flag: value} | {name: x for name, x in also.items() if hasattr(script.Args, name)})
         message, name = str(raised.value), f"--{flag.replace('_', '-')}"
         assert name in message, (name, message)
+    ranges = {("max_grad_norm", 0.0): "above 0, or inf", ("kl_coef", -0.1): "above 0, or 0"}
+    ranges |= {("temperature", math.inf): "a finite number above 0, or left out"}
+    ranges |= {("log_with", "mlflow"): "is none of .*'tensorboard'"}
+    for (flag, value), words in ranges.items():
+        with pytest.raises(ValueError, match=words):
+            script.Args(**{flag: value})
     make_args(script, dtype="bfloat16", num_ppo_epochs=1 if script.__name__ == "rloo" else 2)  # the ratio of a token
     make_args(script, seed=2**32 - 1, max_grad_norm=math.inf, cliprange=0.0, eval_temperature=0.0, k=2)
     if group_flag(script) is not None:
@@ -88,22 +99,33 @@ def test_the_command_line_shows_them_with_status_2(script, capsys):
 
 
 USER = {"role": "user", "content": "1+1="}
+ROW = r" \(a row is an object with a `prompt`.*`role`.*chat_template_kwargs.*\): "
+GOOD = '{"prompt": "1+1=", "answer": "2"}\n'
+
+
+def chat_line(messages, **more):
+    return GOOD + json.dumps({"prompt": messages, "answer": "2"} | more) + "\n"
+
+
 BAD_LINES = {  # the text of a dataset, and words that must be in the message
-    "not-json": ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n', "data.jsonl:2: Expecting value"),
-    "empty-line": ('{"prompt": "1+1=", "answer": "2"}\n\n{"question": "1+1="}\n', "data.jsonl:2"),
-    "no-prompt": ('{"prompt": "1+1=", "answer": "2"}\n{"question": "1+1="}\n', "data.jsonl:2: needs a `prompt`"),
+    "not-json": (GOOD + '{"prompt": \n', f"data.jsonl:2{ROW}Expecting value"),
+    "empty-line": (GOOD + "\n" + GOOD, f"data.jsonl:2{ROW}Expecting value"),
+    "not-an-object": (GOOD + '["1+1="]\n', f"data.jsonl:2{ROW}'list'"),
+    "no-prompt": (GOOD + '{"question": "1+1="}\n', f"data.jsonl:2{ROW}needs a `prompt`"),
+    "no-role": (chat_line([{"content": "1+1="}]), f"data.jsonl:2{ROW}a message has no `role`"),
+    "nested-chat": (chat_line([[USER]]), f"data.jsonl:2{ROW}a message has no `role`"),
+    "settings": (chat_line([USER], chat_template_kwargs="deep"), f"data.jsonl:2{ROW}"),
     "prompt-is-a-number": ('{"prompt": 3, "answer": "2"}\n', "data.jsonl:1"),
     "prompt-is-null": ('{"prompt": null, "answer": "2"}\n', "data.jsonl:1"),
     "no-messages": ('{"prompt": [], "answer": "2"}\n', "data.jsonl:1"),
     "empty-prompt": ('{"prompt": "", "answer": "2"}\n', "data.jsonl:1"),
-    "not-an-object": ('["1+1="]\n', "data.jsonl:1"),
-    "no-answer": ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+1="}\n', "data.jsonl:2: needs an `answer`"),
+    "no-answer": (GOOD + '{"prompt": "1+1="}\n', f"data.jsonl:2{ROW}needs an `answer`"),
     "empty-file": ("", "data.jsonl: has no rows"),
-    "chat-without-template": (json.dumps({"prompt": [USER], "answer": "2"}) + "\n", "data.jsonl:1: .*chat_template"),
-    "half-a-letter": ('{"prompt": "\\ud83d", "answer": "2"}\n', "data.jsonl:1: .*(surrogate|UTF-8|TextEncodeInput)"),
-    "5,000-digits": ('{"prompt": "1", "answer": %s}\n' % ("9" * 5000), "data.jsonl:1: .*4300 digits"),
-    "deep-nesting": ('{"prompt": %s\n' % ("[" * 10**5), "data.jsonl:1: .*recursion"),
-    "not-utf-8": ('{"prompt": "1", "answer": "\udcff"}\n', "data.jsonl:1: .*codec can't decode"),
+    "chat-without-template": (json.dumps({"prompt": [USER], "answer": "2"}) + "\n", "data.jsonl:1 .*chat_template"),
+    "half-a-letter": ('{"prompt": "\\ud83d", "answer": "2"}\n', "data.jsonl:1 .*(surrogate|UTF-8|TextEncodeInput)"),
+    "5,000-digits": ('{"prompt": "1", "answer": %s}\n' % ("9" * 5000), "data.jsonl:1 .*4300 digits"),
+    "deep-nesting": ('{"prompt": %s\n' % ("[" * 10**5), "data.jsonl:1 .*recursion"),
+    "not-utf-8": ('{"prompt": "1", "answer": "\udcff"}\n', "data.jsonl:1 .*codec can't decode"),
 }
 
 
@@ -114,7 +136,8 @@ def test_bad_data_is_refused_by_file_and_line(script, refuses, tmp_path):
         refuses(script, words, dataset=str(tmp_path / "data.jsonl"), reward="exact_match")
     (tmp_path / "data.jsonl").write_text(BAD_LINES["no-prompt"][0])
     refuses(script, "data.jsonl:2", eval_dataset=str(tmp_path / "data.jsonl"))
-    refuses(script, "no_such.jsonl", dataset=str(tmp_path / "no_such.jsonl"))
+    for flag in ("dataset", "eval_dataset"):
+        refuses(script, f"--{flag.replace('_', '-')} .*no_such.jsonl", **{flag: str(tmp_path / "no_such.jsonl")})
     for name in ("rows.csv", "rows.parquet", "someone/sums"):
         refuses(script, f"{name}: must be a .jsonl file, or a Hub dataset as NAME:SPLIT", eval_dataset=name)
 
@@ -165,14 +188,69 @@ def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, worl
     """The longest prompt and its response, without the last token, must fit into each model that computes them.
     Evaluation prompts count, too. A run that just fits is not refused."""
     room = 65 - max(map(len, make_prompts(7)))
-    refuses(script, "must have 65 positions", response_length=room + 1, error=ValueError)
+    too_few = "has 64 positions, .* needs 65; lower --response-length, or --max-prompt-length"
+    refuses(script, f"--model-path .* {too_few}", response_length=room + 1, error=script.UsageError)
     run(script, response_length=room, total_episodes=3, batch_size=3)
-    refuses(script, "--stop-token-id", stop_token_id=99)
     longer = write_jsonl(tmp_path / "longer.jsonl", make_rows(["1" * (65 - room), "1" * (66 - room)]))
-    refuses(script, "must have 65 positions", response_length=room, eval_dataset=longer, error=ValueError)
+    refuses(script, too_few, response_length=room, eval_dataset=longer, error=script.UsageError)
     short = save_model(tmp_path / "short", max_position_embeddings=63)
     for flag in ("ref_model_path", "value_model_path")[: 1 + (script.__name__ == "ppo")]:
-        refuses(script, rf"{short} must have .* \(it has 63\)", response_length=room, **{flag: short})
+        refuses(script, rf"{short} has 63 positions, .* needs 64", response_length=room, **{flag: short})
+
+
+@only("rloo", "ppo")
+def test_longrope_stays_within_its_original_positions(script, run, refuses, tmp_path):
+    """Beyond them, the longest row of a pass changes the results of all its rows. YaRN has no such limit."""
+    longest = max(map(len, make_prompts(7))) + 3
+    long = dict(original_max_position_embeddings=longest, rope_theta=1e4)
+    phi3 = dict(rope_type="longrope", partial_rotary_factor=1.0, short_factor=[1.0] * 4, long_factor=[4.0] * 4)
+    phi3 = save_model(tmp_path / "phi3", "phi3", rope_parameters=long | phi3, original_max_position_embeddings=longest)
+    yarn = save_model(tmp_path / "yarn", rope_parameters=long | dict(rope_type="yarn", factor=2.0))
+    refuses(script, f"has {longest} positions, .* needs {longest + 1}", model_path=phi3, response_length=5)
+    few = dict(total_episodes=3, batch_size=3)
+    run(script, model_path=phi3, response_length=4, **few)
+    run(script, model_path=yarn, response_length=5, **few)
+
+
+@one_text
+def test_a_reward_model_must_have_enough_positions(script, run, refuses, tmp_path):
+    """It reads whole episodes. One with RoPE would read on beyond its positions, and nobody would notice."""
+    path = save_classifier(tmp_path / "short", max_position_embeddings=8)[0]
+    with pytest.raises(script.UsageError, match=f"--reward-model-path {path} has 8 positions, .* --response-length"):
+        run(script, reward_model_path=path)
+    path = save_classifier(tmp_path / "enough", max_position_embeddings=max(map(len, make_prompts(7))) + 6)[0]
+    run(script, reward_model_path=path)
+
+
+@one_text
+def test_tokens_that_the_model_does_not_have(script, run, refuses, world, tmp_path):
+    """A prompt, an EOS or the stop token outside of the vocabulary is refused. A tokenizer may have more tokens than
+    the model, as long as no prompt has one."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["@"])
+    more = save_model(tmp_path / "more", tokenizer=tokenizer)
+    run(script, model_path=more, total_episodes=3, batch_size=3)
+    dataset = write_jsonl(tmp_path / "at.jsonl", make_rows(["1+1=", "1@1="]))
+    token = len(tokenizer) - 1
+    refuses(script, f"--model-path {more}: a prompt has token {token}, ", model_path=more, dataset=dataset)
+    refuses(script, "--stop-token-id 99 is outside of the vocabulary", stop_token_id=99, error=script.UsageError)
+    never = save_model(tmp_path / "never", eos_ids=[EOS, 99])
+    refuses(script, "EOS .*99 is outside of the vocabulary", model_path=never, error=script.UsageError)
+
+
+@one_text
+def test_a_run_without_eos_says_so(script, run, world, tmp_path, capsys):
+    """Neither the tokenizer nor the model has an EOS. Then every completion runs to its limit."""
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    for path, says_so in (
+        (world.llama, False),
+        (save_model(tmp_path / "endless", eos_ids=None, tokenizer=tokenizer), True),
+    ):
+        capsys.readouterr()
+        ran = run(script, model_path=path)
+        assert ("there is no EOS" in capsys.readouterr().out) == says_so
+        assert all(row["val/num_eos_tokens"] == 0 for row in ran.metrics) == says_so
 
 
 @only("rloo", "ppo")
@@ -201,24 +279,28 @@ def test_a_model_must_give_the_same_in_padded_rows(script, run, refuses, monkeyp
 
 @pytest.fixture(scope="module")
 def misfit(tmp_path_factory):
-    """The built-in policy, once with another width in its config, and once with more layers than it has weights for."""
+    """The built-in policy, with another width in its config, and with more and fewer layers than it has weights for."""
     folder = tmp_path_factory.mktemp("misfit")
     wide = Path(shutil.copytree(HERE / "benchmark" / "default" / "policy", folder / "wide"))
     config = json.loads((wide / "config.json").read_text())
     (wide / "config.json").write_text(json.dumps(config | {"intermediate_size": 100}))
     deep = Path(shutil.copytree(wide, folder / "deep"))
     (deep / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
-    return SimpleNamespace(wide=str(wide), deep=str(deep))
+    flat = Path(shutil.copytree(wide, folder / "flat"))
+    (flat / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    return SimpleNamespace(wide=str(wide), deep=str(deep), flat=str(flat))
 
 
 @only("rloo", "ppo")
 def test_weights_that_do_not_fit_their_config_are_refused_by_name(script, refuses, misfit):
-    """A weight that is missing or has another shape would be random. Such a policy, reference, reward model or value
-    model is refused, and the message names the weight."""
+    """A weight that is missing or has another shape would be random, and one of another layer would be left out. Such a
+    policy, reference, reward model or value model is refused, and the message names the weight."""
     default = dict(dataset=script.Args.dataset, total_episodes=4, k=4, batch_size=16)
     fits = default | dict(model_path=script.Args.model_path, kl_coef=0.1)
     shape, layer = "model.layers.0.mlp.down_proj.weight", "model.layers.3.input_layernorm.weight"
     refuses(script, misfit.deep, layer, **default | dict(model_path=misfit.deep), error=ValueError)
+    left_out = "model.layers.1.input_layernorm.weight"
+    refuses(script, misfit.flat, left_out, **default | dict(model_path=misfit.flat), error=ValueError)
     refuses(script, misfit.wide, shape, **default | dict(model_path=misfit.wide), error=ValueError)
     refuses(script, misfit.wide, shape, **fits | dict(ref_model_path=misfit.wide), error=ValueError)
     if script.__name__ == "ppo":
@@ -242,6 +324,43 @@ def test_models_that_are_not_there(script, refuses, world, tmp_path):
         refuses(script, "no/such/model", value_model_path="no/such/model")
         other = save_model(tmp_path / "other", vocab_size=50)
         refuses(script, other, "the policy's vocabulary", value_model_path=other, error=ValueError)
+
+
+@one_text
+def test_a_folder_without_a_whole_model(script, refuses, world, tmp_path):
+    """The tokenizer is missing, or there are only LoRA adapters. The message names the flag and says what to do."""
+    no_tokenizer = Path(shutil.copytree(world.llama, tmp_path / "no_tokenizer"))
+    for file in no_tokenizer.glob("tokenizer*"):
+        file.unlink()
+    adapters = Path(shutil.copytree(world.llama, tmp_path / "adapters"))
+    (adapters / "config.json").rename(adapters / "adapter_config.json")
+    for flag, path in (("model_path", no_tokenizer), ("model_path", adapters), ("ref_model_path", adapters)):
+        words = rf"--{flag.replace('_', '-')} {path} \(.*tokenizer; merge LoRA adapters first, see docs/recipes.md#lora"
+        refuses(script, words, error=script.UsageError, **{flag: str(path)})
+
+
+@one_text
+@pytest.mark.slow
+def test_a_mistake_ends_with_one_line(script, world, tmp_path):
+    """A mistake of the user ends with one line and exit code 2, also in the middle of a run. What the reward function
+    raises keeps its traceback. A terminal that knows only ASCII stops no run."""
+    (tmp_path / "mine.py").write_text(
+        "def few(prompts, **_):\n    return [0.0]\n\ndef raises(**_):\n    raise ValueError('mine')\n\n"
+        "def named(prompts, **_):\n    return {'\u00e9': [0.0] * len(prompts)}\n"
+    )
+    flags = base_flags(world) | dict(total_episodes=3, batch_size=3)
+    reward = f"{tmp_path / 'mine.py'}:few"
+    mistakes = {"iteration 1: --reward returned 1 scores for 3 completions": dict(reward=reward)}
+    mistakes["--dataset none.jsonl: [Errno 2] No such file or directory: 'none.jsonl'"] = dict(dataset="none.jsonl")
+    for message, wrong in mistakes.items():
+        finished = launch(script, 1, tmp_path, flags | wrong)
+        assert finished.returncode == 2 and finished.stderr.endswith(f"\nerror: {message}\n"), finished.stderr
+        assert "Traceback" not in finished.stderr
+    finished = launch(script, 1, tmp_path, flags | dict(reward=reward.replace("few", "raises")))
+    assert finished.returncode == 1 and "Traceback" in finished.stderr and "ValueError: mine" in finished.stderr
+    flags |= dict(reward=reward.replace("few", "named"))
+    finished = launch(script, 1, tmp_path, flags, PYTHONIOENCODING="ascii")
+    assert finished.returncode == 0 and "reward/\\xe9" in finished.stdout, finished.stderr
 
 
 @one_text

@@ -185,7 +185,7 @@ def test_lora_is_the_policy_with_its_adapter(script, run, world, monkeypatch):
         assert (adapted(prompt).logits - first).abs().max() > 0.01
     assert not os.path.exists(output_dir / "model" / "model.safetensors")
     assert '"lora_alpha": 4,' in (output_dir / "model" / "adapter_config.json").read_text()
-    with pytest.raises(ValueError, match="Unrecognized model in .*model"):
+    with pytest.raises(ValueError, match="merge LoRA adapters first.*Unrecognized model in .*model"):
         run(script, model_path=str(output_dir / "model"))
     assert metrics[0]["objective/kl"] == pytest.approx(0, abs=1e-5) and abs(metrics[-1]["objective/kl"]) > 1e-4
     assert run(script, **flags).rollouts == rows

@@ -114,6 +114,16 @@ def test_gradient_without_some_scores(script, run, world, unsure, updates, kl_co
 
 
 @only("rloo")
+def test_whitening_of_large_scores(script, run, world):
+    """The squares of scores of 1e20 are inf in float32."""
+    (world.folder / "large.py").write_text(
+        "from rewards import letters\n\ndef large(**inputs):\n    return [1e20 * s for s in letters(**inputs)]\n"
+    )
+    rows = run(script, reward=f"{world.folder / 'large.py'}:large", whiten_advantages=True, **ONE_BATCH).rollouts
+    assert np.mean(np.square([row["advantage"] for row in rows])) == pytest.approx(1, rel=1e-5)
+
+
+@only("rloo")
 def test_whitening_counts_only_scored_episodes(script, run, unsure):
     """The population variance of the advantages of all episodes with a score is 1. Without any score it stays 0."""
     flags = dict(whiten_advantages=True, kl_coef=0.0, **ONE_BATCH)

@@ -199,7 +199,7 @@ def test_a_launch_that_starts_one_process_is_refused(script, run, refuses, monke
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     expected = run(script)[1]
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    refuses(script, "fewer processes.*ACCELERATE_USE_CPU=true torchrun", error=RuntimeError)
+    refuses(script, "fewer processes.*no GPU was found.*ACCELERATE_USE_CPU=true torchrun", error=script.UsageError)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.delenv("MASTER_ADDR")
     assert [row["objective/scores"] for row in run(script)[1]] == [row["objective/scores"] for row in expected]

@@ -298,7 +298,7 @@ def test_another_run_is_refused(script, run, stopped_after, world, tmp_path, fla
             run(script, **flags | dict(output_dir=str(stopped), resume=True) | changed)
         assert contents(stopped) == before
 
-    is_refused(f"--flag-of-another None: the run in {stopped} has 1")
+    is_refused(rf"{stopped} holds a run of another script, with \['flag_of_another'\]", kl_coef=0.1)
     (stopped / "args.yaml").write_text(yaml.safe_dump(older))
     is_refused(f"--output-dir {stopped} holds a run; --resume", resume=False)
     (stopped / "metrics.jsonl").rename(tmp_path / "metrics.jsonl")  # The checkpoints are still there.
@@ -310,12 +310,18 @@ def test_another_run_is_refused(script, run, stopped_after, world, tmp_path, fla
     others = dict(learning_rate=1.0, seed=9, num_train_epochs=5.0, reward="exact_match", response_length=7, lora_r=2)
     others |= dict(dataset=world.dataset(7, seed=5), kl_coef=0.1, num_mini_batches=1, temperature=0.9, weight_decay=0.5)
     for flag, value in others.items():
-        is_refused(f"--{flag.replace('_', '-')} {value}: the run in {stopped} has ", **{flag: value})
+        name = (
+            "the rows of --dataset changed: 7, SHA-256 .*"
+            if flag == "dataset"
+            else f"--{flag.replace('_', '-')} {value}"
+        )
+        is_refused(f"{name}: the run in {stopped} has .* To train longer, ", **{flag: value})
     text = dataset.read_text()
     for other, count in ((text + text, 14), (text.replace('"answer": "1"', '"answer": "2"'), 7)):
         dataset.write_text(other)
-        is_refused(f"--dataset-rows {count}, SHA-256 .*: the run in {stopped} has 7, SHA-256 ")
+        is_refused(f"the rows of --dataset changed: {count}, SHA-256 .*: the run in {stopped} has 7, SHA-256 ")
     dataset.write_text(text)
+    flags["dataset"] = str(dataset.rename(tmp_path / "moved.jsonl"))  # The same rows are the same dataset.
     run(script, output_dir=str(stopped), resume=True, **flags)
     assert result_of(stopped) == expected
 

@@ -1,9 +1,11 @@
 """Rewards and reward models: how they are called and found, the order of a score, which scores come from where."""
 
+import json
 import pickle
 import shutil
 import sys
 import traceback
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,13 +15,16 @@ from conftest import (
     MANY_EOS,
     PAD,
     VOCAB,
+    base_flags,
     encode,
     fresh_imports,
+    make_args,
     make_prompts,
     make_tokenizer,
     one_text,
     only,
     read_jsonl,
+    reset_accelerate,
     save_classifier,
     write_jsonl,
 )
@@ -110,12 +115,73 @@ def test_a_reward_that_names_its_prompt_comes_back_to_it(script, run, world):
 
 @one_text
 def test_rewards_may_be_lists_arrays_or_tensors(script, run, world):
-    """They give the same scores."""
-    scores = []
-    for name in ("letters", "numpy_array", "tensor"):
+    """They give the same scores. A tensor may have a gradient and any type, and a list may hold tensors. But [n, 1] is
+    refused: minus a penalty [n] it would be [n, n]."""
+    scores = {}
+    for name in ("letters", "numpy_array", "tensor", "tensors", "bfloat16"):
         rows = run(script, reward=world.reward(name), total_episodes=12).rollouts
-        scores.append([row["score"] for row in rows])
-    assert scores[0] == scores[1] == pytest.approx(scores[2])
+        scores[name] = [row["score"] for row in rows]
+    for name, found in scores.items():
+        assert found == pytest.approx(scores["letters"], rel=2**-8 if name == "bfloat16" else 1e-6), name
+    for name, score in dict(one_column=r"\[", array_column=r"array\(\[", list_of_columns=r"tensor\(\[").items():
+        with pytest.raises(script.UsageError, match=f"the score {score}.*; it must be one finite number, or None"):
+            run(script, reward=world.reward(name), total_episodes=12)
+
+
+CHANGING = """
+from rewards import letters
+
+def changing(prompts, completions, completion_ids, tags, **_):
+    # Each completion takes the last tag of its row. The score counts the tags that are left.
+    for ids, own in zip(completion_ids, tags):
+        ids.clear()
+        own.pop()
+    return [len(own) + score for own, score in zip(tags, letters(prompts, completions))]
+"""
+
+
+@one_text
+def test_a_reward_may_change_what_it_gets(script, run, world, tmp_path):
+    """Each episode has its own copy. Neither its group nor a later draw of its prompt sees a change."""
+    (world.folder / "changing.py").write_text(CHANGING)
+    rows = [{"prompt": prompt, "tags": ["a"] * 5} for prompt in ("1+1=", "2+2=")]
+    flags = dict(dataset=write_jsonl(tmp_path / "tags.jsonl", rows), total_episodes=24, batch_size=12)  # drawn twice
+    expected = run(script, reward=world.reward("letters"), **flags).rollouts
+    changed = run(script, reward=f"{world.folder / 'changing.py'}:changing", **flags).rollouts
+    assert [row["token_ids"] for row in changed] == [row["token_ids"] for row in expected]
+    assert [row["score"] for row in changed] == pytest.approx([4 + row["score"] for row in expected])
+
+
+@one_text
+def test_a_reward_may_change_the_folder(script, world, tmp_path, monkeypatch):
+    """The output folder is still the one that was given."""
+    (tmp_path / "moving.py").write_text(
+        "import os\nfrom rewards import letters\n\ndef moving(**inputs):\n    os.makedirs('inner')\n"
+        "    os.chdir('inner')\n    return letters(**inputs)\n"
+    )
+    shutil.copy(world.folder / "rewards.py", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    reset_accelerate()
+    flags = base_flags(world) | dict(output_dir="out", reward=f"{tmp_path / 'moving.py'}:moving")
+    with fresh_imports():
+        script.main(make_args(script, **flags))
+    assert Path.cwd() == tmp_path / "inner" / "inner" and (tmp_path / "out" / "model").exists()
+
+
+@one_text
+def test_what_a_reward_is_called_with_is_named(script, run, tmp_path):
+    """A function that needs another column is refused before it is called. A TypeError of its own stays as it is."""
+    (tmp_path / "wrong.py").write_text(
+        "def missing(completions, solution, **_):\n    return []\n\n"
+        "def surplus(completions):\n    return []\n\ndef own(**_):\n    raise TypeError('mine')\n"
+    )
+    called = "--reward, which is called with prompts, completions, completion_ids, answer, number: "
+    faults = {"missing": "missing a required argument: 'solution'", "surplus": "got an unexpected keyword argument"}
+    for name, message in faults.items():
+        with pytest.raises(script.UsageError, match=called + message):
+            run(script, reward=f"{tmp_path / 'wrong.py'}:{name}")
+    with pytest.raises(TypeError, match="^mine$"):
+        run(script, reward=f"{tmp_path / 'wrong.py'}:own")
 
 
 @only("rloo", "grpo")
@@ -142,12 +208,14 @@ def test_the_kl_alone_may_be_the_reward(script, run, world):
 def test_a_faulty_reward_stops_the_run(script, run, world, updates, tmp_path):
     """What the reward raises is raised as it is. What it returns is named, with the iteration. No update of that
     iteration is made. In float32 the score `huge` would be inf."""
-    returned = dict(wrong_count=r"\[.*, and not 6", forgotten="None", coroutine="<coroutine")
-    faults = {name: (ValueError, f"iteration 2: --reward +returned {words}") for name, words in returned.items()}
+    returned = dict(wrong_count="5 scores", forgotten="None", coroutine="<coroutine .*")
+    faults = {name: f"iteration 2: --reward returned {words} for 6 completions" for name, words in returned.items()}
+    faults = {name: (script.UsageError, message) for name, message in faults.items()}
     gave = dict(nan="nan", inf="inf", huge=r"1e\+39", text="'one'", rows="{'score': ")
     for name, score in gave.items():
-        faults[name] = ValueError, f"iteration 2: --reward +gave a completion of '[^']+' the score {score}"
-    faults["unequal"] = ValueError, "iteration 2: --reward b returned .*, and not 6 scores"
+        message = f"iteration 2: --reward gave a completion of '[^']+' the score {score}.*; .* return one dict of lists"
+        faults[name] = script.UsageError, message
+    faults["unequal"] = script.UsageError, "iteration 2: --reward b returned 5 scores for 6 completions"
     faults |= dict.fromkeys(("reserved", "empty"), (ValueError, "--reward: .* none may be named reward_model"))
     faults["raises"] = KeyError, "the verifier is gone"
     for fault, (kind, message) in faults.items():
@@ -163,7 +231,8 @@ def test_a_faulty_reward_stops_the_run(script, run, world, updates, tmp_path):
 
 @only("rloo")
 def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
-    """package.module:FUNCTION and FILE.py:FUNCTION. A file beside a reward hides no library of the same name."""
+    """package.module:FUNCTION and FILE.py:FUNCTION. A file beside a reward hides no library of the same name. The file
+    that was named is loaded, also where another reward or a library has its name."""
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "inner.py").write_text("def score(**_):\n    return [1.0]\n")
     for name in ("colorsys", "json"):  # named like a library: one not yet imported, and one that is
@@ -172,17 +241,23 @@ def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
     (tmp_path / "tally_mine.py").write_text(
         "import colorsys, tally_neighbour\n\ndef score(**_):\n    return [tally_neighbour.VALUE, colorsys.ONE_THIRD]\n"
     )
+    (tmp_path / "other").mkdir()
+    for name, value in (("tally_mine", 3), ("json", 4)):  # named like another reward, and like a library
+        (tmp_path / "other" / f"{name}.py").write_text(f"import colorsys\n\ndef score(**_):\n    return [{value}]\n")
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     with fresh_imports():
         mine = script.load_reward(f"{tmp_path / 'tally_mine.py'}:score")
         assert mine() == [7, 1 / 3] and pickle.loads(pickle.dumps(mine)) is mine  # as a pool of processes needs it
+        assert script.load_reward(f"{tmp_path / 'other' / 'tally_mine.py'}:score")() == [3]
+        assert script.load_reward(f"{tmp_path / 'other' / 'json.py'}:score")() == [4] and sys.modules["json"] is json
+        assert script.load_reward(f"{tmp_path / 'tally_mine.py'}:score") is mine
         monkeypatch.syspath_prepend(tmp_path / "pack")
         assert script.load_reward("inner:score")() == [1.0]
         for spec, error, message in (
-            (f"{tmp_path / 'tally_mine.py'}:no_such", AttributeError, "no_such"),
-            (f"{tmp_path / 'no_such_file.py'}:score", FileNotFoundError, "no_such_file.py"),
+            (f"{tmp_path / 'tally_mine.py'}:no_such", script.UsageError, "--reward: .*no_such"),
+            (f"{tmp_path / 'no_such_file.py'}:score", script.UsageError, "--reward: .*no_such_file.py"),
             ("no_such_module.inner:score", ModuleNotFoundError, "no_such_module"),
-            (f"{tmp_path / 'json.py'}:score", AttributeError, "module 'json' has no attribute 'score'"),
+            (f"{tmp_path / 'json.py'}:score", AssertionError, "not the library"),
         ):
             with pytest.raises(error, match=message):
                 script.load_reward(spec)
@@ -273,6 +348,8 @@ def test_reward_model_of_another_vocabulary_reads_the_text(script, run, world, t
 @pytest.mark.parametrize("labels", [3, None, 1])
 def test_a_reward_model_without_a_head_of_one_label_is_refused(script, refuses, world, tmp_path, labels):
     """The error names the head, and nothing is written. None: a model without a head. 1: BERT's has another name."""
-    architecture, fault = ("bert", "no attribute 'score'") if labels == 1 else ("llama", "score.weight")
+    architecture, fault = (
+        ("bert", "--reward-model-path .*no attribute 'score'") if labels == 1 else ("llama", "score.weight")
+    )
     path = save_classifier(tmp_path / "rm", labels, architecture=architecture)[0] if labels else world.reference
     refuses(script, fault, reward="none", reward_model_path=path)

@@ -147,9 +147,9 @@ def test_most_lines_of_two_scripts_are_the_same(pair):
 
 
 LIMITS = {  # The lecture is what stands above the banner MACHINERY.
-    "rloo": dict(lines=1_505, tokens=10_250, lecture_lines=565, lecture_tokens=3_500, main=140, function=60),
-    "grpo": dict(lines=1_560, tokens=10_700, lecture_lines=620, lecture_tokens=3_900, main=140, function=60),
-    "ppo": dict(lines=1_735, tokens=11_900, lecture_lines=670, lecture_tokens=4_200, main=165, function=60),
+    "rloo": dict(lines=1_630, tokens=10_800, lecture_lines=565, lecture_tokens=3_500, main=140, function=60),
+    "grpo": dict(lines=1_700, tokens=11_260, lecture_lines=620, lecture_tokens=3_900, main=140, function=60),
+    "ppo": dict(lines=1_860, tokens=12_360, lecture_lines=670, lecture_tokens=4_200, main=165, function=60),
 }
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT}
 
