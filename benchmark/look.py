@@ -144,12 +144,12 @@ def read_curves(folder: Path) -> dict[str, list]:
 def make_page(folders: list[Path], places: set, fit: int) -> tuple[bytes, str]:
     """The page, and what it says about itself."""
     iterations, n = choose(places, fit)
-    shown = set(iterations)
+    known, shown = {iteration for iteration, *_ in places}, set(iterations)
     cards, num_episodes, num_shown = {}, 0, 0
     for number, folder in enumerate(folders):
         _, decode = load_run(folder)
         for line, (iteration, held_out, group) in read_lines(folder):
-            num_episodes += 1
+            num_episodes += iteration in known  # The run may have written others since.
             if iteration not in shown or group % n:
                 continue
             num_shown += 1
@@ -163,9 +163,8 @@ def make_page(folders: list[Path], places: set, fit: int) -> tuple[bytes, str]:
             cards[key]["groups"][number].append(read_episode(row, decode))
     about = f"{num_shown:,} of {num_episodes:,} episodes"
     if num_shown < num_episodes:
-        num_iterations = len({iteration for iteration, *_ in places})
-        about += f": {len(iterations)} of {num_iterations} iterations, evenly spaced"
-        about += f", and one of {n} groups" * (n > 1)
+        about += f": {len(iterations)} of {len(known)} iterations, evenly spaced"
+        about += f", one group in {n}" * (n > 1)
         about += f". The rest is left out, because a page has at most {LIMIT / 1e6:g} MB"
     runs = [{"name": str(folder), "curves": read_curves(folder)} for folder in folders]
     data = {"runs": runs, "cards": list(cards.values()), "iterations": iterations, "about": about}
