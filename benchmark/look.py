@@ -283,7 +283,8 @@ function visible(text) {
 
 function noteOfGroup(group) {
   if (group.length < 2) return "";
-  if (group.some(episode => episode.score !== group[0].score)) return "scores differ";
+  const scored = group.filter(episode => episode.score !== null);
+  if (scored.some(episode => episode.score !== scored[0].score)) return "scores differ";
   if (group[0].advantage === null) return "⚠ equal scores";
   const fromKl = group.some(episode => episode.advantage);
   return "⚠ equal scores: " + (fromKl ? "the advantages come from the KL alone"
@@ -399,7 +400,7 @@ function render() {
   found.sort((a, b) => a.first - b.first || a.mean - b.mean);
   let size = 0, count = 0;
   while (count < found.length && size < room) {
-    for (const { length } of found[count].episodes) size += length + 20;
+    for (const { length } of found[count].episodes) size += length + 20;  // 20 for its own line
     count += 1;
   }
   $("cards").replaceChildren(...found.slice(0, count).map(showCard));

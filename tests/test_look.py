@@ -153,6 +153,7 @@ def test_the_page_shows_the_rollouts_of_a_run(script, run, open_page):
         assert shown["numbers"]["-log p"] == pytest.approx(surprise, rel=0.01)
         assert shown["numbers"]["advantage"] == pytest.approx(row["advantage"], rel=0.01)
         assert ("value" in shown["numbers"]) == ("values" in row)
+        assert ("⚠ truncated" in shown["notes"]) == (row.get("ended") is False)
     assert {len(card["groups"][0]) for card in data["cards"]} == {args.k}
     curve = data["runs"][0]["curves"]["objective/scores"]
     logged = [[row["iteration"], row["objective/scores"]] for row in metrics]
@@ -295,8 +296,8 @@ def test_the_page_in_a_browser(save, open_page, tmp_path):
         rows += [episode(iteration, i, text) for i, text in enumerate(texts)]
     rows[-1]["ended"] = False
     rows[-1] |= dict(score=-3.5)
-    for row in rows[-4:-2]:
-        row |= dict(score=2.0, advantage=0.0)
+    for row, score in zip(rows[-4:-2], (2.0, None)):
+        row |= dict(score=score, advantage=0.0)
     for row in rows:
         row["prompt"] = HOSTILE[row["index"] // 2] + SURROGATES
     path, _ = open_page(save(rows))
