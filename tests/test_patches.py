@@ -229,6 +229,17 @@ def test_the_commands_of_the_variants_page(folder, tmp_path, monkeypatch):
     assert (folder / "grpo.py").read_text() == before
 
 
+def test_top_p_stops_the_run(folder, tmp_path):
+    """With the words that docs/coming_from.md quotes."""
+    [quoted] = re.findall(r'"(sampling and training[^"]*)"', (HERE / "docs/coming_from.md").read_text())
+    line = "        log_p = torch.log_softmax(logits, dim=-1)  # [active, vocabulary]\n"
+    before, after = (folder / "rloo.py").read_text().split(line)
+    top_p = "        logits = transformers.TopPLogitsWarper(0.95)(None, logits)\n"
+    (folder / "top_p.py").write_text(before + top_p + line + after)
+    with pytest.raises(RuntimeError, match=" ".join(quoted.split())):
+        train(import_file(folder / "top_p.py"), [], tmp_path)
+
+
 @pytest.mark.parametrize(
     "script, forgotten", [("rloo", None), ("grpo", None), ("rloo", "collective_rpc"), ("rloo", "reset_prefix_cache")]
 )
