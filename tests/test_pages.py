@@ -241,6 +241,35 @@ def test_the_ported_configuration_makes_the_steps_of_trl(capsys):
     assert {name: getattr(args, names.get(name, name)) for name in trl} == trl
 
 
+def test_the_fields_of_trl_are_in_the_tables():
+    """The page has each field of PPOConfig (TRL 1.12), with its default where ours differs. What it says about RLOO and
+    has no counterpart is in TRL 1.16. The stored list was read from TRL's sources: what each class itself defines."""
+    text = read(HERE / "docs/coming_from.md")
+    fields = json.loads((HERE / "benchmark/parity/trl_fields.json").read_text())
+    args = vars(MODULES["ppo"].Args(model_path="your/model"))
+    table = re.search(r"PPOConfig`.*?\n\n(.*?)\n\n", text, re.S)[1]
+    named = []
+    for line in table.splitlines()[2:]:
+        _, theirs, here, _ = line.split("|")
+        [flag] = re.findall(r"`--([\w-]+)`", here) or [None]
+        for name, trl, ours in re.findall(r"`(\w+)`(?: \((\S+), here (\S+)\))?", theirs):
+            named.append(name)
+            mine = args.get(flag.replace("-", "_") if flag else name)
+            if trl:
+                assert (trl, ours) == (str(fields["PPOConfig"][name]), str(mine).removesuffix(".0")), name
+            elif "same name" in here:
+                assert mine == fields["PPOConfig"][name]
+            else:
+                assert flag or here.strip() in ("`--plan W`, for W processes", "always", "not here")
+    assert sorted(named) == sorted(fields["PPOConfig"])
+    of_trl = fields["GRPOConfig"] | fields["RLOOConfig"]
+    without, changes = re.search(r"no counterpart: (.*?)callbacks.*?\n- In GRPO, (.*?)\n\n", text, re.S).groups()
+    names = set(re.findall(r"`(\w+)`", without + changes))
+    assert len(names) == 15 and names <= of_trl.keys() - vars(MODULES["grpo"].Args()).keys()
+    k, beta = re.search(r"`num_generations` is (\S+) and `beta` is (\S+)\.", text).groups()
+    assert (int(k), float(beta)) == (fields["RLOOConfig"]["num_generations"], fields["RLOOConfig"]["beta"])
+
+
 FEW = " --total-episodes 64 --num-sample-generations 0"
 
 

@@ -3,6 +3,7 @@
 The patches of benchmark/engine run with a stand-in for vLLM.
 """
 
+import math
 import re
 import shutil
 import subprocess
@@ -171,6 +172,62 @@ def test_a_variant_keeps_its_promise(patch, patched, run, world, updates, monkey
     check(module=module, rows=rows, metrics=ran.metrics, world=world, updates=updates, calls=calls)
 
 
+def test_a_completion_has_one_masked_weight(patched, run, world, monkeypatch):
+    """With --importance-level sequence, as in TRL: the product over its tokens, or 0."""
+    module = patched("benchmark/variants/masked_importance_sampling.patch", "grpo")
+    calls = conftest.record_calls(monkeypatch, module, "run_passes")
+    flags = dict(importance_level="sequence", importance_low=0.0, importance_high=1.001)
+    ran = run(module, kl_coef=0.0, total_episodes=12, **flags)
+    weights = weights_of_tokens(calls, ran.rollouts).prod(1)
+    kept = weights * (weights <= 1.001)
+    assert 0 < (kept == 0).sum() < 12
+    losses = [-row["advantage"] * weight / 12 for row, weight in zip(ran.rollouts, kept.tolist())]
+    assert ran.metrics[0]["loss/policy_avg"] == pytest.approx(sum(losses), abs=1e-6)
+
+
+def loss_and_gradient(module, args, old_logprobs, logprobs, advantage):
+    """Of one episode, whose tokens are divided by their number. Returns the loss, and the gradient by its tokens."""
+    old_logprobs = torch.tensor([old_logprobs])
+    logprobs = torch.tensor([logprobs], requires_grad=True)
+    weights = torch.tensor([1 / logprobs.shape[1]])
+    inputs = module.LossInputs(old_logprobs, torch.tensor([advantage]), weights, logprobs < 0, None)
+    loss = module.grpo_loss(args, logprobs, inputs).losses.sum()
+    return [loss.item(), *torch.autograd.grad(loss, logprobs)[0][0].tolist()]
+
+
+def check_losses(dppo, gmpo, vespo):
+    """Losses and gradients by hand."""
+    for p_old, p, advantage, weight in (
+        (0.5, 0.75, 2.0, 0),  # 0.25 more likely, which is more than 0.2
+        (0.5, 0.75, -2.0, 1.5),
+        (0.5, 0.25, -2.0, 0),
+        (0.5, 0.25, 2.0, 0.5),
+        (0.01, 0.1, 2.0, 10),  # The ratio would be clipped.
+    ):
+        found = loss_and_gradient(dppo, dppo.Args(), [math.log(p_old)], [math.log(p)], advantage)
+        assert found == pytest.approx([-advantage * weight] * 2, rel=1e-5)
+    args = gmpo.Args(importance_sampling_level="sequence", cliprange=1.0)
+    for logprobs, advantage, mean, moves in (
+        ([-1.0, -2.2], 1.0, (0.4 - 0.2) / 2, [0, 1]),
+        ([-1.0, -2.2], -1.0, (1 - 0.2) / 2, [1, 1]),
+        ([-3.0, -1.8], -1.0, (-0.4 + 0.2) / 2, [0, 1]),
+        ([-3.0, -1.8], 1.0, (-1 + 0.2) / 2, [1, 1]),
+    ):
+        expected = [-advantage * math.exp(mean) * factor for factor in [1, moves[0] / 2, moves[1] / 2]]
+        assert loss_and_gradient(gmpo, args, [-2.0, -2.0], logprobs, advantage) == pytest.approx(expected)
+    w = math.exp(0.5 - 0.2)  # of the completion
+    for advantage, phi in (2.0, math.exp(3) * w**2 * math.exp(-3 * w)), (-2.0, math.exp(2) * w**3 * math.exp(-2 * w)):
+        expected = [-phi * advantage * factor for factor in ((-1.5 - 2.2) / 2, 1 / 2, 1 / 2)]
+        assert loss_and_gradient(vespo, vespo.Args(), [-2.0, -2.0], [-1.5, -2.2], advantage) == pytest.approx(expected)
+    grpo, lengths = MODULES["grpo"], torch.tensor([1, 3])  # LUSPO: the mean of |y| times the loss of GSPO
+    args = grpo.Args(importance_sampling_level="sequence", loss_type="dr_grpo")
+    mask = torch.arange(3) < lengths[:, None]
+    weights = grpo.token_weights(args, lengths, mask[:, 0])
+    inputs = grpo.LossInputs(mask * -2.0, torch.tensor([1.0, -1.0]), weights, mask, None)
+    losses = grpo.grpo_loss(args, mask * torch.tensor([-1.9, -1.9, -2.0]), inputs).losses * args.response_length
+    assert losses.tolist() == pytest.approx([-1 * math.exp(0.1) / 2, 3 * math.exp(0.2 / 3) / 2])
+
+
 def test_the_lines_of_papers(run, world, tmp_path, monkeypatch):
     """Each change of a script that docs/papers.md shows does what its row says."""
     modules = []
@@ -178,7 +235,8 @@ def test_the_lines_of_papers(run, world, tmp_path, monkeypatch):
         name, text = scripts.popitem()  # ppo.py, if it is among them
         (tmp_path / f"{name}_{number}.py").write_text(text)
         modules.append(import_file(tmp_path / f"{name}_{number}.py"))
-    maxrl, pass_at_4, gdpo, two_sided, sapo, masked, ppo, entropy = modules
+    remax, maxrl, pass_at_4, gdpo, two_sided, sapo, dppo, gmpo, vespo, masked, ppo, entropy = modules
+    check_losses(dppo, gmpo, vespo)
     assert maxrl.grpo_advantages(torch.eye(8)[0], 4, "group")[0].tolist() == [3, -1, -1, -1, 0, 0, 0, 0]
     # Of 6 answers 1 is right: it is in 10 of the 15 sets of 4, and in 6 of the 10 that hold a certain wrong answer.
     advantages = pass_at_4.grpo_advantages(torch.eye(6)[0], 6, "none")[0] * (10 / 15 * 5 / 15) ** 0.5
@@ -191,6 +249,13 @@ def test_the_lines_of_papers(run, world, tmp_path, monkeypatch):
     drift = torch.tensor([[0.5, 0.7], [0.5, 0.3], [0.5, 0.7]])
     inputs = masked.LossInputs(drift, torch.tensor([-1.0, -1, 1]), torch.ones(3), drift > 0, None)
     assert (masked.grpo_loss(masked.Args(), 0 * drift, inputs).losses != 0).tolist() == [False, True, True]
+    rollouts = conftest.record_calls(monkeypatch, remax, "generate")
+    rows = run(remax, reward=world.reward("letters"), kl_coef=0.0, total_episodes=12).rollouts
+    sampled, greedy = rollouts
+    assert greedy.inputs["temperature"] == 0 and sampled.result.prompts[::3] == greedy.result.prompts
+    for row, text in zip(rows, [text for text in greedy.result.completions for _ in range(3)], strict=True):
+        baseline = len(set(text)) + 0.3 * text.count("1") - 0.1 * len(text) * (len(row["prompt"]) % 3)  # `letters`
+        assert row["advantage"] == pytest.approx(row["score"] - baseline, abs=1e-5)
     rows = run(gdpo, reward=world.reward("parts"), total_episodes=12).rollouts
     parts = [torch.tensor([row[f"reward/{name}"] for row in rows]) for name in ("length", "ones")]
     advantages = sum(MODULES["grpo"].grpo_advantages(part, 3, "group")[0] for part in parts)
@@ -227,6 +292,17 @@ def test_the_commands_of_the_variants_page(folder, tmp_path, monkeypatch):
             assert "long_judge" in command and (folder / "grpo.py").read_text() != before
             train(import_file(folder / words[1]), words[2:], tmp_path)
     assert (folder / "grpo.py").read_text() == before
+
+
+def test_top_p_stops_the_run(folder, tmp_path):
+    """With the words that docs/coming_from.md quotes."""
+    [quoted] = re.findall(r'"(sampling and training[^"]*)"', (HERE / "docs/coming_from.md").read_text())
+    line = "        log_p = torch.log_softmax(logits, dim=-1)  # [active, vocabulary]\n"
+    before, after = (folder / "rloo.py").read_text().split(line)
+    top_p = "        logits = transformers.TopPLogitsWarper(0.95)(None, logits)\n"
+    (folder / "top_p.py").write_text(before + top_p + line + after)
+    with pytest.raises(RuntimeError, match=" ".join(quoted.split())):
+        train(import_file(folder / "top_p.py"), [], tmp_path)
 
 
 @pytest.mark.parametrize(

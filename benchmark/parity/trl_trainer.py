@@ -42,7 +42,7 @@ def settings(algorithm: str, folder, batch: int = 64, **changes) -> dict:
         gradient_accumulation_steps=1,
         steps_per_generation=1,
         num_generations=4,  # [GRPO 8, RLOO 2]
-        max_completion_length=8,  # [GRPO 256, RLOO 512]
+        max_completion_length=8,  # [512]
         beta=0.01 if algorithm == "rloo" else 0.0,  # [RLOO 0.05] Tally's --kl-coef
         learning_rate=1e-4,  # [1e-6]
         # nothing is written or shown
