@@ -32,7 +32,8 @@ How to run it:
     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 ppo.py    # two processes without GPUs
 
 How to read it: first comes the lecture, sections 1 to 6. It explains the algorithm and the loop.
-Then comes the machinery, sections 7 to 12. You can skip it on a first reading.
+Then comes the machinery, sections 7 to 12. You can skip it on a first reading. docs/nano/ has the
+same run in a short program. docs/coming_from.md lists TRL's names of the flags.
 
     what you look for              where it is             how to change it
     the reward                     --reward FILE.py:NAME   def NAME(prompts, completions, **columns)
@@ -725,6 +726,8 @@ def load_prompts(args: Args, path: str | None, reward: str, tokenizer) -> list[P
             if reward == "exact_match" and "answer" not in row:
                 raise ValueError("needs an `answer`, for the reward exact_match")
             text, token_ids = tokenize(tokenizer, row, add_generation_prompt=True)
+            if isinstance(row["prompt"], list) and row["prompt"][-1]["role"] == "assistant":
+                raise ValueError("ends with an assistant message; move its text to the one before")
             if not token_ids:
                 raise ValueError("the prompt, as the model reads it, has no tokens")
         columns |= dict.fromkeys(row)
@@ -823,6 +826,10 @@ def score_episodes(batch: Batch, scorers: list, where: str):
     parts = concatenate(shares)
     table = torch.stack(list(parts.values())).to(accelerator.device)  # [parts, episodes]
     scores = table.nansum(0).masked_fill(table.isnan().all(0), nan)
+    if scores.isnan().all():
+        warnings.warn(
+            "--reward gave no score to any completion of a batch"
+        )  # Python shows it once.
     return scores, {f"reward/{name}": part for name, part in zip(parts, table) if name}
 
 
@@ -1673,6 +1680,8 @@ def check_flags(args: Args):
     if args.dtype is None:
         launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
         args.dtype = "bfloat16" if launcher == "bf16" else "float32"
+        if launcher == "fp16":
+            warnings.warn("the launcher's fp16 is not offered: passes are in float32")
     if args.eval_dataset is None and args.dataset == Args.dataset:
         args.eval_dataset = str(DEFAULT / "eval.jsonl")
     kind = "other" if args.lora_r is None else "LoRA"
@@ -1739,11 +1748,13 @@ def check_sizes(args: Args, prompts: list[Prompt]):
 
 def check_positions(name: str, config, needed: int):
     """Refuse a model that has too few positions for the longest row."""
-    positions = getattr(config, "max_position_embeddings", None) or inf
+    names = ("max_position_embeddings", "max_seq_len")  # MPT has the second one.
+    positions = min(getattr(config, name, None) or inf for name in names)
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        # Beyond these positions, the longest row of a pass would change all its other rows.
-        positions = rope["original_max_position_embeddings"]
+    for settings in (rope, *rope.values()):  # They may be set for each type of layer.
+        if isinstance(settings, dict) and settings.get("rope_type") == "longrope":
+            # Beyond these positions, the longest row of a pass would change all its other rows.
+            positions = settings["original_max_position_embeddings"]
     if positions < needed:
         raise UsageError(
             f"{name} has {positions} positions, and the longest prompt with its completion needs"
