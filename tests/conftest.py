@@ -488,7 +488,7 @@ def result_of(output_dir):
     rows = read_jsonl(output_dir / "metrics.jsonl")
     lines = [{name: x for name, x in row.items() if name not in TIMES} for row in rows]
     weights = {file.name: file.read_bytes() for file in (output_dir / "model").glob("*.safetensors")}
-    return lines, weights, (output_dir / "rollouts.jsonl").read_text()
+    return lines, weights, [file.read_text() for file in sorted(output_dir.glob("*rollouts.jsonl"))]
 
 
 def contents(folder):
