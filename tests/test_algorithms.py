@@ -28,7 +28,7 @@ def test_metrics_of_the_rollout_are_those_of_its_episodes(script, run, world):
         if script.__name__ == "grpo":
             groups = [{row["score"] for row in episodes[i : i + 3]} for i in range(0, len(episodes), 3)]
             share = np.mean([len(scores) == 1 for scores in groups])
-            assert line["group/zero_advantage_fraction"] == pytest.approx(share) and 0 < share < 1
+            assert line["group/equal_scores_fraction"] == pytest.approx(share) and 0 < share < 1
     model = AutoModelForCausalLM.from_pretrained(world.llama).eval()
     entropies = []
     for row in rows[:24]:

@@ -330,7 +330,7 @@ def test_the_engine_makes_the_plain_run(script, forgotten, patched, run, monkeyp
 SYMPTOMS = {  # of the broken functions that run to the end
     "temperature no_check": lambda row: row["policy/clipfrac_avg"] > 0.1,
     "eos_masked no_check": lambda row: row["val/sampling_logprob_difference"] > 0.1,
-    "interleaved": lambda row: row["group/zero_advantage_fraction"] == 0,
+    "interleaved": lambda row: row["group/equal_scores_fraction"] == 0,
 }
 BROKEN = [c.split("broken.py ")[1] for c in commands(HERE / "docs/failures.md") if "failures/broken.py " in c]
 

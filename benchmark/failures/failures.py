@@ -54,7 +54,7 @@ PANELS = {  # the metrics that the figure shows
     "missing_ends": "val/num_eos_tokens response_length_mean eval/scores",
     "temperature": "objective/scores policy/clipfrac_avg policy/entropy_avg",
     "eos_masked": "eval/scores response_length_mean",
-    "interleaved": "eval/scores group/zero_advantage_fraction policy/entropy_avg",
+    "interleaved": "eval/scores group/equal_scores_fraction policy/entropy_avg",
     "no_clip": "eval/scores policy/approxkl_avg grad_norm",
     "equal_scores": "objective/scores eval/scores response_length_mean",
 }
