@@ -2,6 +2,7 @@
 
 import math
 import os
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ from conftest import (
     CHANGED_LOGITS,
     EOS,
     FSDP2,
-    PAD,
     USUAL,
     VOCAB,
     WINDOWS,
@@ -41,11 +41,10 @@ def gradient_of(model, logprobs):
 
 def one_pass(script, model, shares_prompts=True, prompts=PROMPTS, completions=COMPLETIONS, width=6):
     """The log-probabilities [completions, width] by a training pass, and the gradients of a weighted sum of them."""
-    tokens = torch.tensor([completion + [PAD] * (width - len(completion)) for completion in completions])
-    mask = torch.arange(width) < torch.tensor([[len(completion)] for completion in completions])
-    prompts = [encode(prompt) for prompt in prompts]
+    tokens = torch.tensor([completion + [-1] * (width - len(completion)) for completion in completions])
+    prompts = script.pad_left([encode(prompt) for prompt in prompts])
     policy = completion_model(script, model, [EOS], shares_prompts, temperature=0.7)
-    logprobs = script.run_inside(policy, script.token_logprobs, prompts=prompts, tokens=tokens, mask=mask)
+    logprobs = policy(partial(script.token_logprobs, prompts=prompts, tokens=tokens))
     return logprobs.detach(), gradient_of(model, logprobs)
 
 
@@ -244,7 +243,7 @@ def test_the_cache_of_sampling_has_the_type_of_autocast(script, monkeypatch, dty
 @one_text
 def test_the_cache_of_sampling_grows_by_blocks(script, monkeypatch):
     """The memory of keys and values moves once in 8 tokens, and later less often. It holds what `torch.cat` would."""
-    moves, append = [], script.append_token
+    moves, append = [], script.KVCache.append
 
     def recorded(old, new):
         appended = append(old, new)
@@ -252,7 +251,7 @@ def test_the_cache_of_sampling_grows_by_blocks(script, monkeypatch):
         moves.append(appended.data_ptr() != old.data_ptr())
         return appended
 
-    monkeypatch.setattr(script, "append_token", recorded)
+    monkeypatch.setattr(script.KVCache, "append", recorded)
     uniforms = torch.rand(4, 150, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     sample(script, make_model("llama"), PROMPTS, uniforms, 1.0, [-1])
     assert len(moves) == 149 * 4 and sum(moves) < 12 * 4  # keys and values of 2 layers

@@ -127,7 +127,7 @@ def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
 def test_short_completions_take_as_many_passes(script, run, world, monkeypatch):
     """The processes gather sharded weights together in every pass. So each process must make the same number of passes,
     for every length of its completions."""
-    passes, counts, longest = record_calls(monkeypatch, script, "run_tokens"), [], []
+    passes, counts, longest = record_calls(monkeypatch, script, "run_network"), [], []
     forward = script.CompletionModel.forward
 
     def counted(self, function):
@@ -135,7 +135,7 @@ def test_short_completions_take_as_many_passes(script, run, world, monkeypatch):
         outputs = forward(self, function)
         if function.func is script.token_logprobs:
             counts.append(len(passes) - before)
-            longest.append(int(function.keywords["mask"].sum(1).max()))
+            longest.append(int((function.keywords["tokens"] >= 0).sum(1).max()))
         return outputs
 
     monkeypatch.setattr(script.CompletionModel, "forward", counted)

@@ -35,8 +35,6 @@ from conftest import (
 # each with its reason. If you need another one, add a line.
 DIFFERENT = {
     "main": "each algorithm has its own rewards, advantages and loss",
-    "LossInputs": "its fields are what the loss of the algorithm reads",
-    "LossOutputs": "its fields are what the loss of the algorithm returns",
     "update_metrics": "each loss has its own denominator and its own clips",
     "check_flags": "each script checks the flags that only it has",
     "start_accelerator": "PPO can drop updates, which DeepSpeed cannot",

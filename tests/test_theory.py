@@ -47,8 +47,8 @@ TRUE = gradient((LOGPROBS.sum(1).exp() * REWARDS).sum())  # of the mean reward
 
 def ascent(advantages, probabilities, episodes=ALL, logits=LOGITS):
     """The direction in which rloo.py moves with one update per batch: minus the gradient of the mean loss."""
-    losses = rloo.rloo_loss(rloo.Args(), token_logprobs(logits)[episodes], rloo.LossInputs(None, advantages)).losses
-    return -gradient((probabilities * losses).sum(), logits)
+    losses, *_ = rloo.rloo_loss(rloo.Args(), token_logprobs(logits)[episodes], None, advantages[:, None])
+    return -gradient((probabilities * losses.squeeze(1)).sum(), logits)
 
 
 def groups_of(k, p):
