@@ -42,8 +42,8 @@ Then comes the machinery, sections 7 to 12. You can skip it on a first reading.
     the loss                       `ppo_loss`              return other losses
     an entropy bonus               `token_logprobs`        benchmark/variants/entropy_bonus.patch
     a second loss                  main, stage 5d          add it to `losses`
-    top-p, or other sampling       `sample`                change `logits` there in the same way as in
-                                                           `token_logprobs`, which trains
+    top-p, or other sampling       `sample`                change `logits` there in the same way as
+                                                           in `token_logprobs`, which trains
     a number that must survive     `state` in main         state["name"] = plain number; it is saved
     an inference engine            `generate`              see there
     which tokens end a completion  `find_eos_ids`          --stop-token-id adds one

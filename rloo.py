@@ -38,14 +38,14 @@ Then comes the machinery, sections 7 to 12. You can skip it on a first reading.
     what you look for              where it is             how to change it
     the reward                     --reward FILE.py:NAME   def NAME(prompts, completions, **columns)
     a length penalty               main, stage 5b          subtract it from `scores`
-    a reward for each token        main, stage 5c          `rewards` [episodes, response], 0 after the
-                                                           end; let `rloo_loss` not sum over tokens
+    a reward for each token        main, stage 5c          `rewards` [episodes, response], 0 after
+                                                           the end; let `rloo_loss` sum no tokens
     the baseline                   `rloo_advantages`       a reward of nan must give advantage 0
     the loss                       `rloo_loss`             return other losses
     an entropy bonus               `token_logprobs`        benchmark/variants/entropy_bonus.patch
     a second loss                  main, stage 5d          add to `losses`; `to_train = mini_batch`
-    top-p, or other sampling       `sample`                change `logits` there in the same way as in
-                                                           `token_logprobs`, which trains
+    top-p, or other sampling       `sample`                change `logits` there in the same way as
+                                                           in `token_logprobs`, which trains
     a number that must survive     `state` in main         state["name"] = plain number; it is saved
     an inference engine            `generate`              see there
     which tokens end a completion  `find_eos_ids`          --stop-token-id adds one
