@@ -136,8 +136,7 @@ def the_kl_has_its_gradient(module, **_):
     logits = torch.tensor([0.3, -1.0, 0.5, 2.0], dtype=torch.float64, requires_grad=True)
     old, ref = torch.tensor([[1.0, 0.2, -0.4, 0.1], [-0.3, 0.7, 1.5, 0.4]], dtype=torch.float64).log_softmax(1)
     logprobs = logits.log_softmax(0)
-    inputs = module.LossInputs(old[:, None], torch.zeros(4), old.exp(), torch.ones(4, 1).bool(), ref[:, None])
-    mean = module.grpo_loss(module.Args(kl_coef=1.0), logprobs[:, None], inputs).losses.sum()
+    mean = (old.exp() * module.k3_kl(logprobs, ref, logprobs - old)).sum()
     difference = mean - (logprobs.exp() * (logprobs - ref)).sum()
     [gradient] = torch.autograd.grad(difference, logits)
     assert abs(difference) < 1e-9 and gradient.abs().max() < 1e-9
@@ -164,7 +163,7 @@ def test_a_variant_keeps_its_promise(patch, patched, run, world, updates, monkey
     module = patched(patch, script)
     monkeypatch.setattr(module, "LOGITS_AT_ONCE", 100)  # The head runs in pieces.
     world_flags = dict(reward=world.reward(flags.get("reward", "letters")), ref_model_path=world.reference)
-    calls = conftest.record_calls(monkeypatch, module, "run_passes")
+    calls = conftest.record_calls(monkeypatch, module, "map_episodes")
     ran = run(module, **dict(total_episodes=24) | flags | world_flags)
     assert ran.metrics[0]["val/sampling_logprob_difference"] < 1e-4
     rows = [row for row in ran.rollouts if row["iteration"] == 1]
@@ -189,8 +188,9 @@ def test_the_lines_of_papers(run, world, tmp_path, monkeypatch):
         assert losses.tolist() == pytest.approx(expected)
         assert torch.autograd.grad(losses.sum(), logratio)[0].tolist() == pytest.approx([-1, 1, 0, 0])
     drift = torch.tensor([[0.5, 0.7], [0.5, 0.3], [0.5, 0.7]])
-    inputs = masked.LossInputs(drift, torch.tensor([-1.0, -1, 1]), torch.ones(3), drift > 0, None)
-    assert (masked.grpo_loss(masked.Args(), 0 * drift, inputs).losses != 0).tolist() == [False, True, True]
+    several, signs = masked.Args(num_ppo_epochs=2), torch.tensor([[-1.0], [-1], [1]])
+    losses, *_ = masked.grpo_loss(several, 0 * drift, drift, signs, drift > 0)
+    assert (losses != 0).any(1).tolist() == [False, True, True]
     rows = run(gdpo, reward=world.reward("parts"), total_episodes=12).rollouts
     parts = [torch.tensor([row[f"reward/{name}"] for row in rows]) for name in ("length", "ones")]
     advantages = sum(MODULES["grpo"].grpo_advantages(part, 3, "group")[0] for part in parts)
@@ -201,7 +201,7 @@ def test_the_lines_of_papers(run, world, tmp_path, monkeypatch):
         assert row["advantage"] == pytest.approx([0.0] * (len(row["token_ids"]) - 1) + [row["score"]])
     rollouts, losses = (conftest.record_calls(monkeypatch, entropy, name) for name in ("generate", "grpo_loss"))
     run(entropy, ref_model_path=world.reference, total_episodes=12)
-    batch, is_high = rollouts[0].result, losses[0].args[2].mask
+    batch, is_high = rollouts[0].result, losses[0].args[4]
     highest = batch.entropies[batch.mask].sort().values[-(-4 * (batch.mask.sum() - 1) // 5) :]  # the fifth
     assert is_high.sum(1).sort().values.equal(torch.isin(batch.entropies, highest).sum(1).sort().values)
 
