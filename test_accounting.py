@@ -225,8 +225,8 @@ def record_passes(script, monkeypatch):
         if function.func is script.sample:  # It is called once for each iteration.
             iteration += 1
         elif torch.is_grad_enabled():
-            for prompt, row, row_mask in zip(inputs["prompts"], inputs["tokens"], inputs["mask"]):
-                passes.append((iteration, tuple(prompt), tuple(row[row_mask].tolist())))
+            for row in zip(inputs["prompts"].tolist(), inputs["tokens"].tolist()):
+                passes.append((iteration, *(tuple(token for token in tokens if token >= 0) for tokens in row)))
         return forward(self, function)
 
     monkeypatch.setattr(script.CompletionModel, "forward", recorded)

@@ -210,14 +210,13 @@ def test_pieces_change_nothing(script, monkeypatch, tied, logits_at_once):
 def test_no_tensor_has_all_logits(script, monkeypatch):
     """The head gets at most as many rows as fit into a piece, in the forward and in the backward pass."""
     model = make_model("llama")
-    for logits_at_once, pieces in ((2**25, [24]), (4 * len(VOCAB), [4] * 12)):  # six pieces, in both passes
+    for logits_at_once, pieces in ((2**25, [24] * 2), (4 * len(VOCAB), [4] * 12)):  # one or six, in both passes
         monkeypatch.setattr(script, "LOGITS_AT_ONCE", logits_at_once)
         calls, kept = record_calls(monkeypatch, script, "head_logits"), set()
         with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.add(x.shape) or x, lambda x: x):
             one_pass(script, model)
         assert [len(call.args[1]) for call in calls] == pieces
-        assert (torch.Size([24, len(VOCAB)]) in kept) == (len(pieces) == 1)
-        assert not any(shape[-1] == len(VOCAB) and 1 < shape[0] < 16 for shape in kept)
+        assert not {torch.Size([pieces[0], len(VOCAB)])} & kept
 
 
 @only("rloo", "ppo")
@@ -252,7 +251,7 @@ def test_the_cache_of_sampling_grows_by_blocks(script, monkeypatch):
         moves.append(appended.data_ptr() != old.data_ptr())
         return appended
 
-    monkeypatch.setattr(script.KVCache, "append", recorded)
+    monkeypatch.setattr(script.KVCache, "append", staticmethod(recorded))
     uniforms = torch.rand(4, 150, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     sample(script, make_model("llama"), PROMPTS, uniforms, 1.0, [-1])
     assert len(moves) == 149 * 4 and sum(moves) < 12 * 4  # keys and values of 2 layers
