@@ -149,6 +149,17 @@ def test_bfloat16_runs_and_keeps_weights_in_float32(script, run, world, monkeypa
     assert 1e-4 < np.abs(differences).mean() < 0.1
 
 
+@one_text
+def test_a_shared_prompt_is_checked_in_bfloat16(script, run, world, tmp_path, capsys):
+    """Jamba's cache makes other results in bfloat16, too. Those of Llama and GPT-2 differ by rounding alone."""
+    jamba = save_model(tmp_path / "jamba", "jamba", initializer_range=1.0)
+    for path, needs_rows in ((world.reference, False), (world.gpt2, False), (jamba, True)):
+        capsys.readouterr()
+        run(script, ref_model_path=path, dtype="bfloat16", total_episodes=3)
+        said = f"--ref-model-path {path} needs a row for each episode" in capsys.readouterr().out
+        assert said == needs_rows
+
+
 @only("ppo")  # It shares no prompts, with checkpointing or without.
 def test_gradient_checkpointing_recomputes(script, run, monkeypatch):
     """Every pass of a layer with gradient is made twice. test_processes.py shows that the run is the same."""

@@ -18,6 +18,7 @@ from conftest import (
     read_jsonl,
     record_calls,
     result_of,
+    save_model,
     weights_of,
 )
 
@@ -142,6 +143,14 @@ def test_short_completions_take_as_many_passes(script, run, world, monkeypatch):
     run(script, model_path=world.many_eos, per_device_train_batch_size=1)
     assert min(longest) == 1 < max(longest)
     assert set(counts) == {2}
+
+
+@only("rloo", "ppo")
+@pytest.mark.slow
+def test_weights_without_gradient_on_two_processes(script, same_on, tmp_path):
+    """A model with weights for images trains on text. DDP does not wait for their gradients."""
+    path = save_model(tmp_path / "images", "images")
+    same_on(script, 2, dict(model_path=path, num_ppo_epochs=2), per_device_train_batch_size=3)
 
 
 @only("rloo")
