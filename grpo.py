@@ -6,7 +6,7 @@ its completions is an episode. Each token is one action. The tokens of an episod
     advantage   A_i  = (score(x, y_i) - mean) / (standard deviation + 1e-4), over the group's scores
     ratio       r_it = p_new(y_it) / p_old(y_it)
     KL          K_it = exp(d) - d - 1 with d = log p_ref(y_it) - log p_new(y_it)
-    loss        L    = mean over the episodes of a mini-batch of the mean over an episode's tokens of
+    loss        L    = mean over a mini-batch's episodes of the mean over an episode's tokens of
                        [max(-A_i r_it, -A_i clip(r_it, 1 - c, 1 + c)) + kl_coef * K_it]
 
 p(y_it) is the probability of token t, given the prompt and the tokens before it. p_old is the
@@ -38,14 +38,14 @@ same run in a short program. docs/coming_from.md lists TRL's names of the flags.
     what you look for              where it is             how to change it
     the reward                     --reward FILE.py:NAME   def NAME(prompts, completions, **columns)
     a length penalty               main, stage 5b          subtract it from `scores`
-    a reward for each token        main, stage 5c          `rewards` [episodes, response], 0 after the
-                                                           end; everything else is right
+    a reward for each token        main, stage 5c          `rewards` [episodes, response], 0 after
+                                                           the end; everything else is right
     the baseline                   `grpo_advantages`       a reward of nan must give advantage 0
     the loss                       `grpo_loss`             return other losses
     an entropy bonus               `token_logprobs`        benchmark/variants/entropy_bonus.patch
     a second loss                  main, stage 5d          add to `losses`; `to_train = mini_batch`
-    top-p, or other sampling       `sample`                change `logits` there in the same way as in
-                                                           `token_logprobs`, which trains
+    top-p, or other sampling       `sample`                change `logits` there in the same way as
+                                                           in `token_logprobs`, which trains
     a number that must survive     `state` in main         state["name"] = plain number; it is saved
     an inference engine            `generate`              see there
     what ends a completion         `find_eos_ids`          --stop-token-id, --stop-string
@@ -139,9 +139,8 @@ class Args:
     response_length: int | None = None  # token limit of a completion; None: 256, built-in policy 8
     temperature: float = 1.0  # divides the logits, in sampling and in every log-probability
     stop_token_id: int | None = None  # this token ends a completion as an EOS does
-    stop_string: str | None = (
-        None  # text that ends a completion as an EOS does; a newline is $'\\n'
-    )
+    stop_string: str | None = None
+    """this text ends a completion as an EOS does, such as "</answer>"; a newline is $'\\n'"""
     # algorithm
     num_generations: int = 4  # completions of each prompt; each is compared with their mean
     kl_coef: float = 0.0  # weight of the KL in the loss; 0: no KL and no reference model

@@ -43,8 +43,8 @@ same run in a short program. docs/coming_from.md lists TRL's names of the flags.
     the loss                       `ppo_loss`              return other losses
     an entropy bonus               `token_logprobs`        benchmark/variants/entropy_bonus.patch
     a second loss                  main, stage 5d          add it to `losses`
-    top-p, or other sampling       `sample`                change `logits` there in the same way as in
-                                                           `token_logprobs`, which trains
+    top-p, or other sampling       `sample`                change `logits` there in the same way as
+                                                           in `token_logprobs`, which trains
     a number that must survive     `state` in main         state["name"] = plain number; it is saved
     an inference engine            `generate`              see there
     what ends a completion         `find_eos_ids`          --stop-token-id, --stop-string
@@ -142,9 +142,8 @@ class Args:
     response_length: int | None = None  # token limit of a completion; None: 256, built-in policy 8
     temperature: float = 1.0  # divides the logits, in sampling and in every log-probability
     stop_token_id: int | None = None  # this token ends a completion as an EOS does
-    stop_string: str | None = (
-        None  # text that ends a completion as an EOS does; a newline is $'\\n'
-    )
+    stop_string: str | None = None
+    """this text ends a completion as an EOS does, such as "</answer>"; a newline is $'\\n'"""
     # algorithm
     kl_coef: float = 0.01  # weight of the KL in the reward; 0: no KL and no reference model
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"

@@ -39,14 +39,14 @@ same run in a short program. docs/coming_from.md lists TRL's names of the flags.
     what you look for              where it is             how to change it
     the reward                     --reward FILE.py:NAME   def NAME(prompts, completions, **columns)
     a length penalty               main, stage 5b          subtract it from `scores`
-    a reward for each token        main, stage 5c          `rewards` [episodes, response], 0 after the
-                                                           end; let `rloo_loss` not sum over tokens
+    a reward for each token        main, stage 5c          `rewards` [episodes, response], 0 after
+                                                           the end; let `rloo_loss` sum no tokens
     the baseline                   `rloo_advantages`       a reward of nan must give advantage 0
     the loss                       `rloo_loss`             return other losses
     an entropy bonus               `token_logprobs`        benchmark/variants/entropy_bonus.patch
     a second loss                  main, stage 5d          add to `losses`; `to_train = mini_batch`
-    top-p, or other sampling       `sample`                change `logits` there in the same way as in
-                                                           `token_logprobs`, which trains
+    top-p, or other sampling       `sample`                change `logits` there in the same way as
+                                                           in `token_logprobs`, which trains
     a number that must survive     `state` in main         state["name"] = plain number; it is saved
     an inference engine            `generate`              see there
     what ends a completion         `find_eos_ids`          --stop-token-id, --stop-string
@@ -140,9 +140,8 @@ class Args:
     response_length: int | None = None  # token limit of a completion; None: 256, built-in policy 8
     temperature: float = 1.0  # divides the logits, in sampling and in every log-probability
     stop_token_id: int | None = None  # this token ends a completion as an EOS does
-    stop_string: str | None = (
-        None  # text that ends a completion as an EOS does; a newline is $'\\n'
-    )
+    stop_string: str | None = None
+    """this text ends a completion as an EOS does, such as "</answer>"; a newline is $'\\n'"""
     # algorithm
     rloo_k: int = 4  # completions of each prompt; each is compared with the mean of the others
     kl_coef: float = 0.01  # weight of the KL in the reward; 0: no KL and no reference model

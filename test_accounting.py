@@ -225,8 +225,8 @@ def record_passes(script, monkeypatch):
         if function.func is script.sample:  # It is called once for each iteration.
             iteration += 1
         elif torch.is_grad_enabled():
-            for prompt, row, row_mask in zip(inputs["prompts"], inputs["tokens"], inputs["mask"]):
-                passes.append((iteration, tuple(prompt), tuple(row[row_mask].tolist())))
+            for row in zip(inputs["prompts"].tolist(), inputs["tokens"].tolist()):
+                passes.append((iteration, *(tuple(token for token in tokens if token >= 0) for tokens in row)))
         return forward(self, function)
 
     monkeypatch.setattr(script.CompletionModel, "forward", recorded)
@@ -322,9 +322,9 @@ def test_processes_share_every_episode_once(script):
             assert in_order == sorted(in_order)  # Neighbours of similar lengths need less padding.
             sizes_of_processes.append(sizes)
             for micro_batch in share:
-                is_real = micro_batch.is_real  # 1, or 0 for a repeated episode
-                assert set(is_real.tolist()) <= {0.0, 1.0} and len(is_real) == len(micro_batch.episodes)
-                times_counted.update(micro_batch.episodes[is_real == 1].tolist())
+                is_real = micro_batch.is_real  # [size, 1], False for a repeated episode
+                assert is_real.dtype == torch.bool and is_real.shape == (len(micro_batch.episodes), 1)
+                times_counted.update(micro_batch.episodes[is_real[:, 0]].tolist())
         assert times_counted == Counter(episodes.tolist())
         assert all(sizes == sizes_of_processes[0] for sizes in sizes_of_processes)
         args = make_args(script, k=2, batch_size=2 * count, num_mini_batches=2, per_device_train_batch_size=size)

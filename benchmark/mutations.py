@@ -45,7 +45,7 @@ GRADIENT = GRADIENTS + "gradient_is_that_of_plain_passes"
 TWO_PROCESSES = PROCESSES + "any_hardware_gives_the_same_run[rloo]"
 GRPO_LOSSES = ALGORITHMS + "grpo_losses_by_plain_passes"
 VALUES = ALGORITHMS + "ppo_values_and_returns_by_plain_passes"
-MASK = "mask=torch.arange(args.response_length, device=accelerator.device) < lengths[:, None]"
+MASK = 'mask=samples["tokens"] >= 0'
 
 # name, script, old text, new text, the test that must fail
 Mutation = namedtuple("Mutation", "name script old new test")
@@ -58,7 +58,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
     # processes
     ("schedule stepped once per process", "rloo", "policy, optimizer = accelerator.prepare(policy, optimizer)",
      "policy, optimizer, scheduler = accelerator.prepare(policy, optimizer, scheduler)", TWO_PROCESSES),
-    ("repeated episode counted", "rloo", "(losses * micro_batch.is_real).sum()",
+    ("repeated episode counted", "rloo", "(losses * is_real).sum()",
      "losses.sum()", TWO_PROCESSES),
     ("a reward that sees half of a group", "rloo", "ceil(groups / accelerator.num_processes) * batch.k",
      "ceil(groups * batch.k / accelerator.num_processes)", PROCESSES + "a_reward_sees_whole_groups[2-rloo]"),
@@ -70,26 +70,25 @@ MUTATIONS = [Mutation(*fields) for fields in (
      SAMPLING + "sampling_follows_the_exact_distribution[llama-rloo]"),
     ("searchsorted from the left", "rloo", "right=True).squeeze(1)", "right=False).squeeze(1)",
      SAMPLING + "no_token_of_probability_zero_is_ever_drawn"),
-    ("EOS masked out", "rloo", MASK, MASK + " - 1", GRADIENT + "[rloo-llama]"),
-    ("masked by token id", "ppo", MASK, 'mask=samples["tokens"] != 0',
-     GRADIENT + "[ppo-emits_pad]"),
+    ("EOS masked out", "grpo", MASK, 'mask=samples["tokens"] > 1', GRADIENT + "[grpo-llama]"),
+    ("masked by token id", "ppo", MASK, 'mask=samples["tokens"] > 0', GRADIENT + "[ppo-emits_pad]"),
     # passes
     ("dropout left on", "ppo", "setattr(config, key, 0.0)", "setattr(config, key, value)",
      LOGPROBS + "ratio_is_one_while_the_weights_stand_still[ppo-dropout]"),
-    ("another group's keys and values", "rloo", "cache.reorder_cache(rows)",
+    ("another group's keys and values", "rloo", "cache.reorder_cache(row_of)",
      "cache.reorder_cache(torch.arange(len(prompts)) % len(different))", SHARED),
-    ("padding of a shared prompt seen", "rloo", "cache, mask.index_select(0, rows)",
-     "cache, torch.ones_like(mask).index_select(0, rows)", SHARED),
+    ("padding of a shared prompt seen", "rloo", "attention_mask=mask,",
+     "attention_mask=mask | (cache is not None and start > 0),", SHARED),
     ("temperature missing in the passes", "rloo", "head_logits(model.language_model, hidden) / model.temperature",
      "head_logits(model.language_model, hidden)", SHARED),
     ("a new token over the one before", "rloo", "longer[:, :, count:] = new",
      "longer[:, :, count - 1 : count] = new",
      LOGPROBS + "the_cache_of_sampling_grows_by_blocks[rloo]"),
-    ("ratio to the policy of now", "rloo", "if args.updates_per_batch > 1 else None", "if False else None",
+    ("ratio to the policy of now", "rloo", "if args.updates_per_batch == 1:", "if True:",
      ALGORITHMS + "metrics_of_updates_are_those_of_the_textbook[rloo]"),
     ("episodes that carry KL left out", "grpo", "((advantages != 0) | (reference is not None))", "(advantages != 0)",
      GRADIENTS + "episodes_that_have_a_gradient_take_a_pass"),
-    ("mean of means, RLOO", "rloo", "is_real).sum() / len(mini_batch)", "is_real).sum() / len(micro_batch.episodes)",
+    ("mean of means, RLOO", "rloo", "is_real).sum() / len(mini_batch)", "is_real).sum() / len(episodes)",
      MICRO_BATCH),
     # scores
     ("penalty of a missing EOS after the clip", "ppo", "normalize_scores(args, state, scores)",
@@ -105,24 +104,24 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("unscored episode in the baseline", "rloo", "others = (~no_score).sum(1, keepdim=True) - 1", "others = k - 1",
      MISSING + "gradient_without_some_scores[0.2-rloo]"),
     ("unscored episode without KL", "grpo", "(advantages != 0) | (reference is not None)",
-     "(advantages != 0) | ((reference is not None) & ~scores.isnan())",
+     "(advantages != 0) | ((reference is not None) & ~rewards.isnan())",
      MISSING + "gradient_without_some_scores[0.2-grpo]"),
     # algorithms
     ("baseline has the episode itself", "rloo",
      "baselines = (groups.nan_to_num().sum(1, keepdim=True) - groups) / others",
      "baselines = groups.nanmean(1, keepdim=True)", ALGORITHMS + "rloo_advantages_by_hand"),
-    ("KL sign, RLOO", "rloo", "(scores - args.kl_coef * kl)", "(scores + args.kl_coef * kl)",
+    ("KL sign, RLOO", "rloo", "(rewards - args.kl_coef * kl)", "(rewards + args.kl_coef * kl)",
      MISSING + "gradient_without_some_scores[0.2-rloo]"),
     ("dr_grpo divided by the mean length", "grpo", "(included.sum().clamp(min=1) * args.response_length)",
      "(included.sum().clamp(min=1) * lengths.float().mean())", GRPO_LOSSES + "[dr_grpo-False-token-grpo]"),
     ("k3 the wrong way round", "grpo", "difference = ref_logprobs - logprobs",
      "difference = logprobs - ref_logprobs", GRPO_LOSSES + "[grpo-False-token-grpo]"),
-    ("GSPO with the sum of the log-ratio", "grpo", "keepdim=True) / inputs.mask.sum(1, keepdim=True)",
+    ("GSPO with the sum of the log-ratio", "grpo", "keepdim=True) / mask.sum(1, keepdim=True)",
      "keepdim=True)", GRPO_LOSSES + "[grpo-False-sequence-grpo]"),
-    ("score on the last column", "ppo", "rewards[all_episodes, batch.lengths - 1] += scores",
+    ("score on the last column", "ppo", "rewards[all_episodes, batch.mask.sum(1) - 1] += scores",
      "rewards[:, -1] += scores", VALUES + "[value_model_path-False-ppo]"),
-    ("value read one position late", "ppo", "completion_outputs(model.value_trunk, False, prompts, tokens, mask)",
-     "completion_outputs(model.value_trunk, False, prompts, tokens, mask).roll(-1, 1)",
+    ("value read one position late", "ppo", "completion_outputs(model.value_trunk, False, prompts, tokens)",
+     "completion_outputs(model.value_trunk, False, prompts, tokens).roll(-1, 1)",
      VALUES + "[value_model_path-False-ppo]"),
     ("returns from whitened advantages", "ppo", "advantages[batch.mask] = whiten(advantages[batch.mask])",
      "returns = values + advantages.masked_scatter_(batch.mask, whiten(advantages[batch.mask]))",

@@ -67,8 +67,9 @@ def complete(language_model, tokenizer, prompts: list[list[int]], uniforms, temp
     token_ids, ended = [], []
     for i in range(0, len(prompts), at_once):
         rows = torch.from_numpy(uniforms[i : i + at_once]).to(language_model.device)
-        batch = rloo.sample(model, prompts[i : i + at_once], rows, temperature)
-        token_ids += rloo.trim_rows(batch["tokens"], batch["lengths"])
+        tokens = rloo.pad_left(prompts[i : i + at_once]).to(rows.device)
+        batch = rloo.sample(model, tokens, rows, temperature)
+        token_ids += [[token for token in row if token >= 0] for row in batch["tokens"].tolist()]
         ended += batch["ended"].tolist()
     return token_ids, ended
 

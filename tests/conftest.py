@@ -147,6 +147,8 @@ SHAPE |= dict(max_position_embeddings=64)
 GROUPED = SHAPE | dict(num_key_value_heads=1, head_dim=8)
 GPT2_SHAPE = dict(n_embd=16, n_layer=2, n_head=2, n_positions=64)
 BART_SHAPE = dict(d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2)
+VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+VISION |= dict(image_size=14, patch_size=7)
 MAMBA = dict(attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False)
 GEMMA3_LAYERS = ["sliding_attention", "full_attention"]
 ARCHITECTURES = {
@@ -159,6 +161,8 @@ ARCHITECTURES = {
     "mistral": (transformers.MistralConfig, SHAPE | dict(num_key_value_heads=1, sliding_window=4)),
     "gemma2": (transformers.Gemma2Config, GROUPED | dict(sliding_window=4)),
     "gemma3": (transformers.Gemma3TextConfig, GROUPED | dict(sliding_window=4, layer_types=GEMMA3_LAYERS)),
+    # Text gives no gradient to the weights for images.
+    "images": (transformers.Gemma3Config, dict(text_config=COMMON | GROUPED, vision_config=VISION)),
     # Padding changes what BART's decoder gives. Jamba cannot go on from the cache of a shared prompt.
     "bart": (transformers.BartConfig, BART_SHAPE | dict(max_position_embeddings=64, init_std=0.4)),
     "jamba": (transformers.JambaConfig, GROUPED | MAMBA | dict(num_experts=2)),

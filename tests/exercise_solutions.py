@@ -3,6 +3,7 @@
 pytest docs/exercises --answer tests/exercise_solutions.py
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -24,16 +25,16 @@ def pick_tokens(log_p, uniforms):
 def completion_logprobs(model, prompts, prompt_mask, completions, lengths, temperature):
     model.can_share_prompts = True
     policy = rloo.CompletionModel(model, None, [0], rloo.Args(temperature=temperature))
-    token_lists = [row[mask > 0].tolist() for row, mask in zip(prompts, prompt_mask)]
-    mask = torch.arange(completions.shape[1]) < lengths[:, None]
-    return rloo.run_inside(policy, rloo.token_logprobs, prompts=token_lists, tokens=completions, mask=mask)
+    prompts = prompts.masked_fill(prompt_mask == 0, -1)
+    tokens = completions.masked_fill(torch.arange(completions.shape[1]) >= lengths[:, None], -1)
+    return policy(partial(rloo.token_logprobs, prompts=prompts, tokens=tokens))
 
 
 leave_one_out_advantages = rloo.rloo_advantages
 
 
 def group_normalized_advantages(scores, k):
-    return grpo.grpo_advantages(scores, k, scale_rewards="group")[0]
+    return grpo.grpo_advantages(scores, k, scale_rewards="group")
 
 
 def clipped_loss(logprobs, old_logprobs, advantages, cliprange):

@@ -1,5 +1,6 @@
 """What several tests need: gradients by plain passes, an episode at a time; and a script's model without a run."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -8,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 
 def completion_model(script, model, eos_ids, shares_prompts=True, temperature=1.0, dtype="float32"):
-    """A CompletionModel as a script makes it, around a language model. `script.run_inside` runs functions in it."""
+    """A CompletionModel as a script makes it, around a language model. It runs functions of itself."""
     args = SimpleNamespace(k=2, gradient_checkpointing=not shares_prompts, dtype=dtype, temperature=temperature)
     model.can_share_prompts = True  # what `load_model` finds out
     made = script.CompletionModel(model, None, eos_ids, args)
@@ -19,8 +20,8 @@ def completion_model(script, model, eos_ids, shares_prompts=True, temperature=1.
 def sample(script, model, prompts, uniforms, temperature, eos_ids, dtype="float32"):
     """A script's `sample`, of these texts."""
     policy = completion_model(script, model, eos_ids, dtype=dtype)
-    inputs = dict(prompts=[encode(prompt) for prompt in prompts], uniforms=uniforms, temperature=temperature)
-    result = script.run_inside(policy, script.sample, **inputs)
+    tokens = script.pad_left([encode(prompt) for prompt in prompts])
+    result = policy(partial(script.sample, prompts=tokens, uniforms=uniforms, temperature=temperature))
     model.eval()  # no dropout in what it is compared with; a script's models have none at all
     return result
 

@@ -6,7 +6,20 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from conftest import MANY_EOS, MODULES, distance, encode, flat, only, record_calls, save_classifier, save_model
+from conftest import (
+    MANY_EOS,
+    MODULES,
+    changed_copy,
+    distance,
+    encode,
+    flat,
+    import_file,
+    one_text,
+    only,
+    record_calls,
+    save_classifier,
+    save_model,
+)
 from plain import DENOMINATORS, plain_gradient, row_logprobs
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
@@ -125,6 +138,67 @@ def test_rloo_advantages_by_hand(script):
         assert advantages.tolist() == pytest.approx(expected, abs=1e-5)
         assert advantages.view(4, k).sum(1).abs().max() < 1e-5
     assert script.rloo_advantages(torch.tensor([0.1] * 7), 7).tolist() == [0.0] * 7  # whatever a mean rounds to
+
+
+@only("rloo", "grpo")
+def test_advantages_of_tokens_are_those_of_their_column(script):
+    """With a reward for each token, the tokens at one place of a group's completions are compared. One has no score."""
+    rewards = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))  # as many episodes as tokens
+    rewards[1] = math.nan
+    rewards[:3, 2] = rewards[3:, 4] = 0.1  # equal
+    for more in [("group",), ("none",)] if script.__name__ == "grpo" else [()]:
+        of = getattr(script, f"{script.__name__}_advantages")
+        found, *columns = (of(part, 3, *more) for part in (rewards, *rewards.split(1, 1)))
+        if more:
+            (found, all_equal), (columns, equal) = found, zip(*columns)
+            assert torch.equal(all_equal, torch.cat(equal, 1)) and all_equal.sum() == 2
+        assert torch.equal(found, torch.cat(columns, 1)) and (found == 0).sum() == 6 + 2 + 3
+
+
+@only("rloo")
+@pytest.mark.parametrize("response_length", [6, 12])  # 12 is the batch size
+def test_a_reward_for_each_token(script, run, world, updates, tmp_path, response_length):
+    """The change that the docstring's table describes: advantages, loss and gradient are those of a plain computation.
+
+    A token's reward is its id. What follows it in the completion is added to it."""
+    copy = changed_copy(script, tmp_path, "(logprobs - old_logprobs).sum(1, keepdim=True)", "logprobs - old_logprobs")
+    to_go = "(batch.tokens * batch.mask).double().flip(1).cumsum(1).flip(1)"
+    copy = changed_copy(copy, tmp_path / "copy", "rewards = scores[:, None]", f"rewards = {to_go}")
+    flags = dict(kl_coef=0.0, total_episodes=12, response_length=response_length, per_device_train_batch_size=5)
+    flags |= dict(model_path=world.many_eos)
+    ran = run(import_file(copy.__file__), **flags)
+    rows, weights = ran.rollouts, []
+    to_go = [np.cumsum(row["token_ids"][::-1])[::-1].tolist() + [0] * 12 for row in rows]
+    for i, row in enumerate(rows):
+        others = [to_go[j] for j in range(i - i % 3, i - i % 3 + 3) if j != i]
+        expected = [own - (a + b) / 2 for own, a, b in zip(to_go[i], *others)][: len(row["token_ids"])]
+        assert row["advantage"] == pytest.approx(expected, abs=1e-4)
+        weights.append(torch.tensor(expected) / 12)
+    assert len({len(row["token_ids"]) for row in rows}) > 2
+    assert ran.metrics[0]["loss/policy_avg"] == pytest.approx(-sum(flat(weights)).item(), rel=1e-5)
+    assert distance(plain_gradient(ran.args.model_path, rows, weights), updates[0].gradients) < 1e-5
+
+
+@one_text
+def test_metrics_of_ratios_leave_padding_out(script):
+    """By hand, with a ratio for each token. With one ratio for a completion each counts once."""
+    logratio, mask = torch.tensor([[0.5, 0.0], [-0.1, 0.3]]), torch.tensor([[True, False], [True, True]])
+    for columns, counted, share in ((2, [0.5, -0.1, 0.3], 1 / 3), (1, [0.5, -0.1], 1 / 2)):
+        given = logratio[:, :columns]
+        found = {name: float(x) for name, x in script.ratio_metrics(given, given > 0.4, mask).items()}
+        ratios, squares = np.exp(counted), np.square(counted)
+        expected = {"val/ratio": ratios.mean(), "val/ratio_var": ratios.var(), "policy/clipfrac_avg": share}
+        assert found == pytest.approx(expected | {"policy/approxkl_avg": squares.mean() / 2})
+
+
+@only("rloo")
+def test_large_scores_are_whitened(script, run, monkeypatch):
+    """The square of a score of 1e20 is no float32."""
+    large = [0.0, 1e20, 2e20]
+    monkeypatch.setattr(script, "load_reward", lambda *_: lambda prompts, **_: large * (len(prompts) // 3))
+    ran = run(script, whiten_advantages=True, total_episodes=12)  # with a KL, rewards are float32
+    assert [row["advantage"] for row in ran.rollouts] == pytest.approx([-(1.5**0.5), 0, 1.5**0.5] * 4)
+    assert 0 < ran.metrics[0]["grad_norm"] < math.inf
 
 
 @only("grpo")

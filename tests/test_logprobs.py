@@ -2,6 +2,7 @@
 
 import math
 import os
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ from conftest import (
     CHANGED_LOGITS,
     EOS,
     FSDP2,
-    PAD,
     USUAL,
     VOCAB,
     WINDOWS,
@@ -41,11 +41,10 @@ def gradient_of(model, logprobs):
 
 def one_pass(script, model, shares_prompts=True, prompts=PROMPTS, completions=COMPLETIONS, width=6):
     """The log-probabilities [completions, width] by a training pass, and the gradients of a weighted sum of them."""
-    tokens = torch.tensor([completion + [PAD] * (width - len(completion)) for completion in completions])
-    mask = torch.arange(width) < torch.tensor([[len(completion)] for completion in completions])
-    prompts = [encode(prompt) for prompt in prompts]
+    tokens = torch.tensor([completion + [-1] * (width - len(completion)) for completion in completions])
+    prompts = script.pad_left([encode(prompt) for prompt in prompts])
     policy = completion_model(script, model, [EOS], shares_prompts, temperature=0.7)
-    logprobs = script.run_inside(policy, script.token_logprobs, prompts=prompts, tokens=tokens, mask=mask)
+    logprobs = policy(partial(script.token_logprobs, prompts=prompts, tokens=tokens))
     return logprobs.detach(), gradient_of(model, logprobs)
 
 
@@ -150,12 +149,24 @@ def test_bfloat16_runs_and_keeps_weights_in_float32(script, run, world, monkeypa
     assert 1e-4 < np.abs(differences).mean() < 0.1
 
 
+@one_text
+def test_a_shared_prompt_is_checked_in_bfloat16(script, run, world, tmp_path, capsys):
+    """Jamba's cache makes other results in bfloat16, too. Those of Llama and GPT-2 differ by rounding alone."""
+    jamba = save_model(tmp_path / "jamba", "jamba", initializer_range=1.0)
+    for path, needs_rows in ((world.reference, False), (world.gpt2, False), (jamba, True)):
+        capsys.readouterr()
+        run(script, ref_model_path=path, dtype="bfloat16", total_episodes=3)
+        said = f"--ref-model-path {path} needs a row for each episode" in capsys.readouterr().out
+        assert said == needs_rows
+
+
 @only("ppo")  # It shares no prompts, with checkpointing or without.
 def test_gradient_checkpointing_recomputes(script, run, monkeypatch):
     """Every pass of a layer with gradient is made twice. test_processes.py shows that the run is the same."""
-    passes, layer = [], transformers.models.llama.modeling_llama.LlamaMLP
+    passes, layer, check = [], transformers.models.llama.modeling_llama.LlamaMLP, script.check_model
     forward = layer.forward  # counted as it begins: torch ends a recomputation as soon as it has what it needs
-    monkeypatch.setattr(script, "check_model", lambda *args: True)  # Its passes are before the run.
+    # Its passes are before the run.
+    monkeypatch.setattr(script, "check_model", lambda *args: (check(*args), passes.clear())[0])
     monkeypatch.setattr(layer, "forward", lambda *args: passes.append(torch.is_grad_enabled()) or forward(*args))
     counts = []
     for gradient_checkpointing in (False, True):
@@ -210,14 +221,13 @@ def test_pieces_change_nothing(script, monkeypatch, tied, logits_at_once):
 def test_no_tensor_has_all_logits(script, monkeypatch):
     """The head gets at most as many rows as fit into a piece, in the forward and in the backward pass."""
     model = make_model("llama")
-    for logits_at_once, pieces in ((2**25, [24]), (4 * len(VOCAB), [4] * 12)):  # six pieces, in both passes
+    for logits_at_once, pieces in ((2**25, [24] * 2), (4 * len(VOCAB), [4] * 12)):  # one or six, in both passes
         monkeypatch.setattr(script, "LOGITS_AT_ONCE", logits_at_once)
         calls, kept = record_calls(monkeypatch, script, "head_logits"), set()
         with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.add(x.shape) or x, lambda x: x):
             one_pass(script, model)
         assert [len(call.args[1]) for call in calls] == pieces
-        assert (torch.Size([24, len(VOCAB)]) in kept) == (len(pieces) == 1)
-        assert not any(shape[-1] == len(VOCAB) and 1 < shape[0] < 16 for shape in kept)
+        assert not {torch.Size([pieces[0], len(VOCAB)])} & kept
 
 
 @only("rloo", "ppo")
@@ -244,7 +254,7 @@ def test_the_cache_of_sampling_has_the_type_of_autocast(script, monkeypatch, dty
 @one_text
 def test_the_cache_of_sampling_grows_by_blocks(script, monkeypatch):
     """The memory of keys and values moves once in 8 tokens, and later less often. It holds what `torch.cat` would."""
-    moves, append = [], script.append_token
+    moves, append = [], script.KVCache.append
 
     def recorded(old, new):
         appended = append(old, new)
@@ -252,7 +262,7 @@ def test_the_cache_of_sampling_grows_by_blocks(script, monkeypatch):
         moves.append(appended.data_ptr() != old.data_ptr())
         return appended
 
-    monkeypatch.setattr(script, "append_token", recorded)
+    monkeypatch.setattr(script.KVCache, "append", staticmethod(recorded))
     uniforms = torch.rand(4, 150, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     sample(script, make_model("llama"), PROMPTS, uniforms, 1.0, [-1])
     assert len(moves) == 149 * 4 and sum(moves) < 12 * 4  # keys and values of 2 layers

@@ -24,10 +24,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(LACKING, reason=REASON)]
 
 TWO_UPDATES = dict(num_mini_batches=2, per_device_train_batch_size=4, per_device_rollout_batch_size=8, save_every=1)
 BFLOAT16 = dict(dtype="bfloat16", lora_r=4, gradient_checkpointing=True, total_episodes=24)
-# Three bugs: random numbers, a mask, and what tells repeated episodes from others are on the CPU.
+# Three bugs: prompts, tokens, and what tells repeated episodes from others are on the CPU.
 BUGS = {
-    "torch.arange(args.response_length, device=accelerator.device)": "torch.arange(args.response_length)",
-    "batch.mask[episodes, :longest]": "batch.mask[episodes, :longest].cpu()",
+    "trim(batch.prompt_tokens[chosen]).to(episodes.device)": "trim(batch.prompt_tokens[chosen])",
+    "batch.tokens[episodes, :longest]": "batch.tokens[episodes, :longest].cpu()",
     "is_real[order].to(accelerator.device)": "is_real[order]",
 }
 

@@ -137,8 +137,7 @@ def the_kl_has_its_gradient(module, **_):
     logits = torch.tensor([0.3, -1.0, 0.5, 2.0], dtype=torch.float64, requires_grad=True)
     old, ref = torch.tensor([[1.0, 0.2, -0.4, 0.1], [-0.3, 0.7, 1.5, 0.4]], dtype=torch.float64).log_softmax(1)
     logprobs = logits.log_softmax(0)
-    inputs = module.LossInputs(old[:, None], torch.zeros(4), old.exp(), torch.ones(4, 1).bool(), ref[:, None])
-    mean = module.grpo_loss(module.Args(kl_coef=1.0), logprobs[:, None], inputs).losses.sum()
+    mean = (old.exp() * module.k3_kl(logprobs, ref, logprobs - old)).sum()
     difference = mean - (logprobs.exp() * (logprobs - ref)).sum()
     [gradient] = torch.autograd.grad(difference, logits)
     assert abs(difference) < 1e-9 and gradient.abs().max() < 1e-9
@@ -165,7 +164,7 @@ def test_a_variant_keeps_its_promise(patch, patched, run, world, updates, monkey
     module = patched(patch, script)
     monkeypatch.setattr(module, "LOGITS_AT_ONCE", 100)  # The head runs in pieces.
     world_flags = dict(reward=world.reward(flags.get("reward", "letters")), ref_model_path=world.reference)
-    calls = conftest.record_calls(monkeypatch, module, "run_passes")
+    calls = conftest.record_calls(monkeypatch, module, "map_episodes")
     ran = run(module, **dict(total_episodes=24) | flags | world_flags)
     assert ran.metrics[0]["val/sampling_logprob_difference"] < 1e-4
     rows = [row for row in ran.rollouts if row["iteration"] == 1]
@@ -175,7 +174,7 @@ def test_a_variant_keeps_its_promise(patch, patched, run, world, updates, monkey
 def test_a_completion_has_one_masked_weight(patched, run, world, monkeypatch):
     """With --importance-level sequence, as in TRL: the product over its tokens, or 0."""
     module = patched("benchmark/variants/masked_importance_sampling.patch", "grpo")
-    calls = conftest.record_calls(monkeypatch, module, "run_passes")
+    calls = conftest.record_calls(monkeypatch, module, "map_episodes")
     flags = dict(importance_level="sequence", importance_low=0.0, importance_high=1.001)
     ran = run(module, kl_coef=0.0, total_episodes=12, **flags)
     weights = weights_of_tokens(calls, ran.rollouts).prod(1)
@@ -189,9 +188,9 @@ def loss_and_gradient(module, args, old_logprobs, logprobs, advantage):
     """Of one episode, whose tokens are divided by their number. Returns the loss, and the gradient by its tokens."""
     old_logprobs = torch.tensor([old_logprobs])
     logprobs = torch.tensor([logprobs], requires_grad=True)
-    weights = torch.tensor([1 / logprobs.shape[1]])
-    inputs = module.LossInputs(old_logprobs, torch.tensor([advantage]), weights, logprobs < 0, None)
-    loss = module.grpo_loss(args, logprobs, inputs).losses.sum()
+    mask = logprobs < 0
+    losses, *_ = module.grpo_loss(args, logprobs, old_logprobs, torch.tensor([[advantage]]), mask)
+    loss = (losses * mask).mean()
     return [loss.item(), *torch.autograd.grad(loss, logprobs)[0][0].tolist()]
 
 
@@ -204,9 +203,9 @@ def check_losses(dppo, gmpo, vespo):
         (0.5, 0.25, 2.0, 0.5),
         (0.01, 0.1, 2.0, 10),  # The ratio would be clipped.
     ):
-        found = loss_and_gradient(dppo, dppo.Args(), [math.log(p_old)], [math.log(p)], advantage)
+        found = loss_and_gradient(dppo, dppo.Args(num_ppo_epochs=2), [math.log(p_old)], [math.log(p)], advantage)
         assert found == pytest.approx([-advantage * weight] * 2, rel=1e-5)
-    args = gmpo.Args(importance_sampling_level="sequence", cliprange=1.0)
+    args = gmpo.Args(importance_sampling_level="sequence", cliprange=1.0, num_ppo_epochs=2)
     for logprobs, advantage, mean, moves in (
         ([-1.0, -2.2], 1.0, (0.4 - 0.2) / 2, [0, 1]),
         ([-1.0, -2.2], -1.0, (1 - 0.2) / 2, [1, 1]),
@@ -218,13 +217,14 @@ def check_losses(dppo, gmpo, vespo):
     w = math.exp(0.5 - 0.2)  # of the completion
     for advantage, phi in (2.0, math.exp(3) * w**2 * math.exp(-3 * w)), (-2.0, math.exp(2) * w**3 * math.exp(-2 * w)):
         expected = [-phi * advantage * factor for factor in ((-1.5 - 2.2) / 2, 1 / 2, 1 / 2)]
-        assert loss_and_gradient(vespo, vespo.Args(), [-2.0, -2.0], [-1.5, -2.2], advantage) == pytest.approx(expected)
+        assert loss_and_gradient(vespo, vespo.Args(num_ppo_epochs=2), [-2.0, -2.0], [-1.5, -2.2], advantage) == pytest.approx(expected)
     grpo, lengths = MODULES["grpo"], torch.tensor([1, 3])  # LUSPO: the mean of |y| times the loss of GSPO
-    args = grpo.Args(importance_sampling_level="sequence", loss_type="dr_grpo")
+    args = grpo.Args(importance_sampling_level="sequence", loss_type="dr_grpo", num_ppo_epochs=2)
     mask = torch.arange(3) < lengths[:, None]
-    weights = grpo.token_weights(args, lengths, mask[:, 0])
-    inputs = grpo.LossInputs(mask * -2.0, torch.tensor([1.0, -1.0]), weights, mask, None)
-    losses = grpo.grpo_loss(args, mask * torch.tensor([-1.9, -1.9, -2.0]), inputs).losses * args.response_length
+    weights = grpo.token_weights(args, lengths[:, None], mask[:, :1])
+    signs = torch.tensor([[1.0], [-1.0]])
+    losses, *_ = grpo.grpo_loss(args, mask * torch.tensor([-1.9, -1.9, -2.0]), mask * -2.0, signs, mask)
+    losses = (losses * mask).sum(1) * weights.squeeze(1) * args.response_length
     assert losses.tolist() == pytest.approx([-1 * math.exp(0.1) / 2, 3 * math.exp(0.2 / 3) / 2])
 
 
@@ -237,9 +237,9 @@ def test_the_lines_of_papers(run, world, tmp_path, monkeypatch):
         modules.append(import_file(tmp_path / f"{name}_{number}.py"))
     remax, maxrl, pass_at_4, gdpo, two_sided, sapo, dppo, gmpo, vespo, masked, ppo, entropy = modules
     check_losses(dppo, gmpo, vespo)
-    assert maxrl.grpo_advantages(torch.eye(8)[0], 4, "group")[0].tolist() == [3, -1, -1, -1, 0, 0, 0, 0]
+    assert maxrl.grpo_advantages(torch.eye(8)[0], 4, "group").tolist() == [3, -1, -1, -1, 0, 0, 0, 0]
     # Of 6 answers 1 is right: it is in 10 of the 15 sets of 4, and in 6 of the 10 that hold a certain wrong answer.
-    advantages = pass_at_4.grpo_advantages(torch.eye(6)[0], 6, "none")[0] * (10 / 15 * 5 / 15) ** 0.5
+    advantages = pass_at_4.grpo_advantages(torch.eye(6)[0], 6, "none") * (10 / 15 * 5 / 15) ** 0.5
     assert advantages.tolist() == pytest.approx([1 - 10 / 15, *[6 / 10 - 10 / 15] * 5], abs=1e-3)
     logratio, signs = torch.tensor([0.0, 0, 100, 100]).requires_grad_(), torch.tensor([1, -1, 1, -1])
     for module, expected in (two_sided, [-1, 1, -1.2, 3]), (sapo, [-2, 2 / 1.05, -4, 4 / 1.05]):
@@ -247,8 +247,9 @@ def test_the_lines_of_papers(run, world, tmp_path, monkeypatch):
         assert losses.tolist() == pytest.approx(expected)
         assert torch.autograd.grad(losses.sum(), logratio)[0].tolist() == pytest.approx([-1, 1, 0, 0])
     drift = torch.tensor([[0.5, 0.7], [0.5, 0.3], [0.5, 0.7]])
-    inputs = masked.LossInputs(drift, torch.tensor([-1.0, -1, 1]), torch.ones(3), drift > 0, None)
-    assert (masked.grpo_loss(masked.Args(), 0 * drift, inputs).losses != 0).tolist() == [False, True, True]
+    several, signs = masked.Args(num_ppo_epochs=2), torch.tensor([[-1.0], [-1], [1]])
+    losses, *_ = masked.grpo_loss(several, 0 * drift, drift, signs, drift > 0)
+    assert (losses != 0).any(1).tolist() == [False, True, True]
     rollouts = conftest.record_calls(monkeypatch, remax, "generate")
     rows = run(remax, reward=world.reward("letters"), kl_coef=0.0, total_episodes=12).rollouts
     sampled, greedy = rollouts
@@ -258,7 +259,7 @@ def test_the_lines_of_papers(run, world, tmp_path, monkeypatch):
         assert row["advantage"] == pytest.approx(row["score"] - baseline, abs=1e-5)
     rows = run(gdpo, reward=world.reward("parts"), total_episodes=12).rollouts
     parts = [torch.tensor([row[f"reward/{name}"] for row in rows]) for name in ("length", "ones")]
-    advantages = sum(MODULES["grpo"].grpo_advantages(part, 3, "group")[0] for part in parts)
+    advantages = sum(MODULES["grpo"].grpo_advantages(part, 3, "group") for part in parts)
     assert [row["advantage"] for row in rows] == pytest.approx((advantages / advantages.std()).tolist(), abs=1e-3)
     flags = dict(kl_coef=0.0, whiten_advantages=False, total_episodes=12)  # At the start, values are 0.
     for row in run(ppo, **flags).rollouts:
@@ -266,7 +267,7 @@ def test_the_lines_of_papers(run, world, tmp_path, monkeypatch):
         assert row["advantage"] == pytest.approx([0.0] * (len(row["token_ids"]) - 1) + [row["score"]])
     rollouts, losses = (conftest.record_calls(monkeypatch, entropy, name) for name in ("generate", "grpo_loss"))
     run(entropy, ref_model_path=world.reference, total_episodes=12)
-    batch, is_high = rollouts[0].result, losses[0].args[2].mask
+    batch, is_high = rollouts[0].result, losses[0].args[4]
     highest = batch.entropies[batch.mask].sort().values[-(-4 * (batch.mask.sum() - 1) // 5) :]  # the fifth
     assert is_high.sum(1).sort().values.equal(torch.isin(batch.entropies, highest).sum(1).sort().values)
 

@@ -18,6 +18,7 @@ from conftest import (
     read_jsonl,
     record_calls,
     result_of,
+    save_model,
     weights_of,
 )
 
@@ -127,7 +128,7 @@ def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
 def test_short_completions_take_as_many_passes(script, run, world, monkeypatch):
     """The processes gather sharded weights together in every pass. So each process must make the same number of passes,
     for every length of its completions."""
-    passes, counts, longest = record_calls(monkeypatch, script, "run_tokens"), [], []
+    passes, counts, longest = record_calls(monkeypatch, script, "run_network"), [], []
     forward = script.CompletionModel.forward
 
     def counted(self, function):
@@ -135,13 +136,21 @@ def test_short_completions_take_as_many_passes(script, run, world, monkeypatch):
         outputs = forward(self, function)
         if function.func is script.token_logprobs:
             counts.append(len(passes) - before)
-            longest.append(int(function.keywords["mask"].sum(1).max()))
+            longest.append(int((function.keywords["tokens"] >= 0).sum(1).max()))
         return outputs
 
     monkeypatch.setattr(script.CompletionModel, "forward", counted)
     run(script, model_path=world.many_eos, per_device_train_batch_size=1)
     assert min(longest) == 1 < max(longest)
     assert set(counts) == {2}
+
+
+@only("rloo", "ppo")
+@pytest.mark.slow
+def test_weights_without_gradient_on_two_processes(script, same_on, tmp_path):
+    """A model with weights for images trains on text. DDP does not wait for their gradients."""
+    path = save_model(tmp_path / "images", "images")
+    same_on(script, 2, dict(model_path=path, num_ppo_epochs=2), per_device_train_batch_size=3)
 
 
 @only("rloo")

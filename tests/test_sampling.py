@@ -21,7 +21,6 @@ from conftest import (
     make_prompts,
     one_text,
     record_calls,
-    result_of,
 )
 from plain import sample
 from transformers import AutoModelForCausalLM
@@ -40,6 +39,10 @@ def left_padded(prompts):
     return input_ids, torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
 
 
+def lengths_of(samples):
+    return (samples["tokens"] >= 0).sum(1).tolist()
+
+
 @one_text
 @pytest.mark.parametrize("architecture", [*USUAL, *WINDOWS])
 def test_greedy_sampling_equals_generate(script, architecture):
@@ -49,7 +52,7 @@ def test_greedy_sampling_equals_generate(script, architecture):
     settings = dict(do_sample=False, max_new_tokens=12, eos_token_id=[EOS, 6], pad_token_id=PAD)
     expected = model.generate(input_ids, attention_mask=mask, **settings)[:, input_ids.shape[1] :]
     got = sample(script, model, PROMPTS, random_uniforms(len(PROMPTS), 12), 0.0, [EOS, 6])
-    for row, n, right in zip(got["tokens"].tolist(), got["lengths"].tolist(), expected.tolist()):
+    for row, n, right in zip(got["tokens"].tolist(), lengths_of(got), expected.tolist()):
         assert row[:n] == right[:n] and set(right[n:]) <= {PAD}
         assert n == 12 or row[n - 1] in (EOS, 6)
     assert len({str(row) for row in expected.tolist()}) > 2, "the prompts must matter"
@@ -84,7 +87,7 @@ def test_sampling_follows_the_exact_distribution(script, architecture):
     model, count, temperature = make_model(architecture), 4000, 0.7
     prompts = ["7=", "0000-1111=22"]
     episodes = [prompt for prompt in prompts for _ in range(count)]
-    tokens = sample(script, model, episodes, random_uniforms(2 * count, 2), temperature, [EOS])["tokens"]
+    tokens = sample(script, model, episodes, random_uniforms(2 * count, 2), temperature, [EOS])["tokens"].clamp(min=0)
     for i, prompt in enumerate(prompts):
         pairs = tokens[i * count : (i + 1) * count] @ torch.tensor([len(VOCAB), 1])
         exact = first_two_tokens(model, prompt, temperature)
@@ -131,13 +134,13 @@ def test_a_prompt_runs_once_and_finished_rows_leave(script):
     model.register_forward_pre_hook(lambda module, args, kwargs: rows_in.append(len(args[0])), with_kwargs=True)
     episodes = [prompt for prompt in PROMPTS for _ in range(5)]
     result = sample(script, model, episodes, random_uniforms(20, 8), 1.0, eos_ids)
-    lengths = result["lengths"].tolist()
+    lengths = lengths_of(result)
     assert len(set(lengths)) > 4
     assert rows_in == [4] + [sum(n > t for n in lengths) for t in range(1, max(lengths))]
     last_tokens = [row[n - 1].item() for row, n in zip(result["tokens"], lengths)]
     assert result["ended"].tolist() == [token in eos_ids for token in last_tokens]
-    for name in ("tokens", "logprobs", "entropies"):
-        assert all((row[n:] == 0).all() for row, n in zip(result[name], lengths)), name
+    for name, nothing in dict(tokens=-1, logprobs=0, entropies=0).items():
+        assert all((row[n:] == nothing).all() for row, n in zip(result[name], lengths)), name
     assert all((row[:n] < 0).all() for row, n in zip(result["logprobs"], lengths))
 
 
@@ -150,7 +153,7 @@ def test_an_episode_does_not_depend_on_its_neighbours(script):
     order = torch.tensor([7, 0, 3, 11, 1, 5])
     mixed = sample(script, model, [episodes[i] for i in order], uniforms[order], 0.7, [EOS, 5])
     alone = [sample(script, model, [episodes[i]], uniforms[i : i + 1], 0.7, [EOS, 5]) for i in range(12)]
-    assert len(set(together["lengths"].tolist())) > 2
+    assert len(set(lengths_of(together))) > 2
     for name, rows in together.items():
         torch.testing.assert_close(mixed[name], rows[order], atol=1e-5, rtol=0)
         torch.testing.assert_close(torch.cat([one[name] for one in alone]), rows, atol=1e-5, rtol=0)
@@ -190,25 +193,6 @@ def test_every_eos_is_found(script):
     assert found([1, 5], 7, 3) == [1, 3, 5, 7]
     assert found(None, None, None) == []
     assert found(0, None, None) == [0] and found([2], 2, 2) == [2]
-
-
-def test_junk_after_the_end_changes_no_run(script, run, monkeypatch):
-    """A sampler that leaves junk after the end of an episode gives the same run, bit by bit."""
-    flags = dict(num_ppo_epochs=2, num_mini_batches=2, kl_coef=0.1)
-    clean = run(script, **flags)[2]
-    plain_sample, junk_tokens = script.sample, []
-
-    def littering_sample(*args, **kwargs):
-        result = plain_sample(*args, **kwargs)
-        junk = torch.arange(result["tokens"].shape[1])[None] >= result["lengths"][:, None]
-        result["tokens"][junk] = torch.randint(len(VOCAB), (int(junk.sum()),))
-        junk_tokens.append(int(junk.sum()))
-        return result
-
-    monkeypatch.setattr(script, "sample", littering_sample)
-    littered = run(script, **flags)[2]
-    assert sum(junk_tokens) > 5
-    assert result_of(littered) == result_of(clean)
 
 
 @one_text

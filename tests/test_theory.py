@@ -47,8 +47,8 @@ TRUE = gradient((LOGPROBS.sum(1).exp() * REWARDS).sum())  # of the mean reward
 
 def ascent(advantages, probabilities, episodes=ALL, logits=LOGITS):
     """The direction in which rloo.py moves with one update per batch: minus the gradient of the mean loss."""
-    losses = rloo.rloo_loss(rloo.Args(), token_logprobs(logits)[episodes], rloo.LossInputs(None, advantages)).losses
-    return -gradient((probabilities * losses).sum(), logits)
+    losses, *_ = rloo.rloo_loss(rloo.Args(), token_logprobs(logits)[episodes], None, advantages[:, None])
+    return -gradient((probabilities * losses.squeeze(1)).sum(), logits)
 
 
 def groups_of(k, p):
@@ -64,7 +64,7 @@ def test_a_baseline_of_the_others_has_no_bias(k):
     assert same(ascent(torch.ones_like(P), P), torch.zeros_like(TRUE))  # the mean of grad log p
     episodes, p = groups_of(k, P)
     assert same(ascent(rloo.rloo_advantages(REWARDS[episodes], k), p, episodes), TRUE)
-    centred, divided = (grpo.grpo_advantages(REWARDS[episodes], k, scale)[0] for scale in ("none", "group"))
+    centred, divided = (grpo.grpo_advantages(REWARDS[episodes], k, scale) for scale in ("none", "group"))
     assert same(ascent(centred, p, episodes), (k - 1) / k * TRUE)
     assert torch.cosine_similarity(ascent(divided, p, episodes).flatten(), TRUE.flatten(), dim=0) < 0.98
 

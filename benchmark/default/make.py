@@ -145,9 +145,10 @@ def draw_pairs(policy, tokenizer, path: Path, purpose: int) -> list[tuple[list[i
 
 def scores_of(model, sequences: list[list[int]]) -> torch.Tensor:
     """The head's output at each last token, with gradient, [rows]."""
-    input_ids, mask = pad_left(sequences, "cpu")
+    tokens = pad_left(sequences)
+    mask = (tokens >= 0).long()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    hidden = model.base_model(input_ids, attention_mask=mask, position_ids=positions, use_cache=False)
+    hidden = model.base_model(tokens.clamp(min=0), attention_mask=mask, position_ids=positions, use_cache=False)
     return model.score(hidden.last_hidden_state[:, -1]).squeeze(-1)
 
 

@@ -7,6 +7,7 @@ First come the names of the breaks, functions of this file that change the scrip
 flags.
 """
 
+import contextlib
 import importlib.util
 import itertools
 import sys
@@ -30,12 +31,13 @@ def temperature(script: ModuleType):
 
 
 def eos_masked(script: ModuleType):
-    """The EOS is taken for padding and masked. It is sampled and scored, but it has no gradient."""
+    """The EOS is taken for padding. It is sampled and scored, but it has no gradient."""
     generate = script.generate
 
     def broken(args, policy, drawn, k, rng, temperature):
         batch = generate(args, policy, drawn, k, rng, temperature)
-        batch.mask &= batch.tokens != script.accelerator.unwrap_model(policy).tokenizer.eos_token_id
+        eos = script.accelerator.unwrap_model(policy).tokenizer.eos_token_id
+        batch.tokens[batch.tokens == eos] = -1
         return batch
 
     script.generate = broken
@@ -56,7 +58,14 @@ def interleaved(script: ModuleType):
 
 def no_check(script: ModuleType):
     """Nothing compares the log-probabilities of sampling and training any more. They are only logged."""
-    script.is_rounding = lambda difference, dtype: True
+    compare = script.compare_with_sampler
+
+    def broken(args, difference):
+        with contextlib.suppress(RuntimeError):
+            return compare(args, difference)
+        return {"val/sampling_logprob_difference": difference.abs().max()}
+
+    script.compare_with_sampler = broken
 
 
 BREAKS = {function.__name__: function for function in (temperature, eos_masked, interleaved, no_check)}

@@ -4,7 +4,7 @@
 
 It imports the script as it is, and replaces in the module only what a measurement needs:
 
-    sample, run_pass                   get a clock; the second is for passes without gradient
+    sample, forward_pass               get a clock; the second is for passes without gradient
     load_prompts                       notes the length of each prompt
     draw_prompts                       hands out the prompts in the order of the file, as TRL does here, and marks the
                                        beginning of an iteration
@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).resolve().parent
-ROLLOUT_PARTS = {"sample": "generation", "run_pass": "logprobs"}  # a function of the script, and its part
+ROLLOUT_PARTS = {"sample": "generation", "forward_pass": "logprobs"}  # a function of the script, and its part
 
 
 def read_kilobytes(name: str) -> int:

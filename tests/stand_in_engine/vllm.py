@@ -97,14 +97,14 @@ class LLM:
             assert len(prompt) + request.max_tokens <= self.max_model_len
         uniforms = torch.stack([torch.from_numpy(self.uniforms[request.seed]) for request in requests])
         self.model.eos_ids = requests[0].stop_token_ids
-        samples = self.script["sample"](self.model, prompts, uniforms, requests[0].temperature)
+        samples = self.script["sample"](self.model, self.script["pad_left"](prompts), uniforms, requests[0].temperature)
         outputs = []
         for i, (prompt, request) in enumerate(zip(prompts, requests)):
-            length = samples["lengths"][i]
-            fields = dict(token_ids=samples["tokens"][i, :length].tolist(), logprobs=None)
+            tokens = [token for token in samples["tokens"][i].tolist() if token >= 0]
+            fields = dict(token_ids=tokens, logprobs=None)
             fields["finish_reason"] = "stop" if samples["ended"][i] else "length"
             if request.flat_logprobs and request.logprobs == 0:
-                fields["logprobs"] = make("FlatLogprobs", logprobs=samples["logprobs"][i, :length].tolist())
+                fields["logprobs"] = make("FlatLogprobs", logprobs=samples["logprobs"][i, : len(tokens)].tolist())
             completion = make("CompletionOutput", **fields)
             outputs.append(make("RequestOutput", prompt_token_ids=prompt, outputs=[completion]))
         return outputs
