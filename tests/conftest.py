@@ -492,7 +492,7 @@ def result_of(output_dir):
     rows = read_jsonl(output_dir / "metrics.jsonl")
     lines = [{name: x for name, x in row.items() if name not in TIMES} for row in rows]
     weights = {file.name: file.read_bytes() for file in (output_dir / "model").glob("*.safetensors")}
-    return lines, weights, [file.read_text() for file in sorted(output_dir.glob("*rollouts.jsonl"))]
+    return lines, weights, "".join(file.read_text() for file in sorted(output_dir.glob("*rollouts.jsonl")))
 
 
 def contents(folder):

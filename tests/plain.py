@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 def completion_model(script, model, eos_ids, shares_prompts=True, temperature=1.0, dtype="float32"):
     """A CompletionModel as a script makes it, around a language model. It runs functions of itself."""
     args = SimpleNamespace(k=2, gradient_checkpointing=not shares_prompts, dtype=dtype, temperature=temperature)
+    args.stop_string = None
     model.can_share_prompts = True  # what `load_model` finds out
     made = script.CompletionModel(model, None, eos_ids, args)
     assert made.shares_prompts == shares_prompts

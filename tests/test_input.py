@@ -369,7 +369,7 @@ def test_a_template_that_writes_nothing_is_named_by_its_row(script, refuses, tmp
     silent = make_tokenizer()
     silent.chat_template = "{% if messages[0]['role'] == 'user' %}{{ messages[0]['content'] }}{% endif %}"
     path = save_model(tmp_path / "silent", tokenizer=silent)
-    rows = [{"prompt": [{"role": role, "content": "1+1="}], "answer": "2"} for role in ("user", "assistant")]
+    rows = [{"prompt": [{"role": role, "content": "1+1="}], "answer": "2"} for role in ("user", "system")]
     dataset = write_jsonl(tmp_path / "chat.jsonl", rows)
     refuses(script, "chat.jsonl:2", "no tokens", model_path=path, dataset=dataset, error=ValueError)
 

@@ -41,9 +41,7 @@ def fallback_tokenizer():
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "b", "▁▁"]
     backend = Tokenizer(BPE({x: i for i, x in enumerate(words)}, [], unk_token="<unk>"))
     bytes_to_text = [decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), *bytes_to_text, decoders.Strip(" ", 1, 0)]
-    )
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), *bytes_to_text, decoders.Strip(" ", 1, 0)])
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
@@ -142,9 +140,7 @@ def test_the_page_shows_the_rollouts_of_a_run(script, run, open_page):
     args, metrics, folder = run(script, total_episodes=24)
     _, data = open_page(folder)
     rollouts = read_jsonl(folder / "rollouts.jsonl")
-    episodes = [
-        episode for card in data["cards"] for [group] in [card["groups"]] for episode in group
-    ]
+    episodes = [episode for card in data["cards"] for [group] in [card["groups"]] for episode in group]
     tokenizer = make_tokenizer()
     for row, shown in zip(rollouts, episodes, strict=True):
         assert "".join(shown["texts"]) == tokenizer.decode(row["token_ids"])
@@ -314,15 +310,9 @@ def test_the_page_in_a_browser(save, open_page, tmp_path):
         ["iteration 3: 4 of 4 groups"],
         ["iteration 3: 4 of 4 groups", ["score -3.5", "score 0"]],
         ["iteration 3: 1 of 1 groups", 1],
-        [
-            "iteration 3: 1 of 1 groups",
-            "⚠ equal scores: every advantage is 0, so this group teaches nothing",
-        ],
+        ["iteration 3: 1 of 1 groups", "⚠ equal scores: every advantage is 0, so this group teaches nothing"],
         ["iteration 3: 1 of 1 groups", HOSTILE[1]],
-        [
-            "iteration 3: 1 of 1 groups",
-            "token 1: < | p 0.607 | -log p 0.5 | log p - log p_ref 0.25 | advantage 0.25",
-        ],
+        ["iteration 3: 1 of 1 groups", "token 1: < | p 0.607 | -log p 0.5 | log p - log p_ref 0.25 | advantage 0.25"],
         ["iteration 3: 1 of 1 groups", "i"],
         ["all iterations: 12 of 12 groups"],
         ["all iterations: 12 of 12 groups", 0, 3, "nothing ran"],

@@ -217,7 +217,9 @@ def check_losses(dppo, gmpo, vespo):
     w = math.exp(0.5 - 0.2)  # of the completion
     for advantage, phi in (2.0, math.exp(3) * w**2 * math.exp(-3 * w)), (-2.0, math.exp(2) * w**3 * math.exp(-2 * w)):
         expected = [-phi * advantage * factor for factor in ((-1.5 - 2.2) / 2, 1 / 2, 1 / 2)]
-        assert loss_and_gradient(vespo, vespo.Args(num_ppo_epochs=2), [-2.0, -2.0], [-1.5, -2.2], advantage) == pytest.approx(expected)
+        assert loss_and_gradient(
+            vespo, vespo.Args(num_ppo_epochs=2), [-2.0, -2.0], [-1.5, -2.2], advantage
+        ) == pytest.approx(expected)
     grpo, lengths = MODULES["grpo"], torch.tensor([1, 3])  # LUSPO: the mean of |y| times the loss of GSPO
     args = grpo.Args(importance_sampling_level="sequence", loss_type="dr_grpo", num_ppo_epochs=2)
     mask = torch.arange(3) < lengths[:, None]

@@ -188,6 +188,7 @@ def test_every_eos_is_found(script):
 
     def found(generation_ids, tokenizer_id, stop):
         policy = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=generation_ids))
+        policy.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=8))
         return script.find_eos_ids(policy, SimpleNamespace(eos_token_id=tokenizer_id), stop)
 
     assert found([1, 5], 7, 3) == [1, 3, 5, 7]
@@ -252,7 +253,7 @@ def test_the_best_of_m_is_the_mean_over_all_choices(script, run, world, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(script, "generate", lambda *_: None)
             patch.setattr(script, "score_episodes", lambda *_: (scores.flatten(), {}))
-            metrics = script.evaluate(make_args(script, eval_k=k, eval_temperature=1.0), None, [], [], 0)
+            metrics = script.evaluate(make_args(script, eval_k=k, eval_temperature=1.0), None, [], [], None, 0)
         for m in counts:
             choices = [max(group) for row in scores[[0, 1, 3]].tolist() for group in itertools.combinations(row, m)]
             assert metrics.pop(f"eval/best_of_{m}") == pytest.approx(np.mean(choices))

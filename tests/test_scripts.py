@@ -288,13 +288,14 @@ def test_what_a_run_writes(script, run, world, capsys):
     assert str(output_dir / "model") in closing
 
     rollouts = ran.rollouts
-    columns = "iteration index prompt completion token_ids score reward/length reward/ones logprobs advantage"
-    columns += " ref_logprobs" + " values returns" * (script.__name__ == "ppo")
+    columns = "iteration index row prompt completion token_ids ended columns score reward/length reward/ones"
+    columns += " logprobs advantage ref_logprobs" + " values returns" * (script.__name__ == "ppo")
     assert list(rollouts[0]) == columns.split()
     assert len(rollouts) == metrics[-1]["episode"]
     last = [row for row in rollouts if row["iteration"] == metrics[-1]["iteration"]]
     for row in last[:: args.k][:4]:
-        names = ("prompt", "completion", "score", "reward/length", "reward/ones")
+        names = ["prompt", "completion", "score", "reward/length", "reward/ones"]
+        names += ["advantage"] * (script.__name__ != "ppo")  # In PPO it has one for each token.
         assert f"episode {len(rollouts)}: { ({name: row[name] for name in names}) }" in printed
     assert len({line.split(":")[0] for line in printed.splitlines() if line.startswith("episode ")}) == 2
 
@@ -304,7 +305,12 @@ def test_a_run_that_only_evaluates(script, run, world, capsys):
     _, [row], output_dir = run(script, total_episodes=0, eval_dataset=world.dataset(5))
     first = run(script, eval_dataset=world.dataset(5))[1][0]
     assert row == first and {row[name] for name in ("iteration", "step", "episode", "epoch")} == {0}
-    assert {path.name for path in output_dir.iterdir()} == {".lock", "args.yaml", "metrics.jsonl"}
+    assert {path.name for path in output_dir.iterdir()} == {
+        ".lock",
+        "args.yaml",
+        "metrics.jsonl",
+        "eval_rollouts.jsonl",
+    }
     assert re.search(r"\n0 episodes, 0 steps, 0 epochs; eval/scores \S+ -> \S+\n", capsys.readouterr().out)
 
 
