@@ -30,6 +30,7 @@ How to run it:
 
 How to read it: first comes the lecture, sections 1 to 5. It explains the algorithm and the loop.
 Then comes the machinery, sections 6 to 11. You can skip it on a first reading.
+docs/nano/ makes the same runs in few lines. Its README.md leads from there to this file.
 
     what you look for              where it is             how to change it
     the reward                     main, stage 4b          --reward FILE.py:FUNCTION
