@@ -20,16 +20,16 @@ eval_dataset = default / "eval.jsonl"
 seed = 1
 batch_size = 64  # episodes of one iteration
 response_length = 8  # token limit of a completion
-cliprange = 0.2
+cliprange = 0.2  # clips the ratio to 1 - this .. 1 + this
 k = 1  # completions of each prompt
 num_train_epochs = 4  # passes over the prompts of the dataset
 num_ppo_epochs = 2  # passes over the batch of each iteration
 learning_rate = 5e-5  # of the first step; it falls linearly to 0
 gamma = 1.0  # discount of rewards, for each token
 lam = 0.95  # lambda of generalized advantage estimation
-cliprange_value = 0.2
-vf_coef = 0.1
-kl_coef = 0.01
+cliprange_value = 0.2  # clips a value to the old one - this .. + this
+vf_coef = 0.1  # weight of the value loss
+kl_coef = 0.01  # weight of the KL to the reference
 # torch.set_default_device("cuda")  # with a GPU
 
 
@@ -89,7 +89,7 @@ train_rows = [json.loads(line) for line in open(dataset)]
 held_out = [json.loads(line) for line in open(eval_dataset)]
 stream = []  # the prompts of the whole run: each epoch is a permutation
 for epoch in range(num_train_epochs):
-    order = np.random.default_rng([seed, 1, epoch]).permutation(len(train_rows))
+    order = np.random.default_rng([seed, 1, epoch]).permutation(len(train_rows))  # 1: for prompts
     stream += [train_rows[i] for i in order]
 batches = [stream[i : i + batch_size // k] for i in range(0, len(stream), batch_size // k)]
 
@@ -117,7 +117,7 @@ for iteration, drawn in enumerate(batches, start=1):
 
     # ---- score
     scores = score(completions, rows)  # [episodes]
-    with torch.no_grad():  # The sampler computed the first, too. This is shorter than keeping them.
+    with torch.no_grad():  # sample() knew old_logprobs. Computing them again is less code.
         old_logprobs = token_logprobs(policy, prompts, tokens)  # [episodes, response]
         ref_logprobs = token_logprobs(reference, prompts, tokens)
         old_values = token_values(prompts, tokens)
