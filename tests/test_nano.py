@@ -12,7 +12,7 @@ from transformers import AutoModel
 FLAGS = dict(response_length=6, num_train_epochs=2, num_ppo_epochs=2, kl_coef=0.05, learning_rate=3e-3, cliprange=0.1)
 OWN = {"ppo": dict(batch_size=4, cliprange_value=0.02, vf_coef=0.5, gamma=0.9)}  # of the others: groups of three
 EOS_IDS = {"rloo": None, "grpo": [5, 9], "ppo": 7}  # of the generation config; the tokenizer has its own
-REWARDS = {"rloo": "small", "grpo": "small", "ppo": "letters"}
+REWARDS = {"rloo": "small", "grpo": "small", "ppo": "letters"}  # Large ones hide a factor: gradients are clipped.
 
 
 def run_nano(name, reward=None, **settings):
