@@ -33,8 +33,9 @@ How to run it:
     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 rloo.py    # two processes without GPUs
 
 How to read it: first comes the lecture, sections 1 to 6. It explains the algorithm and the loop.
-Then comes the machinery, sections 7 to 12. You can skip it on a first reading. docs/nano/ has the
-same run in a short program. docs/coming_from.md lists TRL's names of the flags.
+Then comes the machinery, sections 7 to 12. You can skip it on a first reading.
+docs/nano/ makes the same run in few lines. Its README.md leads from there to this file.
+docs/coming_from.md has TRL's names of the flags.
 
     what you look for              where it is             how to change it
     the reward                     --reward FILE.py:NAME   def NAME(prompts, completions, **columns)

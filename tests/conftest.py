@@ -225,6 +225,10 @@ def letters(prompts, completions, **_):
     """Other scores for each completion of a prompt, and for each prompt."""
     return [len(set(c)) + 0.3 * c.count("1") - 0.1 * len(c) * (len(p) % 3) for p, c in zip(prompts, completions)]
 
+def small(prompts, completions, **_):
+    """A twentieth of `letters`."""
+    return [score / 20 for score in letters(prompts, completions)]
+
 def seldom(prompts, completions, **_):
     """Other scores for each completion of every third prompt. For the other prompts all scores are 0.1, and rounding
     makes their mean another number."""

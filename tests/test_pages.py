@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from unittest import mock
@@ -208,6 +209,11 @@ def test_a_diff_of_a_page_fits(page):
         for text in changed.values():
             compile(text, page.name, "exec")
         assert changed or any(all(f"\n{line}\n" in patch for line in lines) for patch in patches), lines
+
+
+def test_the_readme_shows_the_loop_of_nano():
+    loop = re.search(r"^for iteration.*?(?=^    print)", SOURCES["docs/nano/rloo.py"], re.M | re.S)[0]
+    assert textwrap.indent(loop, "    ") in read(README)
 
 
 def test_the_two_commands_of_the_readme_are_those_of_ci():

@@ -42,7 +42,7 @@ DIFFERENT = {
     "Args.whiten_advantages": "PPO whitens by default, and also subtracts the mean, which is not 0 there",
     "Args.num_ppo_epochs": "PPO makes more updates with a rollout, because its value model needs them",
     "Args.learning_rate": "it names RATES",
-    "RATES": "at RLOO's rate, rounding grows in PPO until micro-batches change the completions",
+    "RATES": "at RLOO's rate, rounding grows faster in PPO, and micro-batches change more completions",
     "Args.num_train_epochs": "PPO samples one completion of a prompt, so the same number of episodes is more epochs",
 }
 PAIRS = [(a, b) for i, a in enumerate(SCRIPTS) for b in SCRIPTS[i + 1 :]]

@@ -1,0 +1,134 @@
+"""GRPO in one short program: `python docs/nano/grpo.py` makes the run of `python grpo.py`.
+
+It is for reading and for small models: one process, float32, and the logits of whole batches in
+memory. It checks nothing and saves nothing before its end. docs/nano/README.md leads to the script.
+"""
+
+import json
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+default = Path(__file__).resolve().parents[2] / "benchmark" / "default"
+model_path = default / "policy"
+dataset = default / "train.jsonl"
+eval_dataset = default / "eval.jsonl"
+seed = 1
+batch_size = 64  # episodes of one iteration
+response_length = 8  # token limit of a completion
+cliprange = 0.2  # clips the ratio to 1 - this .. 1 + this
+k = 4  # completions of each prompt
+num_train_epochs = 2  # passes over the prompts of the dataset
+num_ppo_epochs = 1  # passes over the batch of each iteration
+learning_rate = 1e-4  # of the first step; it falls linearly to 0
+kl_coef = 0.0  # weight of the KL to the reference
+# torch.set_default_device("cuda")  # with a GPU
+
+
+def score(completions, rows):
+    return torch.tensor([float(c.strip() == row["answer"]) for c, row in zip(completions, rows)])
+
+
+# In all tensors of tokens, -1 means that there is no token: before a prompt, after a completion.
+def run_network(network, prompts, tokens):
+    """Outputs at the last prompt token, and at each of `tokens`: [episodes, 1 + tokens, ..]."""
+    rows = torch.cat([prompts, tokens], dim=1)
+    mask = rows >= 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)  # Padding on the left does not count.
+    outputs = network(rows.clamp(min=0), attention_mask=mask, position_ids=positions)[0]
+    return outputs[:, prompts.shape[1] - 1 :]
+
+
+def token_logprobs(model, prompts, tokens):
+    """Log-probability of each completion token, [episodes, response]. It is 0 after the end."""
+    log_p = run_network(model, prompts, tokens[:, :-1]).log_softmax(-1)  # at the token before each
+    return log_p.gather(-1, tokens.clamp(min=0)[:, :, None]).squeeze(-1) * (tokens >= 0)
+
+
+@torch.no_grad()
+def sample(rows, uniforms=None):
+    """Complete each prompt. uniforms: [episodes, response]; None: take the most likely tokens."""
+    prompts = [torch.tensor(tokenizer(row["prompt"]).input_ids) for row in rows]
+    prompts = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")
+    tokens = prompts[:, :0]  # [episodes, tokens so far]
+    active = torch.ones(len(rows), dtype=torch.bool)  # [episodes], False after the EOS
+    for t in range(response_length):
+        p = run_network(policy, prompts, tokens)[:, -1].softmax(-1)  # [episodes, vocabulary]
+        picked = p.argmax(-1)  # [episodes]
+        if uniforms is not None:  # the first token whose cumulative probability is above its dart
+            cumulative = p.cumsum(-1, dtype=torch.double)
+            darts = uniforms[:, t, None] * cumulative[:, -1:]  # times 1, up to rounding
+            picked = (cumulative <= darts).sum(-1)
+        tokens = torch.cat([tokens, picked.where(active, -1)[:, None]], dim=1)
+        active &= ~torch.isin(picked, eos_ids)  # The EOS itself is part of the completion.
+        if not active.any():
+            break
+    return prompts, tokens, [tokenizer.decode(y[y >= 0], skip_special_tokens=True) for y in tokens]
+
+
+def evaluate():
+    *_, completions = sample(held_out)
+    print(f"held-out score {score(completions, held_out).mean():.3f}")
+
+
+train_rows = [json.loads(line) for line in open(dataset)]
+held_out = [json.loads(line) for line in open(eval_dataset)]
+stream = []  # the prompts of the whole run: each epoch is a permutation
+for epoch in range(num_train_epochs):
+    order = np.random.default_rng([seed, 1, epoch]).permutation(len(train_rows))  # 1: for prompts
+    stream += [train_rows[i] for i in order]
+batches = [stream[i : i + batch_size // k] for i in range(0, len(stream), batch_size // k)]
+
+tokenizer = AutoTokenizer.from_pretrained(model_path)
+# from_pretrained leaves a model in eval mode, so dropout is off, in training as in sampling.
+policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+eos_ids = {*np.ravel(policy.generation_config.eos_token_id), tokenizer.eos_token_id} - {None}
+eos_ids = torch.tensor([*eos_ids])  # one or several
+reference = deepcopy(policy)  # It is not trained.
+trained = [*policy.parameters()]
+optimizer = torch.optim.AdamW(trained, learning_rate, weight_decay=0.0)
+steps = len(batches) * num_ppo_epochs
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+
+evaluate()
+for iteration, drawn in enumerate(batches, start=1):
+    # ---- rollout: sample k completions of each drawn prompt
+    rows = [row for row in drawn for _ in range(k)]  # [episodes]
+    uniforms = np.random.default_rng([seed, 2, iteration]).random((len(rows), response_length))
+    prompts, tokens, completions = sample(rows, torch.tensor(uniforms))
+
+    # ---- score
+    scores = score(completions, rows)  # [episodes]
+    with torch.no_grad():  # sample() knew old_logprobs. Computing them again is less code.
+        old_logprobs = token_logprobs(policy, prompts, tokens)  # [episodes, response]
+        ref_logprobs = token_logprobs(reference, prompts, tokens)
+
+    # ---- advantages
+    groups = scores.view(-1, k)  # [groups, k]
+    deviations = groups.std(1, keepdim=True) + 1e-4  # [groups, 1]
+    advantages = (groups - groups.mean(1, keepdim=True)) / deviations
+    advantages = advantages.view(-1, 1)  # [episodes, 1], the same for all tokens of an episode
+
+    # ---- optimize
+    for ppo_epoch in range(num_ppo_epochs):
+        logprobs = token_logprobs(policy, prompts, tokens)
+        # In the first PPO epoch the ratio is 1. Only its gradient counts: that of the logprobs.
+        ratio = (logprobs - old_logprobs).exp()  # [episodes, response]
+        clipped = ratio.clamp(1 - cliprange, 1 + cliprange)
+        losses = torch.maximum(-advantages * ratio, -advantages * clipped)
+        difference = ref_logprobs - logprobs
+        losses = losses + kl_coef * (difference.exp() - difference - 1)
+        is_token = tokens >= 0  # [episodes, response]
+        loss = ((losses * is_token).sum(1) / is_token.sum(1)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, max_norm=1.0)
+        optimizer.step()
+        scheduler.step()
+    print(f"iteration {iteration} of {len(batches)}: score {scores.mean():.3f}")
+evaluate()
+policy.save_pretrained(f"runs/nano_{Path(__file__).stem}")
