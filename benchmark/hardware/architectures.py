@@ -1,17 +1,20 @@
 """Which architectures can be trained? Makes a tiny random model of each causal one that transformers has, and runs it.
 
-    python benchmark/hardware/architectures.py                        # all, five minutes on one core
+    python benchmark/hardware/architectures.py                        # all, half an hour on one core
     python benchmark/hardware/architectures.py --only mamba2 jamba    # these, by their `model_type`
 
 rloo.py trains on prompts of different lengths, with a KL. The truth is one pass of the whole model for each token,
 without padding and cache. `difference` is how far the sampler and the reference are from it, and `unmasked` how far
-padding that is not masked is from it: the weights are so large that a mistake shows. Writes architectures.json.
+padding that is not masked is from it: the weights are so large that a mistake shows. What works is trained again on two
+processes: `other_completions` counts those that differ from one process. `bfloat16` says what the check at the load
+makes of a reference in bfloat16: whether its prompts are shared, or why it is refused. Writes architectures.json.
 """
 
 import json
 import multiprocessing
 import os
 import re
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -29,6 +32,7 @@ RESULT = Path(__file__).with_suffix(".json")
 PROMPTS = ["1", "2+3=", "45-6+78=", "9+9+9+9+9+9+9="]
 FLAGS = "--response-length 8 --batch-size 16 --total-episodes 32 --kl-coef 0.1 --learning-rate 1e-3 --save-rollouts"
 FLAGS += f" --reward {__file__}:count_ones"
+HALF = "--dtype bfloat16 --total-episodes 0"  # loads the reference in bfloat16, and evaluates
 TINY = {  # a value, and the names in a config that get it
     0: "pad_token_id num_kv_shared_layers",
     1: r"(bos|eos|sep|cls)_token_id (n|topk|num_expert)_group (mamba_)?expand first_k_dense_replace attn_layer_offset",
@@ -113,6 +117,35 @@ def compare(folder: str, rows: list) -> dict:
     return {"difference": max(apart), "unmasked": max(unmasked)}
 
 
+def send_run(sender, job: tuple, environment: dict):
+    """In a process of its own: what a run printed and wrote, or the last line of its error."""
+    os.environ |= environment
+    try:
+        sender.send(run_forked(job))
+    except RuntimeError as error:
+        sender.send([str(error), *re.findall(r"^\S*Error: .*", str(error), re.M)][-1])
+
+
+def run_children(job: tuple, environments: list[dict]) -> list:
+    """What each process sent: a run, or the text of an error."""
+    fork = multiprocessing.get_context("fork")
+    receivers = []
+    for environment in environments:
+        receiver, sender = fork.Pipe(duplex=False)
+        fork.Process(target=send_run, args=(sender, job, environment), daemon=True).start()
+        receivers.append(receiver)
+    return [receiver.recv() if receiver.poll(40) else "took too long" for receiver in receivers]
+
+
+def two_ranks() -> list[dict]:
+    """The environments of two processes that find each other."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    world = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
+    return [world | dict(RANK=rank, LOCAL_RANK=rank) for rank in "01"]
+
+
 def attempt(model_type: str, work: Path):
     """Make a model, train it, and write to `work` how far this came. In a process of its own."""
     result = {"model_type": model_type, "ended": "cannot be made tiny here"}
@@ -120,17 +153,28 @@ def attempt(model_type: str, work: Path):
         make_model(model_type, f"{work}/model")
         result["ended"] = "refused"
         (work / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-        run = run_forked(("rloo", f"{FLAGS} --dataset {work}/prompts.jsonl --model-path {work}/model"))
+        flags = f"{FLAGS} --dataset {work}/prompts.jsonl --model-path {work}/model"
+        [run] = run_children(("rloo", flags), [{}])
+        if isinstance(run, str):
+            raise RuntimeError(run)
         own_rows = "a row for each episode" in run["output"]
         result["ended"] = "works with a row for each episode" if own_rows else "works"
         result["sampling_logprob_difference"] = run["metrics"][0]["val/sampling_logprob_difference"]
         result |= compare(f"{work}/model", run["rollouts"][:16])  # the first iteration
         if result["difference"] > 1e-3:
             result["ended"] = "wrong"
+        [half] = run_children(("rloo", f"{flags} {HALF} --eval-dataset {work}/prompts.jsonl"), [{}])
+        result["bfloat16"] = half if isinstance(half, str) else "a row for each episode" not in half["output"]
+        two = run_children(("rloo", flags, f"{work}/two"), two_ranks())
+        errors = [end for end in two if isinstance(end, str)]
+        if errors:
+            result["two_processes"] = errors[0]
+        else:
+            pairs = zip(run["rollouts"], two[0]["rollouts"], strict=True)
+            result["other_completions"] = sum(one["token_ids"] != other["token_ids"] for one, other in pairs)
     except Exception as error:
-        cause = error.__context__ or error  # run_forked adds the log
-        text = " ".join(str(cause).split()).replace(f"{work}/", "")
-        result["message"] = f"{type(cause).__name__}: {text[:200]}"
+        text = " ".join(str(error).split()).replace(f"{work}/", "")
+        result["message"] = f"{type(error).__name__}: {text[:200]}".removeprefix("RuntimeError: ")
     (work / "result.json").write_text(json.dumps(result))
 
 
@@ -143,10 +187,10 @@ def main(only: tuple[str, ...] = tuple(NAMES)):
         with tempfile.TemporaryDirectory() as work:
             process = multiprocessing.get_context("fork").Process(target=attempt, args=(model_type, Path(work)))
             process.start()
-            process.join(60)
+            process.join(150)
             process.kill()
             path = Path(work, "result.json")
-            crashed = {"model_type": model_type, "ended": "crashed, or took over a minute"}
+            crashed = {"model_type": model_type, "ended": "crashed, or took too long"}
             rows[model_type] = json.loads(path.read_text()) if path.exists() else crashed
         print(rows[model_type], flush=True)
         write_lines(RESULT, [dict(machine=machine()), *rows.values()])
