@@ -1123,8 +1123,11 @@ def check_model(name: str, model) -> bool:
         else:  # bfloat16: at most 0.10 was measured where it is right, and 0.31 where it is wrong
             is_rounding = difference.std() < 0.15 * alone.std()
         if is_rounding:
-            trained = model if has_logits else model.base_model
-            trained.has_unused_weights = has_unused_weights(trained, outputs)
+            if has_unused_weights(model if has_logits else model.base_model, outputs):
+                # DDP would wait for their gradients. This makes it look for them.
+                accelerator.ddp_handler = accelerate.DistributedDataParallelKwargs(
+                    find_unused_parameters=True
+                )
             if not shares_prompts:
                 accelerator.print(f"{name} needs a row for each episode")
             return shares_prompts
@@ -1157,10 +1160,6 @@ def load_policy(args: Args, tokenizer) -> CompletionModel:
 
 def prepare_for_training(args: Args, model, index: int):
     """Add gradient checkpointing and LoRA, as flags say. index: of the model, for new weights"""
-    if model.has_unused_weights:  # DDP would wait for their gradients. This makes it look for them.
-        accelerator.ddp_handler = accelerate.DistributedDataParallelKwargs(
-            find_unused_parameters=True
-        )
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     if args.lora_r is None:
@@ -1236,7 +1235,8 @@ def evaluate(args: Args, policy, prompts: list, scorers: list, output_dir, itera
 def append_jsonl(path: Path, rows: list[dict]):
     """The main process appends one JSON object per line."""
     if accelerator.is_main_process:
-        with open(path, "a", encoding="utf-8") as file:
+        # As in JSON, half of a character that needs two is written as an escape.
+        with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
 
 
@@ -1286,10 +1286,8 @@ def ratio_metrics(logratio: Tensor, is_clipped: Tensor, mask: Tensor) -> dict:
 
 def mean_metrics(rows: list[dict]) -> dict:
     """The mean of each metric over the rows that have it."""
-    means = {}
-    for name in dict.fromkeys(itertools.chain(*rows)):
-        means[name] = float(np.mean([float(row[name]) for row in rows if name in row]))
-    return means
+    names = dict.fromkeys(itertools.chain(*rows))
+    return {name: np.mean([float(row[name]) for row in rows if name in row]) for name in names}
 
 
 def write_metrics(output_dir: Path, metrics: dict, progress: tqdm):

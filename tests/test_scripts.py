@@ -195,7 +195,7 @@ OTHER = dict(seed=2, dtype="bfloat16", model_path="@gpt2", lora_r=2, lora_alpha=
 OTHER |= dict(dataset="@dataset 9", max_prompt_length=8, reward="@reward number", reward_model_path="@classifier")
 OTHER |= dict(eval_dataset="@dataset 5", eval_every=1, eval_temperature=1.0, eval_k=2, eval_reward="@reward five")
 OTHER |= dict(num_train_epochs=3.0, total_episodes=12, batch_size=6, num_mini_batches=1, num_ppo_epochs=1, rloo_k=2)
-OTHER |= dict(num_generations=2, response_length=4, temperature=0.7, stop_token_id=7, kl_coef=0.5, cliprange=1e-3)
+OTHER |= dict(num_generations=2, response_length=4, temperature=0.7, stop_token_id=7, stop_string="1", kl_coef=0.5, cliprange=1e-3)
 OTHER |= dict(cliprange_high=1e-3, scale_rewards="none", loss_type="dapo", importance_sampling_level="sequence")
 OTHER |= dict(mask_truncated_completions=True, value_model_path="@reference", kl_estimator="k3", adaptive_kl=True)
 OTHER |= dict(kl_target=1e3, kl_horizon=50, gamma=0.9, lam=0.5, cliprange_value=1e-3, vf_coef=1.0, target_kl=1e-6)
@@ -211,7 +211,7 @@ NEEDS |= dict(kl_target=ADAPTIVE, kl_horizon=ADAPTIVE, num_train_epochs=dict(tot
 NEEDS |= dict(lora_alpha=dict(lora_r=2))
 NEEDS |= dict(dtype=dict(num_ppo_epochs=1, num_mini_batches=1))  # the flags with which another value matters
 # Other tests cover these.
-ELSEWHERE = {"output_dir", "plan", "resume", "save_every", "log_with", "gradient_checkpointing"}
+ELSEWHERE = {"output_dir", "plan", "resume", "save_every", "keep_checkpoints", "log_with", "gradient_checkpointing"}
 ELSEWHERE |= {"per_device_train_batch_size", "per_device_rollout_batch_size", "num_sample_generations"}
 FIRST_WITH = {  # Each flag is tried in the first script that has it. The drift test keeps its text equal in the others.
     field.name: name for name in reversed(SCRIPTS) for field in dataclasses.fields(MODULES[name].Args)
