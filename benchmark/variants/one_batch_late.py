@@ -18,12 +18,12 @@ FLAGS = "--total-episodes 4096 --eval-every 8"
 KINDS = {  # the patch, and flags
     "in time": (False, ""),
     "late": (True, ""),
-    "late, without the ratio": (True, "--no-late-ratio"),
-    "late, without the clip on the ratio": (True, "--cliprange 1e6"),
-    "in time, without the clip on gradients": (False, "--max-grad-norm inf"),
-    "late, without the clip on gradients": (True, "--max-grad-norm inf"),
-    "in time, lower learning rate": (False, "--learning-rate 7e-5"),
-    "in time, higher learning rate": (False, "--learning-rate 1.5e-4"),
+    "late, no ratio": (True, "--no-late-ratio"),
+    "late, ratio not clipped": (True, "--cliprange 1e6"),
+    "in time, gradient not clipped": (False, "--max-grad-norm inf"),
+    "late, gradient not clipped": (True, "--max-grad-norm inf"),
+    "in time, rate 7e-5": (False, "--learning-rate 7e-5"),
+    "in time, rate 1.5e-4": (False, "--learning-rate 1.5e-4"),
 }
 
 
