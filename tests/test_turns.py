@@ -181,7 +181,8 @@ def check_passes(rows, policy, reference, gradients, script):
     models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in (policy, reference)]
     for row in rows:
         mask = torch.tensor(row["mask"])
-        expected = [plain_logprobs(model, encode(row["prompt"]), row["token_ids"]) for model in models]
+        prompt = make_tokenizer()(row["prompt"])["input_ids"]
+        expected = [plain_logprobs(model, prompt, row["token_ids"]) for model in models]
         for name, of_all in zip(("logprobs", "ref_logprobs"), expected):
             assert row[name] == pytest.approx((of_all * mask).tolist(), abs=1e-4)
         divisor = mask.sum() if script.__name__.startswith("grpo") else 1
@@ -206,12 +207,12 @@ def test_only_the_tokens_of_the_policy_are_trained(turns, flags, run, world, upd
 
 def test_an_episode_is_the_conversation(turns, flags, run, tmp_path):
     """Ids are appended. A call has the episodes that go on. The policy has at most --max-turns turns."""
-    rows = run(turns, **flags(), total_episodes=12, max_turns=3).rollouts
+    rows = run(turns, **flags(), total_episodes=12, max_turns=2).rollouts
     calls = conversations(tmp_path)
-    assert [len(prompts) for prompts, _ in calls][0] <= 12 and len(calls) == 2
+    assert [len(prompts) for prompts, _ in calls][0] <= 12 and len(calls) == 1
     for row in rows:
         roles = [message["role"] for message in row["completion"]]
-        assert roles == (["assistant", "user"] * 3)[: len(roles)] and len(roles) in (1, 3, 5)
+        assert roles == (["assistant", "user"] * 3)[: len(roles)] and len(roles) in (1, 3)
         kept = "".join(VOCAB[token] for token in row["token_ids"] if token > EOS)
         assert kept == "".join(message["content"] for message in row["completion"])
         texts = "".join(VOCAB[token] for token, own in zip(row["token_ids"], row["mask"]) if not own)
