@@ -344,6 +344,17 @@ def variants() -> str:
     return markdown(head, sorted(rows))
 
 
+def one_batch_late() -> str:
+    """Batches in time and late: right answers at the end, and over the curve what is more than in time."""
+    kinds, rows = grouped(load("variants/one_batch_late.json"), "kind"), []
+    means = {kind: [mean(run["eval/scores"][1:]) for run in some] for kind, some in kinds.items()}
+    for kind, some in kinds.items():
+        more = [late - in_time for late, in_time in zip(means[kind], means["in time"])]
+        end = over_seeds((run["eval/scores"][-1] for run in some), 3)
+        rows.append([kind, end, "" if kind == "in time" else over_seeds(more, 3)])
+    return markdown(["batches", "right answers", "over the curve"], rows)
+
+
 # ============================================ benchmark/engine/README.md ====================================
 ENGINE = {  # of each case the columns, as run.json names them
     "default": "held_out largest_logprob_difference weight_std median_rollout_s",
@@ -564,8 +575,8 @@ def claims_smollm2() -> str:
 
 # ============================================ writing ========================================================
 TABLES = [default_task, hardware, kills, smollm2, real_tasks, kl_term, speed, evidence, architectures, failure]
-TABLES += [ladder_learning, ladder_gradients, ladder_baselines, variants, engine]
-TABLES += [mini_batch, differences, replay, learning, whitening]
+TABLES += [ladder_learning, ladder_gradients, ladder_baselines, variants, one_batch_late]
+TABLES += [engine, mini_batch, differences, replay, learning, whitening]
 TABLES += [claims_coin, claims_form, claims_passes, claims_rates, claims_methods, claims_curve, claims_smollm2]
 TABLES = {function.__name__: function for function in TABLES}
 
