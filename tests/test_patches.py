@@ -322,7 +322,7 @@ def test_the_engine_makes_the_plain_run(script, forgotten, patched, run, monkeyp
     """The same completions and weights. The engine is shut down. With old weights or old prompts the run stops."""
     vllm = import_file(HERE / "tests/stand_in_engine/vllm.py")
     module = patched(f"benchmark/engine/{script}.patch", script)
-    flags = dict(num_train_epochs=4.0, temperature=0.7, stop_token_id=9, kl_coef=0.0)
+    flags = dict(num_train_epochs=4.0, temperature=0.7, stop_token_id=9, stop_string="1", kl_coef=0.0)
     if forgotten:  # as if the patch did not call it
         monkeypatch.setattr(vllm.LLM, forgotten, lambda *_, **__: None)
         with pytest.raises((RuntimeError, AssertionError), match=f"{REFUSED}|the prefix cache holds"):
@@ -331,6 +331,7 @@ def test_the_engine_makes_the_plain_run(script, forgotten, patched, run, monkeyp
     runs = [run(module, **flags) for module in (module, MODULES[script])]
     tokens = [[row["token_ids"] for row in ran.rollouts] for ran in runs]
     norms = [[row["grad_norm"] for row in ran.metrics] for ran in runs]
+    assert any("1" in row["completion"] for row in runs[0].rollouts)
     assert tokens[0] == tokens[1] and norms[0] == pytest.approx(norms[1], rel=1e-3)
     assert distance(*(conftest.weights_of(ran.folder / "model") for ran in runs)) < 1e-5
     assert vllm.engines[0].is_shut_down

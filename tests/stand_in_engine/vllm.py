@@ -37,7 +37,7 @@ def make(name: str, **fields) -> SimpleNamespace:
 
 class SamplingParams:
     def __init__(self, *args, **kwargs):
-        defaults = dict(temperature=1.0, max_tokens=16, seed=None, stop_token_ids=[], logprobs=None)
+        defaults = dict(temperature=1.0, max_tokens=16, seed=None, stop_token_ids=[], logprobs=None, stop=None)
         self.__dict__ |= defaults | {"flat_logprobs": False} | check_call("SamplingParams", *args, **kwargs)
 
 
@@ -55,6 +55,7 @@ class LLM:
         self.script = sys._getframe(1).f_globals  # of the caller
         language_model = transformers.AutoModelForCausalLM.from_pretrained(given["model"], dtype=given["dtype"])
         language_model.can_share_prompts = True
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(given["model"])
         self.model = self.script["CompletionModel"](language_model, None, [], self.script["Args"]())
         self.record_uniforms()
         self.has_prompts = self.is_stale = self.is_shut_down = False
@@ -97,6 +98,11 @@ class LLM:
             assert len(prompt) + request.max_tokens <= self.max_model_len
         uniforms = torch.stack([torch.from_numpy(self.uniforms[request.seed]) for request in requests])
         self.model.eos_ids = requests[0].stop_token_ids
+        if requests[0].stop is not None:
+            assert requests[0].detokenize, "the real engine finds stop strings in text only"
+            assert requests[0].include_stop_str_in_output, "the string belongs to the completion"
+            criteria = transformers.StopStringCriteria(self.tokenizer, requests[0].stop)
+            self.model.ends_with_stop_string = criteria
         samples = self.script["sample"](self.model, self.script["pad_left"](prompts), uniforms, requests[0].temperature)
         outputs = []
         for i, (prompt, request) in enumerate(zip(prompts, requests)):
