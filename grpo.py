@@ -1528,13 +1528,13 @@ FREE_FLAGS = (
     "per_device_rollout_batch_size num_sample_generations save_rollouts keep_checkpoints"
 ).split()  # Instead of the path --dataset, its rows are compared.
 
-# Numbers outside of 0 < number < inf that a flag of any of the three scripts may be.
-MAY_BE_0 = (
+# A number must be above 0 and finite. These flags, of all three scripts, may also be 0.
+ZERO_IS_ALLOWED = (
     "seed warmup_steps num_sample_generations stop_token_id learning_rate weight_decay kl_coef "
     "cliprange cliprange_high cliprange_value eval_temperature missing_eos_penalty vf_coef gamma "
     "lam total_episodes"
 )
-MAY_BE = dict.fromkeys(MAY_BE_0.split(), 0) | {"max_grad_norm": inf}
+ALSO_ALLOWED = dict.fromkeys(ZERO_IS_ALLOWED.split(), 0) | {"max_grad_norm": inf}
 
 
 class UsageError(ValueError):
@@ -1567,8 +1567,8 @@ def check_flags(args: Args):
     if args.response_length is None:
         args.response_length = 8 if kind == "built-in" else 256
     for name, value in vars(args).items():
-        if type(value) in (int, float) and not 0 < value < inf and value != MAY_BE.get(name):
-            allowed = f"a finite number above 0, or {MAY_BE.get(name, 'left out')}"
+        if type(value) in (int, float) and not 0 < value < inf and value != ALSO_ALLOWED.get(name):
+            allowed = f"a finite number above 0, or {ALSO_ALLOWED.get(name, 'left out')}"
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} {value} is out of range: it must be {allowed}")
     multiple = lcm(args.k, args.num_mini_batches)
