@@ -378,8 +378,7 @@ def main(args: Args):
             rewards = (rewards - args.kl_coef * kl).float()
         advantages = rloo_advantages(rewards, args.k)  # [episodes, 1]
         if args.whiten_advantages:
-            is_counted = batch.mask[:, : rewards.shape[1]] & ~rewards.isnan()
-            advantages = divide_by_deviation(advantages, is_counted)
+            advantages = divide_by_deviation(advantages, rewards, batch.mask)
 
         # ---- 5d  optimize
         train_start = time.perf_counter()
@@ -890,11 +889,13 @@ def forward_pass(model, function, batch: Batch, episodes: Tensor):
     return recursively_apply(lambda x: torch.nn.functional.pad(x, (0, left_out)), outputs)
 
 
-def divide_by_deviation(advantages: Tensor, is_counted: Tensor) -> Tensor:
-    """Divide by the deviation from 0 of the entries that are counted. Both are [episodes, actions].
+def divide_by_deviation(advantages: Tensor, rewards: Tensor, mask: Tensor) -> Tensor:
+    """Divide the advantages by their deviation from 0. Episodes without a score do not count.
 
     The mean is not subtracted. That of leave-one-out advantages is 0; that of others may not be.
+    advantages, rewards: [episodes, actions]; mask: [episodes, response]
     """
+    is_counted = mask[:, : rewards.shape[1]] & ~rewards.isnan()
     squares = advantages.double().square() * is_counted  # In float32, 1e20 squared is inf.
     return advantages * torch.rsqrt(squares.sum() / is_counted.sum().clamp(min=1) + 1e-8)
 
