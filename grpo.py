@@ -837,7 +837,7 @@ def call_reward(function, batch: Batch, share: slice) -> dict[str, list]:
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     prompts = columns.pop("prompt")
     completions = list(map(as_message, prompts, batch.completions[share]))
-    token_ids = copy.deepcopy(batch.token_ids[share])
+    token_ids = [list(tokens) for tokens in batch.token_ids[share]]
     inputs = dict(prompts=prompts, completions=completions, completion_ids=token_ids, **columns)
     with blaming(f"--reward, which is called with {', '.join(inputs)}"):
         inspect.signature(function).bind(**inputs)
