@@ -727,7 +727,9 @@ def load_prompts(args: Args, path: str | None, reward: str, tokenizer) -> list[P
                 raise ValueError("needs an `answer`, for the reward exact_match")
             text, token_ids = tokenize(tokenizer, row, add_generation_prompt=True)
             if isinstance(row["prompt"], list) and row["prompt"][-1]["role"] == "assistant":
-                raise ValueError("ends with an assistant message; move its text to the one before")
+                raise ValueError(
+                    "ends with an assistant message; add its text to the message before"
+                )
             if not token_ids:
                 raise ValueError("the prompt, as the model reads it, has no tokens")
         columns |= dict.fromkeys(row)
@@ -1322,7 +1324,7 @@ def find_eos_ids(model, tokenizer, stop_token_id: int | None) -> list[int]:
 def find_stop_string(tokenizer, stop_string: str | None):
     """A function of completions: True where the last token completes --stop-string. Or None."""
     if stop_string is not None:
-        with blaming("--stop-string, with this tokenizer"):
+        with blaming("--stop-string needs a tokenizer that can write any text"):
             return transformers.StopStringCriteria(tokenizer, [stop_string])
 
 
@@ -1821,8 +1823,8 @@ def choose_output_dir(args: Args, prompts: list[Prompt]) -> Path:
                     flag = "the rows of --dataset changed:"
                 raise UsageError(
                     f"{flag} {mine}: the run in {output_dir} has {its}. Only flags of memory,"
-                    " evaluation and output may change. To train longer, let the run end, and start"
-                    " another one from its model"
+                    " evaluation and output may change. To train longer, start another run from its"
+                    " model"
                 )
     return output_dir
 

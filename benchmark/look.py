@@ -175,7 +175,9 @@ def make_page(folders: list[Path], places: set, fit: int) -> tuple[bytes, str]:
 
 
 def main(args: Args):
-    newest = sorted(Path("runs").glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
+    runs = Path("runs")
+    files = list(runs.glob("*/*rollouts.jsonl")) or list(runs.glob("*/metrics.jsonl"))
+    newest = sorted(files, key=lambda file: file.stat().st_mtime)
     folders = list(args.folders) or [file.parent for file in newest[-1:]]
     if not folders:
         raise SystemExit("look.py: no run in runs/; name the --output-dir of one")
@@ -247,7 +249,8 @@ pre span:is(:hover, :focus) { outline: 2px solid var(--ink); outline-offset: -1p
 <label>colour <select id="colour"></select> <span id="legend"></span></label>
 <label>sort <select id="sort"><option value="">as drawn<option value="score 1">lowest score
 <option value="score -1">highest score<option value="length -1">longest
-<option value="length 1">shortest<option value="kl -1">largest KL</select></label>
+<option value="length 1">shortest<option value="kl -1">largest KL
+<option value="advantage 1">lowest advantage<option value="advantage -1">highest advantage</select></label>
 <label>show <select id="filter"><option value="">everything<option>equal scores<option>scores differ
 <option>truncated<option>empty<option>no score<option>held-out</select></label>
 <label>find <input type="search" id="find"></label>

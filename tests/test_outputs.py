@@ -179,5 +179,5 @@ def test_a_tokenizer_may_not_allow_a_stop_string(script, refuses, tmp_path):
     """The built-in tokenizer has no token for most letters."""
     data = write_jsonl(tmp_path / "sums.jsonl", [{"prompt": "12+34=", "answer": "46"}])
     built_in = dict(model_path=script.Args.model_path, dataset=data, reward="exact_match")
-    refuses(script, "--stop-string, with this tokenizer: .*UNK", **built_in, stop_string="9")
+    refuses(script, "--stop-string needs a tokenizer that can write any text: .*UNK", **built_in, stop_string="9")
     refuses(script, "--stop-string is empty", stop_string="")
