@@ -44,8 +44,9 @@ docs/coming_from.md has TRL's names of the flags.
     the loss                       `ppo_loss`              return other losses
     an entropy bonus               `token_logprobs`        benchmark/variants/entropy_bonus.patch
     a second loss                  main, stage 5d          add it to `losses`
-    top-p, or other sampling       `sample`                change `logits` there in the same way as
-                                                           in `token_logprobs`, which trains
+    top-p, or other sampling       `sample`                keep the set of tokens that it drew from
+                                                           in `Batch`; `token_logprobs` of the
+                                                           policy needs it, the reference does not
     a number that must survive     `state` in main         state["name"] = plain number; it is saved
     an inference engine            `generate`              see there
     what ends a completion         `find_eos_ids`          --stop-token-id, --stop-string
@@ -224,7 +225,8 @@ def batch_arithmetic(args: Args, num_prompts: int, world_size: int) -> SimpleNam
 
 
 # ======================================== 3  drawing ========================================
-# What a random number is for. All keys of one purpose have one length: (1, 2) would be (1, 2, 0).
+# What a random number is for. numpy gives the keys (1, 2) and (1, 2, 0) the same numbers. So all
+# keys of one purpose are equally long.
 PROMPT_ORDER = 1
 SAMPLING = 2
 EVALUATION = 3
@@ -265,7 +267,7 @@ class Batch:
 
     The k episodes of a group are neighbours. The axis `response` has --response-length entries. In
     rows of tokens, -1 means that there is no token: before a prompt that is shorter than another,
-    and after the end of a completion. There, all other tensors are 0.
+    and after the end of a completion. The other tensors are 0 there, and `mask` is False.
     """
 
     k: int  # episodes of a group
@@ -278,7 +280,7 @@ class Batch:
     ended: Tensor  # [episodes], False where the completion was cut off at --response-length
     logprobs: Tensor  # [episodes, response], of each token, by the policy that sampled it
     entropies: Tensor  # [episodes, response], exact entropy of each token's distribution
-    pass_lengths: Tensor  # [episodes], prompt and longest completion of the group, in tokens
+    pass_lengths: Tensor  # [episodes], tokens of the prompt and of the group's longest completion
 
 
 def gae(rewards, values, gamma: float, lam: float):
@@ -333,8 +335,8 @@ def clipped_policy_loss(logratio, advantages, low: float, high: float):
     Returns the losses, and True where the clipped term is larger: above 1 + high for a positive
     advantage, below 1 - low for a negative one. There the gradient is 0. Shapes: as logratio.
     """
-    # exp(89) is inf. With a positive advantage the ratio is clipped, and the gradient 0 * inf would
-    # be nan, so it is clamped. With a negative one inf stays, and stops the run in stage 5d.
+    # exp(89) is inf, and 0 * inf would be a gradient of nan. With a positive advantage the ratio is
+    # clipped in any case, so it is clamped here. With a negative one inf stops the run in stage 5d.
     ratio = torch.where(advantages < 0, logratio, logratio.clamp(max=80)).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
@@ -376,7 +378,8 @@ def main(args: Args):
     name = args.lr_scheduler_type
     scheduler = transformers.get_scheduler(name, optimizer, plan.warmup_steps, plan.steps)
     policy, optimizer = accelerator.prepare(policy, optimizer)
-    # With --resume, this also loads the weights and the optimizer with its learning rate.
+    # With --resume, this also loads the weights, and the optimizer with its learning rate. Random
+    # numbers need no state. `open_output_dir` cuts the files to what the checkpoint knows.
     state = first_controls(args) | load_state(output_dir)
     step = state["step"]
     scheduler.last_epoch = step
@@ -542,8 +545,8 @@ def generate(args: Args, policy, drawn, k: int, rng, temperature: float) -> Batc
         size = args.per_device_rollout_batch_size or len(prompts)
         samples = map_episodes(one_pass, prompt_lengths, size)
     token_ids = [[token for token in row if token >= 0] for row in samples["tokens"].tolist()]
-    # Micro-batches are sorted by pass_lengths, which are equal within a group. So its episodes stay
-    # neighbours, and a micro-batch that holds them runs their prompt once.
+    # All episodes of a group get the same length. So sorting by it keeps them together, and a pass
+    # that holds them runs their prompt once.
     lengths = torch.tensor([len(tokens) for tokens in token_ids])
     longest = lengths.view(-1, k).amax(1).repeat_interleave(k)
     return Batch(
@@ -922,14 +925,16 @@ def map_episodes(one_pass, lengths, size: int):
     for episodes, _, _ in micro_batches(everything, lengths, size):
         passes.append((episodes, one_pass(episodes)))
     results = gather_rows(passes, everything)
-    recursively_apply(refuse_nan, results)
+    recursively_apply(refuse_infinite, results)
     return results
 
 
-def refuse_nan(tensor: Tensor):
+def refuse_infinite(tensor: Tensor):
     """Stop at what a model could not compute. In a reward, nan would mean: there is no score."""
-    if tensor.isnan().any():
-        raise RuntimeError("a model gives nan; are its weights whole, and the learning rate low?")
+    if not tensor.isfinite().all():
+        raise RuntimeError(
+            "a model gives nan or inf; are its weights whole, and the learning rate low?"
+        )
 
 
 @torch.no_grad()
