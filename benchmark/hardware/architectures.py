@@ -95,6 +95,7 @@ def make_model(model_type: str, folder: str):
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.25)
+    model.generation_config.eos_token_id = 1  # Some have a list of tokens that the tiny model has not.
     model.save_pretrained(folder)
     transformers.AutoModelForCausalLM.from_pretrained(folder)  # Some cannot be loaded again.
     transformers.AutoTokenizer.from_pretrained(POLICY).save_pretrained(folder)
