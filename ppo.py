@@ -1641,7 +1641,7 @@ def sampling_weights(model):
         weight = accelerator.unwrap_model(model).language_model.get_output_embeddings().weight
         rows = weight.data
         if rows.is_cpu and len(rows) > 100_000:  # tokens of the vocabulary
-            # Laid out by column, the head computes a few tokens up to 1.7 times as fast.
+            # Laid out by column, the head computes a few tokens up to 1.6 times as fast.
             weight.data = rows.t().contiguous().t()
         yield
         weight.data = rows

@@ -270,6 +270,9 @@ def array_column(prompts, completions, **_):
 def list_of_columns(prompts, completions, **_):
     return list(torch.tensor(letters(prompts, completions))[:, None])
 
+def silent(prompts, **_):
+    return [None] * len(prompts)
+
 def five(prompts, **_):
     return [5] * len(prompts)
 

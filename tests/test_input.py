@@ -210,6 +210,23 @@ def test_longrope_stays_within_its_original_positions(script, run, refuses, tmp_
     few = dict(total_episodes=3, batch_size=3)
     run(script, model_path=phi3, response_length=4, **few)
     run(script, model_path=yarn, response_length=5, **few)
+    for positions in (
+        dict(rope_parameters={"full_attention": long | dict(rope_type="longrope")}),  # for one type of layer
+        dict(max_seq_len=longest),  # MPT's name
+    ):
+        with pytest.raises(script.UsageError, match=f"policy has {longest} positions, .* needs {longest + 1}"):
+            script.check_positions("policy", SimpleNamespace(**positions), longest + 1)
+
+
+def test_what_is_said_once(script, run, world, monkeypatch):
+    """The launcher's fp16 is not taken, and a batch without any score teaches nothing."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.warns(UserWarning, match="fp16 is not offered: passes are in float32"):
+        assert make_args(script).dtype == "float32"
+    monkeypatch.undo()
+    if script.__name__ != "ppo":  # PPO refuses missing scores.
+        with pytest.warns(UserWarning, match="no score to any completion"):
+            run(script, reward=world.reward("silent"), total_episodes=12)
 
 
 @one_text
