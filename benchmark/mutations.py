@@ -94,8 +94,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("penalty of a missing EOS after the clip", "ppo", "normalize_scores(args, state, scores)",
      "normalize_scores(args, state, scores + (x := args.missing_eos_penalty * ~batch.ended)) - x",
      REWARDS + "order_of_a_score"),
-    ("reward model does not read the EOS", "rloo", "tokens = tokens + batch.token_ids[i]",
-     "tokens = tokens + batch.token_ids[i][:-1]",
+    ("reward model does not read the EOS", "rloo", "token_ids + batch.token_ids[i]",
+     "token_ids + batch.token_ids[i][:-1]",
      REWARDS + "reward_model_reads_the_episode_with_its_eos[rloo-llama-0]"),
     # episodes without a score
     ("None counted as 0", "rloo", "scores.append(nan if value is None",
