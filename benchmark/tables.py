@@ -26,8 +26,9 @@ SCRIPTS = ("rloo", "grpo", "ppo")
 
 
 def load(path: str):
-    """The data of a file of benchmark/."""
-    return json.loads((ROOT / "benchmark" / path).read_text())
+    """The rows of a file of results."""
+    data = json.loads((ROOT / "benchmark" / path).read_text())
+    return data["rows"] if "rows" in data else data
 
 
 def having(rows: list[dict], **wanted) -> list[dict]:
@@ -294,7 +295,7 @@ def number(value: float) -> str:
 
 def failure(name: str) -> str:
     """A failure and its healthy run: the last evaluation, and means of the other metrics over the second half."""
-    runs = having(load("failures/failures.json"), failure=name)
+    runs = having(load("failures/failures.json"), part=name)
 
     def cell(run, metric):
         ends = []  # of each seed
