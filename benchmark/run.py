@@ -167,8 +167,10 @@ class Part:
     """measure(jobs, smoke) returns the rows, where a row is not what is kept of one job"""
     prepare: Callable[[], None] | None = None
     """what must be made before, if this is no smoke run"""
-    short: str = "--total-episodes 128 --eval-every 1"
+    short: str = "--total-episodes 128 --eval-every 2"
     """flags that make a smoke run of each job: the last of two equal flags counts"""
+    smoke: Callable[[dict], bool] = lambda names: True
+    """which jobs a smoke run has"""
     processes: int | None = None
     """jobs at once; None: as many as there are cores"""
     needs: str = ""
@@ -179,7 +181,7 @@ class Part:
         jobs = self.jobs
         if smoke:
             first = next((names.get("seed") for names in jobs.values()), None)
-            chosen = {job: names for job, names in jobs.items() if names.get("seed") == first}
+            chosen = {job: names for job, names in jobs.items() if names.get("seed") == first and self.smoke(names)}
             jobs = {(job[0], f"{job[1]} {self.short}", *job[2:]): names for job, names in chosen.items()}
         if self.measure:
             return self.measure(jobs, smoke)
@@ -232,7 +234,7 @@ def measure_part(path: Path, name: str, parts: dict[str, Part]):
 
 
 def fingerprint(rows: list[dict]) -> dict[str, float]:
-    """The mean of each number in the rows, with three digits. Times and memory differ in each run: they are left out."""
+    """The mean of each number in the rows, with three digits, without times and memory."""
     found = {}
 
     def collect(name, value):
@@ -264,8 +266,8 @@ def write_result(path: Path, parts: dict[str, dict], rows: list[dict]):
     stamps = [f"{json.dumps(name)}: {json.dumps(stamp)}" for name, stamp in parts.items()]
     order = list(parts)
     lines = map(json.dumps, sorted(rows, key=lambda row: order.index(row["part"])))
-    text = ",\n".join(stamps), ",\n".join(lines)
-    path.write_text('{\n"parts": {\n%s\n},\n"rows": [\n%s\n]\n}\n' % text)
+    text = ['{\n"parts": {', ",\n".join(stamps), '},\n"rows": [', ",\n".join(lines), "]\n}\n"]
+    path.write_text("\n".join(text))
 
 
 def curves(result: dict, metrics) -> dict[str, list]:
