@@ -18,7 +18,7 @@ import tyro
 from run import BENCHMARK, DEFAULTS, ROOT, machine, os, read_result
 
 PROGRAMS = """
-default/curves failures/failures ladder/ladder
+default/curves failures/failures ladder/ladder claims/claims
 """.split()
 
 

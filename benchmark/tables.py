@@ -476,9 +476,9 @@ def learning() -> str:
 
 
 # ============================================== docs/claims.md ==============================================
-def claims(control: str, **wanted) -> list[dict]:
-    """The runs of a control that have these entries."""
-    return [row for row in having(load("claims/claims.json"), control=control, **wanted) if "environment" not in row]
+def claims(part: str, **wanted) -> list[dict]:
+    """The runs of a part that have these entries."""
+    return having(load("claims/claims.json"), part=part, **wanted)
 
 
 def claims_coin() -> str:
