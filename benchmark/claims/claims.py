@@ -318,11 +318,11 @@ def fit(episode: np.ndarray, score: np.ndarray) -> tuple[float, float, float]:
     return float(start + limits[best]), *map(float, grid[best])
 
 
-def predict(rows: list[dict], episodes: int) -> dict:
-    """The score after so many episodes by a fit to the mean of the seeds, and by fits to 1,000 draws of seeds."""
+def predict(rows: list[dict], episodes: int, draws: int = 1000) -> dict:
+    """The score after so many episodes by a fit to the mean of the seeds, and by fits to so many draws of seeds."""
     curves, episode = np.array([row["held_out"] for row in rows]), np.array(rows[0]["episode"])
     rng, predicted = np.random.default_rng(0), []
-    for draw in [np.arange(len(curves)), *rng.integers(len(curves), size=(1000, len(curves)))]:
+    for draw in [np.arange(len(curves)), *rng.integers(len(curves), size=(draws, len(curves)))]:
         mean = curves[draw].mean(0)
         limit, middle, power = fit(episode, mean)
         predicted.append((mean[0] + (limit - mean[0]) / (1 + (middle / episodes) ** power), limit, middle, power))
