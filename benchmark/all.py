@@ -19,6 +19,8 @@ from run import BENCHMARK, DEFAULTS, ROOT, machine, os, read_result
 
 PROGRAMS = """
 default/curves failures/failures
+ablations/ablations variants/curves variants/one_batch_late
+hardware/whitening hardware/completions hardware/architectures
 """.split()
 
 
