@@ -1,7 +1,7 @@
 """What each knob does, on the default task: README.md beside this file says what differs.
 
     python benchmark/ablations/ablations.py                           # all studies
-    python benchmark/ablations/ablations.py group clip                # some; results of the others stay
+    python benchmark/ablations/ablations.py group clip                # some; the others are kept
     python benchmark/ablations/ablations.py policy                    # only the policy of `loss`
     python benchmark/ablations/ablations.py --plot                    # only the figures again
 

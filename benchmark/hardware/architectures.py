@@ -1,4 +1,4 @@
-"""Which architectures can be trained? Makes a tiny random model of each causal one that transformers has, and runs it.
+"""Which architectures can be trained? Runs a tiny random model of each causal one of transformers.
 
     python benchmark/hardware/architectures.py
 
@@ -6,8 +6,8 @@ rloo.py trains on prompts of different lengths, with a KL. The truth is one pass
 for each token, without padding and cache. `difference` is how far the sampler and the reference are
 from it, and `unmasked` how far padding that is not masked is from it: the weights are so large that
 a mistake shows. What works is trained again on two processes: `other_completions` counts those that
-differ from one process. `bfloat16` says what the check at the load makes of a reference in bfloat16:
-whether its prompts are shared, or why it is refused. Writes architectures.json.
+differ from one process. `bfloat16` says what the check at the load makes of a reference in
+bfloat16: whether its prompts are shared, or why it is refused. Writes architectures.json.
 """
 
 import importlib
@@ -31,18 +31,25 @@ FLAGS += " --save-rollouts --reward benchmark/hardware/architectures.py:count_on
 HALF = "--dtype bfloat16 --total-episodes 0"  # loads the reference in bfloat16, and evaluates
 TINY = {  # a value, and the names in a config that get it
     0: "pad_token_id num_kv_shared_layers",
-    1: r"(bos|eos|sep|cls)_token_id (n|topk|num_expert)_group (mamba_)?expand first_k_dense_replace attn_layer_offset",
-    2: r"(attn|expert)_layer_period layer_group_size \w*experts_per_tok(en)? moe_(top)?_?k \w*num_key_value_heads "
-    r"(num_)?kv_(n_)?heads linear_num_key_heads \w*n_groups num_shared_experts",
+    1: r"(bos|eos|sep|cls)_token_id (n|topk|num_expert)_group (mamba_)?expand "
+    r"first_k_dense_replace attn_layer_offset",
+    2: r"(attn|expert)_layer_period layer_group_size \w*experts_per_tok(en)? moe_(top)?_?k "
+    r"\w*num_key_value_heads (num_)?kv_(n_)?heads linear_num_key_heads \w*n_groups "
+    "num_shared_experts",
     3.0: r"logits?_scal\w+",
-    4: r"(num_|n_)?(hidden_|encoder_|decoder_)?layers? depth \w*(attention|mamba|n|num)_heads? linear_num_value_heads "
-    r"(moe_)?(n|num)_(routed_|local_)?experts zero_expert_num rotary_dim mamba_d_state mamba_dt_rank time_step_rank",
-    6: r"\w*sliding_window(_size)? attention_chunk_size local_attention \w*window_len attention_window_size",
-    8: r"(?!qk_head)\w*head_dim \w*headdim \w*d_head dim_head d_kv kv_channels attention_head_size state_size",
-    16: r"\w*vocab_size\w* qk_head_dim \w*lora_rank index_n_heads index_topk hidden_size_per_layer_input",
-    32: r"hidden_size attention_hidden_size d_model n_embd (emb_)?dim lru_width mamba_d_ssm hidden_size_global "
-    r"\w*embedding_(size|dim) word_embed_proj_dim dim_model_base",
-    48: r"\w*intermediate_size\w* \w*ffn_dim \w*ffn_hidden_size d_ff dff dim_ff n_inner d_inner mlp_dim",
+    4: r"(num_|n_)?(hidden_|encoder_|decoder_)?layers? depth \w*(attention|mamba|n|num)_heads? "
+    r"linear_num_value_heads (moe_)?(n|num)_(routed_|local_)?experts zero_expert_num rotary_dim "
+    "mamba_d_state mamba_dt_rank time_step_rank",
+    6: r"\w*sliding_window(_size)? attention_chunk_size local_attention \w*window_len "
+    "attention_window_size",
+    8: r"(?!qk_head)\w*head_dim \w*headdim \w*d_head dim_head d_kv kv_channels "
+    "attention_head_size state_size",
+    16: r"\w*vocab_size\w* qk_head_dim \w*lora_rank index_n_heads index_topk "
+    "hidden_size_per_layer_input",
+    32: r"hidden_size attention_hidden_size d_model n_embd (emb_)?dim lru_width mamba_d_ssm "
+    r"hidden_size_global \w*embedding_(size|dim) word_embed_proj_dim dim_model_base",
+    48: r"\w*intermediate_size\w* \w*ffn_dim \w*ffn_hidden_size d_ff dff dim_ff n_inner "
+    "d_inner mlp_dim",
     64: "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions",
 }
 BY_TURNS = dict(layer_types=["linear_attention", "full_attention"] * 2)
@@ -78,7 +85,8 @@ def shrink(config: dict, also: dict) -> dict:
             fits = any(re.fullmatch(pattern, name) for pattern in patterns.split())
             if fits and (type(value) is type(number) or value is None and number != 3.0):
                 tiny[name] = number
-    if config.get("num_key_value_heads", 0) == config.get("num_attention_heads"):  # Some must be equal.
+    if config.get("num_key_value_heads", 0) == config.get("num_attention_heads"):
+        # Some models need equal numbers.
         tiny["num_key_value_heads"] = tiny["num_attention_heads"]
     return tiny | also
 
@@ -95,7 +103,8 @@ def make_model(model_type: str, folder: str):
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.25)
-    model.generation_config.eos_token_id = 1  # Some have a list of tokens that the tiny model has not.
+    # Some models have a list of tokens that the tiny one has not.
+    model.generation_config.eos_token_id = 1
     model.save_pretrained(folder)
     transformers.AutoModelForCausalLM.from_pretrained(folder)  # Some cannot be loaded again.
     transformers.AutoTokenizer.from_pretrained(POLICY).save_pretrained(folder)

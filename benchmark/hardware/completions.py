@@ -20,10 +20,11 @@ from whitening import count_different
 
 RESULT = Path(__file__).with_suffix(".json")
 MICRO_BATCHES, PROCESSES = "micro-batches of 64 and 16", "1 and 2 processes"
-DATA = "--dataset benchmark/smollm2/chain_sum_train.jsonl --reward benchmark/smollm2/chain_sum.py:score"
-SMOLLM2 = f"--model-path benchmark/smollm2/model {DATA} --learning-rate 0 --batch-size 64 --kl-coef 0"
-SMOLLM2 += " --response-length 24 --total-episodes 320 --per-device-train-batch-size 16"
-BUILT_IN = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl --reward exact_match"
+SMOLLM2 = "--model-path benchmark/smollm2/model --dataset benchmark/smollm2/chain_sum_train.jsonl"
+SMOLLM2 += " --reward benchmark/smollm2/chain_sum.py:score --learning-rate 0 --kl-coef 0"
+SMOLLM2 += " --batch-size 64 --response-length 24 --total-episodes 320 --per-device-train-batch-size 16"
+BUILT_IN = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
+BUILT_IN += " --reward exact_match"
 CASES = {script: (script, "", (MICRO_BATCHES, PROCESSES)) for script in SCRIPTS}
 CASES |= {
     "ppo at learning rate 1e-4": ("ppo", "--learning-rate 1e-4", (MICRO_BATCHES,)),
@@ -33,7 +34,7 @@ CASES |= {
 
 
 def jobs_of(script: str, own: str, between: tuple[str, ...]) -> dict[tuple, dict]:
-    """The run that the others are compared with, and these. A job ends with its number of processes."""
+    """The first run is compared with the others. A job ends with its number of processes."""
     flags = f"--save-rollouts --num-sample-generations 0 {own}"
     jobs = {(script, flags, 1): {}}
     if MICRO_BATCHES in between:

@@ -1,11 +1,13 @@
-"""Why do two PPO runs part that differ only by rounding? Each seed, with micro-batches of 64 and of 16.
+"""Why do two PPO runs part that differ only by rounding?
+
+Each seed runs with micro-batches of 64 and of 16.
 
     python benchmark/hardware/whitening.py                            # all cases
     python benchmark/hardware/whitening.py "shift only"               # this case alone
 
 By default PPO whitens its advantages: it shifts them to mean 0, and scales them to variance 1. The
-cases leave a part of this out, all of it, or the second PPO epoch. Writes whitening.json, a line for
-each case and seed.
+cases leave a part of this out, all of it, or the second PPO epoch. Writes whitening.json, a line
+for each case and seed.
 """
 
 import sys
