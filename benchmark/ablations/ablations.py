@@ -115,12 +115,6 @@ def make_policy(_, smoke: bool = False) -> list[dict]:
     return [dict(loss=round(loss.item(), 4))]
 
 
-def prepare():
-    """The runs of `loss` start from this policy."""
-    if not OWN_POLICY.exists():
-        make_policy({})
-
-
 def jobs_of(study: str) -> dict[tuple, dict]:
     """Every setting of a study, with every seed."""
     jobs = {}
@@ -129,8 +123,7 @@ def jobs_of(study: str) -> dict[tuple, dict]:
     for script, label, own in STUDIES[study]:
         for seed in seeds:
             flags = f"--num-sample-generations 0 --total-episodes {episodes} {own} --seed {seed}"
-            names = dict(script=script, label=label, seed=seed, flags=flags)
-            jobs[script, flags] = names
+            jobs[script, flags] = dict(script=script, label=label, seed=seed, flags=flags)
     return jobs
 
 
@@ -142,15 +135,12 @@ def to_result(_, result: dict) -> dict:
         return round(float(np.mean([row[name] for row in rows[-10:]])), 4)
 
     kept = {"scores": end("objective/scores"), "held_out": round(rows[-1]["eval/scores"], 4)}
-    kept |= {"tokens": end("response_length_mean"), "entropy": end("policy/entropy_avg")}
+    kept["tokens"] = end("response_length_mean")
     kept["ended"] = round(end("val/num_eos_tokens") / result["args"]["batch_size"], 4)
     if rollouts:  # the prompts that are answered at length, and the others
         for name in ("long", "short"):
-            some = [row for row in rollouts if is_long(row["prompt"]) == (name == "long")]
-            tokens = [len(row["token_ids"]) for row in some[-len(some) // 8 :]]
-            scores = [row["score"] for row in some]  # over the run
-            kept[f"{name}_scores"] = round(float(np.mean(scores)), 4)
-            kept[f"{name}_tokens"] = round(float(np.mean(tokens)), 2)
+            some = [e["score"] for e in rollouts if is_long(e["prompt"]) == (name == "long")]
+            kept[f"{name}_scores"] = round(float(np.mean(some)), 4)  # over the run
     kept |= {"episode": [], "curve": []}
     for piece in np.array_split(rows, min(16, len(rows))):
         kept["episode"].append(piece[-1]["episode"])
@@ -160,7 +150,7 @@ def to_result(_, result: dict) -> dict:
 
 
 PARTS = {study: Part(jobs_of(study), to_result) for study in STUDIES}
-PARTS["loss"].prepare = prepare
+PARTS["loss"].prepare = lambda: OWN_POLICY.exists() or make_policy({})
 PARTS["loss"].short += f" --model-path {POLICY}"
 PARTS["policy"] = Part({}, measure=make_policy)
 
@@ -183,17 +173,14 @@ def plot_curves(axis, results: list[dict], study: str):
 
 def plot_ends(axis, results: list[dict], study: str, script: str, name: str, label: str, color: str):
     """A number at the end against the settings, with its 95 % interval."""
-    settings, means, bands = [], [], []
-    for its, setting, _ in STUDIES[study]:
-        if its == script:
-            values = [row[name] for row in of(results, study, script, setting)]
-            mean, band = draw.mean_and_band(values)
-            settings.append(setting)
-            means.append(mean)
-            bands.append(band)
+    settings = [setting for its, setting, _ in STUDIES[study] if its == script]
+    bars = []
+    for setting in settings:
+        values = [row[name] for row in of(results, study, script, setting)]
+        bars.append(draw.mean_and_band(values))
     style = dict(fmt="o-", ms=3.5, lw=1.3, capsize=2, color=color, label=label)
-    axis.errorbar(range(len(settings)), means, bands, **style)
-    axis.set_xticks(range(len(settings)), settings)
+    axis.errorbar(range(len(bars)), *np.transpose(bars), **style)
+    axis.set_xticks(range(len(bars)), settings)
     axis.legend(frameon=False, fontsize=7.5)
 
 

@@ -22,9 +22,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from run import POLICY, Part, main, prepare_forks, run_forked
+from whitening import count_different
 
 RESULT = Path(__file__).with_suffix(".json")
 SMOKE = ("llama", "gpt2", "mamba2")
+OWN_ROWS = "a row for each episode"  # printed where the prompts are not shared
 PROMPTS = ["1", "2+3=", "45-6+78=", "9+9+9+9+9+9+9="]
 FLAGS = "--response-length 8 --batch-size 16 --total-episodes 32 --kl-coef 0.1 --learning-rate 1e-3"
 FLAGS += " --save-rollouts --reward benchmark/hardware/architectures.py:count_ones"
@@ -200,24 +202,22 @@ def attempt(model_type: str, jobs: dict, work: Path):
         trained = run(0)
         if isinstance(trained, str):
             raise RuntimeError(trained)
-        own_rows = "a row for each episode" in trained["output"]
-        result["ended"] = "works with a row for each episode" if own_rows else "works"
+        result["ended"] = "works"
+        if OWN_ROWS in trained["output"]:
+            result["ended"] = f"works with {OWN_ROWS}"
         difference = trained["metrics"][0]["val/sampling_logprob_difference"]
         result["sampling_logprob_difference"] = difference
         result |= compare(f"{work}/model", trained["rollouts"][:16])  # the first iteration
         if result["difference"] > 1e-3:
             result["ended"] = "wrong"
         half = run(1)
-        result["bfloat16"] = half
-        if not isinstance(half, str):
-            result["bfloat16"] = "a row for each episode" not in half["output"]
+        result["bfloat16"] = half if isinstance(half, str) else OWN_ROWS not in half["output"]
         two = run(2)
         if isinstance(two, str):
             result["two_processes"] = two
         else:
-            pairs = zip(trained["rollouts"], two["rollouts"], strict=True)
-            differ = [one["token_ids"] != other["token_ids"] for one, other in pairs]
-            result["other_completions"] = sum(differ)
+            differ = count_different(trained, two)
+            result["other_completions"] = differ["completions_that_differ"]
     except Exception as error:
         text = " ".join(str(error).split()).replace(f"{work}/", "")
         text = f"{type(error).__name__}: {text[:200]}"

@@ -11,6 +11,7 @@ rloo.py with its defaults.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,12 +102,11 @@ def train_teacher():
 
 def make_parts() -> dict[str, Part]:
     """A part for each variant. The scripts as they are have one part: some variants share them."""
-    parts = {"original": Part({})}
+    parts = {"original": Part({}, partial(to_curve, "original"))}
     for variant in VARIANTS:
         parts["original"].jobs |= jobs_of(variant, "original")
-        parts[variant.patch] = Part(jobs_of(variant, variant.patch))
-    for where, part in parts.items():
-        part.keep = lambda names, result, where=where: to_curve(where, names, result)
+        where = variant.patch
+        parts[where] = Part(jobs_of(variant, where), partial(to_curve, where))
     parts["distillation"].prepare = train_teacher
     parts["distillation"].short += f" --ref-model-path {POLICY}"
     return parts
@@ -117,8 +117,8 @@ PARTS = make_parts()
 
 def draw_panel(axis, runs: list[dict], variant: Variant, metric: str):
     """The mean of the seeds of a variant and of its original."""
-    color = draw.COLORS[variant.script]
-    styles = {"original": dict(color=color, label=f"{variant.script}.py")}
+    script = variant.script
+    styles = {"original": dict(color=draw.COLORS[script], label=f"{script}.py")}
     styles[variant.patch] = dict(color=draw.OTHERS[0], label=variant.label)
     for where, style in styles.items():
         names = list(jobs_of(variant, where).values())
@@ -128,8 +128,7 @@ def draw_panel(axis, runs: list[dict], variant: Variant, metric: str):
         if where == "dynamic_sampling":
             generated = np.mean([row["generated_episodes"] for row in some], 0)
             right = np.mean([row[metric] for row in some], 0)
-            style = dict(color=style["color"], ls=":", label="over generated episodes")
-            axis.plot(generated, right, **style)
+            axis.plot(generated, right, color=style["color"], ls=":", label="over generated episodes")
     draw.in_thousands(axis)
 
 
