@@ -20,6 +20,8 @@ from run import BENCHMARK, DEFAULTS, ROOT, machine, read_result
 
 PROGRAMS = """
 default/curves failures/failures ladder/ladder claims/claims
+ablations/ablations variants/curves variants/one_batch_late
+hardware/whitening hardware/completions hardware/architectures
 """.split()
 
 

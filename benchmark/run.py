@@ -5,6 +5,7 @@ run_all([("rloo", "--seed 1"), ("ppo", "--seed 1")])              # as many at o
 main(__doc__, path, {"seeds": Part(jobs, keep)})                  # the command line of a program that measures
 """
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -33,6 +34,7 @@ ROOT = BENCHMARK.parent
 POLICY = BENCHMARK / "default" / "policy"
 SCRIPTS = ("rloo", "grpo", "ppo")
 DEFAULTS = dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+LIBRARIES = ("accelerate", "transformers.models.llama.modeling_llama", "transformers.optimization")
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -135,6 +137,15 @@ def run_forked(job: tuple) -> dict:
         return read_run(output_dir) | dict(output=Path(log.name).read_text())
 
 
+def prepare_forks():
+    """Import once what every run needs: the processes that are forked from this one have it then."""
+    os.chdir(ROOT)
+    os.environ |= DEFAULTS
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    gc.freeze()  # So a run's collection of garbage does not look through all of this.
+
+
 FINISH = []  # what makes a result of a run, in the process of the run: a fork has it, and it needs no pickling
 
 
@@ -144,10 +155,7 @@ def run_and_finish(job: tuple):
 
 def run_all(jobs: list[tuple], finish=lambda job, result: result, processes: int | None = None) -> list:
     """`run_forked` of every job, as many at once as there are cores: what `finish(job, result)` makes of each."""
-    os.chdir(ROOT)
-    os.environ |= DEFAULTS
-    for library in ("accelerate", "transformers.models.llama.modeling_llama", "torch.utils.checkpoint"):
-        importlib.import_module(library)
+    prepare_forks()
     FINISH.append(finish)
     results = []
     with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:

@@ -96,18 +96,19 @@ def distances() -> dict[str, list[float]]:
 def hardware() -> str:
     """Two processes against one."""
     rows = [[f"{kind}, 128 episodes", *map(small, values)] for kind, values in distances().items()]
-    completions = load("hardware/completions.json")
     for what in ("1 and 2 processes", "micro-batches of 64 and 16"):
-        found = [completions[f"{script}, {what}"] for script in SCRIPTS]
-        counts = [f"{run['completions_that_differ']} of {run['completions']:,}" for run in found]
-        rows.append([f"completions of the default run that differ between {what}", *counts])
+        cells = []
+        for script in SCRIPTS:
+            [run] = having(load("hardware/completions.json"), part=script, between=what)
+            cells.append(f"{run['completions_that_differ']} of {run['completions']:,}")
+        rows.append([f"completions of the default run that differ between {what}", *cells])
     return markdown(["", *SCRIPTS], rows)
 
 
 def whitening() -> str:
     """PPO with micro-batches of 64 against 16, with less whitening."""
     rows = []
-    for case, some in grouped(load("hardware/whitening.json"), "case").items():
+    for case, some in grouped(load("hardware/whitening.json"), "part").items():
         distances = [row["distance"] for row in some]
         low, middle, high = map(small, (min(distances), median(distances), max(distances)))
         counts = [row["completions_that_differ"] for row in some]
@@ -215,7 +216,7 @@ REFUSED = {  # a part of the message, and what it means
 def architectures() -> str:
     """How each architecture ended. One with a part for text stands for that part, where both ended alike."""
     ends = {}
-    for row in load("hardware/architectures.json")[1:]:
+    for row in load("hardware/architectures.json"):
         reasons = [how for part, how in REFUSED.items() if part in row.get("message", "")]
         other = "refused: an error of the library" if row["ended"] == "refused" else row["ended"]
         ends[row["model_type"]] = reasons[0] if reasons else other
@@ -364,7 +365,7 @@ ALSO = {  # what is shown beside the right answers
 
 def variants() -> str:
     """Each variant beside the script as it is, at the end of training: means over five seeds, with 95 % intervals."""
-    groups, rows = grouped(load("variants/curves.json"), "variant"), []
+    groups, rows = grouped(load("variants/curves.json"), "part"), []
     for patch in groups.keys() - {"original"}:
         some = groups[patch]
         flags = {word for curve in some for word in (curve["script"], *curve["flags"].split())}
@@ -385,7 +386,7 @@ def variants() -> str:
 
 def one_batch_late() -> str:
     """Batches in time and late: right answers at the end, and over the curve what is more than in time."""
-    kinds, rows = grouped(load("variants/one_batch_late.json"), "kind"), []
+    kinds, rows = grouped(load("variants/one_batch_late.json"), "part"), []
     means = {kind: [mean(run["eval/scores"][1:]) for run in some] for kind, some in kinds.items()}
     for kind, some in kinds.items():
         more = [late - in_time for late, in_time in zip(means[kind], means["in time"])]
