@@ -19,6 +19,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import draw
+import tables
 from run import BENCHMARK, POLICY, ROOT, SCRIPTS, Part, logged, main, read_result, read_rows, run_all
 
 RESULT = Path(__file__).with_suffix(".json")
@@ -322,8 +324,8 @@ def predict(rows: list[dict], episodes: int, draws: int = 1000) -> dict:
     """The score after so many episodes by a fit to the mean of the seeds, and by fits to so many draws of seeds."""
     curves, episode = np.array([row["held_out"] for row in rows]), np.array(rows[0]["episode"])
     rng, predicted = np.random.default_rng(0), []
-    for draw in [np.arange(len(curves)), *rng.integers(len(curves), size=(draws, len(curves)))]:
-        mean = curves[draw].mean(0)
+    for chosen in [np.arange(len(curves)), *rng.integers(len(curves), size=(draws, len(curves)))]:
+        mean = curves[chosen].mean(0)
         limit, middle, power = fit(episode, mean)
         predicted.append((mean[0] + (limit - mean[0]) / (1 + (middle / episodes) ** power), limit, middle, power))
     low, high = np.quantile([score for score, *_ in predicted[1:]], (0.025, 0.975))
@@ -383,5 +385,19 @@ PARTS = {
     "whole": Part(constant_jobs(16384), to_curve, prepare=need_prediction),
 }
 
+
+def plot(_, folder: Path):
+    """A forest plot: each difference with its 95 % interval."""
+    effects = tables.claims_effects()
+    figure, [[axis]] = draw.panels(1, 1, width=6.5, height=0.24 * len(effects) + 0.7)
+    for y, (_, middle, band) in enumerate(effects):
+        axis.errorbar(middle, y, xerr=band, fmt="o", ms=4, capsize=2, color=draw.COLORS["rloo"])
+    axis.axvline(0, color=draw.GRAY, lw=0.8)
+    axis.set_yticks(range(len(effects)), [label for label, *_ in effects], fontsize=7.5)
+    axis.invert_yaxis()
+    axis.set(xlabel="difference of the share of right answers", title="means and 95 % intervals over seeds")
+    draw.save(figure, folder / "claims.png")
+
+
 if __name__ == "__main__":
-    main(__doc__, RESULT, PARTS)
+    main(__doc__, RESULT, PARTS, plot)
