@@ -82,9 +82,8 @@ def largest(peer: str) -> float:
 def distances() -> dict[str, list[float]]:
     """How far two processes are from one, for each script."""
     found = {}
-    for run in load("hardware/fsdp2_cpu.json")["runs"] + load("hardware/sharded.json")["runs"]:
-        kind = run["kind"] if "kind" in run else f"ZeRO-{run['stage']}"
-        found.setdefault(kind, []).append(run["relative_distance"])
+    for kind, runs in grouped(load("hardware/sharded.json"), "part").items():
+        found[kind] = [run["relative_distance"] for run in runs]
     return found
 
 
@@ -116,7 +115,7 @@ def whitening() -> str:
 def kills() -> str:
     """Runs that were killed, against those that were not."""
     rows, names = [], {"1": "one process", "2": "two", "1, 2 by turns": "one and two in turn"}
-    for processes, runs in grouped(load("hardware/kill_and_resume.json")["runs"], "processes").items():
+    for processes, runs in grouped(load("hardware/kill_and_resume.json"), "processes").items():
         cells = ["bitwise equal" if run["bitwise"] else small(run["relative_distance"]) for run in runs]
         rows.append([f"resumed on {names[processes]}", *cells])
     return markdown(["", *SCRIPTS], rows)
@@ -181,7 +180,7 @@ def evidence() -> str:
     right_before, *right = (row["after"]["right"] for row in load("smollm2/results.json"))
     replayed = max(row["distance"] for row in load("parity/replay.json"))
     apart = max(value for values in distances().values() for value in values)
-    killed = load("hardware/kill_and_resume.json")["kills"]
+    killed = sum(row["kills"] for row in load("hardware/kill_and_resume.json"))
     trl, torchrl = (small(largest(peer), 0) for peer in ("trl", "torchrl"))
     entries, times = load("throughput/throughput.json"), []
     for algorithm, some in grouped(entries, "algorithm").items():
