@@ -123,10 +123,10 @@ def kills() -> str:
 
 def smollm2() -> str:
     """A real model, before and after."""
-    runs, rows = grouped(load("smollm2/results.json"), "script"), []
+    runs, rows = grouped(load("smollm2/train.json"), "part"), []
     columns = {"right": ("right answers", 2), "ended": ("answers that end", 2), "tokens": ("tokens of an answer", 1)}
     for name, (text, digits) in columns.items():
-        found = [[f"{run['after'][name]:.{digits}f}" for run in some] for some in runs.values()]
+        found = [[f"{run['held_out'][name]:.{digits}f}" for run in some] for some in runs.values()]
         rows.append([text, *map(", ".join, found)])
     return markdown(["", "before", *(f"{script}, two seeds" for script in SCRIPTS)], rows)
 
@@ -135,10 +135,10 @@ def real_tasks() -> str:
     """A line per run, on one GPU or a CPU."""
     models = [("0.5B, LoRA", "24 GB"), ("0.5B", "24 GB"), ("1.5B", "80 GB")]
     rows = [[f"Qwen2.5-{model}", f"a GPU, {memory}", *["not run"] * 4] for model, memory in models]
-    [before], runs = (having(load("smollm2/results.json"), script=script) for script in ("before", "grpo"))
-    after = ", ".join(f"{100 * run['after']['right']:.0f}" for run in runs)
+    [before], runs = (having(load("smollm2/train.json"), part=part) for part in ("before", "grpo"))
+    after = ", ".join(f"{100 * run['held_out']['right']:.0f}" for run in runs)
     minutes = ", ".join(f"{run['seconds'] / 60:.0f}" for run in runs)
-    cells = [f"{minutes} minutes", "nothing", f"{100 * before['after']['right']:.0f}", after]
+    cells = [f"{minutes} minutes", "nothing", f"{100 * before['held_out']['right']:.0f}", after]
     rows.append(["[SmolLM2-135M on sums](../README.md#a-real-model), two seeds", "a CPU core", *cells])
     return markdown(["model", "hardware", "time", "price", "score before", "after"], rows)
 
@@ -177,7 +177,7 @@ def evidence() -> str:
     """Every claim in one number."""
     before = mean(c["greedy_before"] for c in load("default/curves.json"))
     after = [mean(c["greedy_after"] for c in some) for some in grouped(load("default/curves.json"), "script").values()]
-    right_before, *right = (row["after"]["right"] for row in load("smollm2/results.json"))
+    right_before, *right = (row["held_out"]["right"] for row in load("smollm2/train.json"))
     replayed = max(row["distance"] for row in load("parity/replay.json"))
     apart = max(value for values in distances().values() for value in values)
     killed = sum(row["kills"] for row in load("hardware/kill_and_resume.json"))

