@@ -74,7 +74,8 @@ def default_task() -> str:
 
 def largest(peer: str) -> float:
     """The largest difference to another program, where the settings are the same."""
-    rows = [row for row in having(load("parity/mini_batch.json"), peer=peer) if "what" not in row]
+    part = dict(trl="same", torchrl="ppo")[peer]
+    rows = [row for row in having(load("parity/mini_batch.json"), part=part) if "undone_by" not in row]
     names = ("loss", "gradient", "value_loss", "value")
     return max(row[name] for row in rows for name in names if name in row)
 
@@ -387,22 +388,9 @@ def power(value: float) -> str:
 
 def mini_batch() -> str:
     """The largest differences of loss and gradient in all cases that are the same in both programs."""
-    groups = {}
-    for row in load("parity/mini_batch.json"):
-        if "what" in row or "of" in row:
-            continue
-        name = f"GRPO, {row['loss_type']}" if "loss_type" in row else "RLOO"
-        if row["peer"] == "torchrl":
-            name = "PPO and torchrl's `ClipPPOLoss`"
-        elif "patch" in row:
-            name = "GRPO with `unbiased_kl.patch`, TRL with its default KL"
-        elif "micro_batches" in row:
-            name = "RLOO and GRPO in four micro-batches"
-        elif "reward" in row:
-            name = "RLOO and GRPO with a reward that returns None"
-        groups.setdefault(name, []).append(row)
+    updates = [row for row in load("parity/mini_batch.json") if "update" in row and "undone_by" not in row]
     rows = []
-    for name, some in groups.items():
+    for name, some in grouped(updates, "what").items():
         cells = []
         for update in (1, 2):
             of_update = having(some, update=update)
@@ -416,7 +404,7 @@ def mini_batch() -> str:
 def differences() -> str:
     """The places where the programs mean different things."""
     rows = []
-    for what, some in grouped([row for row in load("parity/mini_batch.json") if "what" in row], "what").items():
+    for what, some in grouped([row for row in load("parity/mini_batch.json") if "undone_by" in row], "what").items():
         found = max(row.get("gradient", row.get("value")) for row in some)
         left = max(row.get("undone_gradient", row.get("undone_value")) for row in some)
         rows.append([what, power(found), some[0]["undone_by"], power(left)])
@@ -425,20 +413,8 @@ def differences() -> str:
 
 def replay() -> str:
     """TRL, trained on the completions of Tally's default run."""
-    rows = [[row["algorithm"], row["updates"], f"{row['distance']:.1e}"] for row in load("parity/replay.json")]
+    rows = [[row["script"], row["updates"], f"{row['distance']:.1e}"] for row in load("parity/replay.json")]
     return markdown(["script", "updates", "distance"], rows)
-
-
-def learning() -> str:
-    """Tally and TRL, ten seeds each, and Welch's test."""
-    names = {"score": "last ten iterations", "area": "mean of all 256"}
-    rows = []
-    for row in load("parity/learning.json"):
-        if "test" in row:
-            difference, low, high = row["difference"]
-            cells = [f"{row['tally'][0]:.4f}", f"{row['trl'][0]:.4f}", f"{difference:+.4f} ({low:+.4f} to {high:+.4f})"]
-            rows.append([f"{row['algorithm'].upper()}, {names[row['test']]}", *cells, f"{row['p']:.2f}"])
-    return markdown(["sampled score", "Tally", "TRL", "difference (95 %)", "Welch's p"], rows)
 
 
 # ============================================== docs/claims.md ==============================================
@@ -576,7 +552,7 @@ def claims_smollm2() -> str:
 # ============================================ writing ========================================================
 TABLES = [default_task, hardware, kills, smollm2, real_tasks, kl_term, speed, evidence, architectures, failure]
 TABLES += [ladder_learning, ladder_gradients, ladder_baselines, variants, one_batch_late]
-TABLES += [engine, mini_batch, differences, replay, learning, whitening]
+TABLES += [engine, mini_batch, differences, replay, whitening]
 TABLES += [claims_coin, claims_form, claims_passes, claims_rates, claims_methods, claims_curve, claims_smollm2]
 TABLES = {function.__name__: function for function in TABLES}
 
