@@ -20,7 +20,7 @@ from run import BENCHMARK, DEFAULTS, ROOT, machine, os, read_result
 PROGRAMS = """
 default/curves failures/failures
 hardware/sharded hardware/kill_and_resume
-smollm2/train parity/mini_batch parity/replay parity/rewards
+smollm2/train parity/mini_batch parity/replay parity/rewards throughput/throughput engine/measure
 """.split()
 
 

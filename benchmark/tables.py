@@ -161,16 +161,16 @@ def kl_term() -> str:
 def speed() -> str:
     """Tally beside TRL."""
     rows = []
-    for case, some in grouped(load("throughput/throughput.json"), "case").items():
+    for case, some in grouped(load("throughput/throughput.json"), "part").items():
         cells = {"rloo": "not run", "grpo": "not run"}
-        for e in some:
-            memory = f"{e['tally']['peak_gib']:.2g}, {e['trl']['peak_gib']:.2g}"
-            cells[e["algorithm"]] = f"{e['episodes_per_second_ratio']:.1f}x; {memory}"
-        settings = some[0]["settings"]
-        runs = f"{settings['pairs']}, {settings['steps'] - settings['dropped_steps']}"
-        rows.append([f"{case}: {some[0]['about']}; batch {settings['batch']}", runs, *cells.values()])
+        for row in some:
+            spread = f" ({row['lowest']:.1f} to {row['highest']:.1f})" if row["pairs"] > 1 else ""
+            memory = f"{row['tally']['peak_gib']:.2g}, {row['trl']['peak_gib']:.2g}"
+            cells[row["algorithm"]] = f"{row['ratio']:.1f}x{spread}; {memory}"
+        runs = f"{some[0]['pairs']}, {some[0]['measured_steps']}"
+        rows.append([f"{case}: {some[0]['about']}; batch {some[0]['batch']}", runs, *cells.values()])
     head = ["case: model, prompt and completion tokens", "pairs of runs, measured steps in each"]
-    return markdown([*head, "RLOO: speed; memory", "GRPO: speed; memory"], rows)
+    return markdown([*head, "RLOO: speed (of single pairs); memory", "GRPO: speed; memory"], rows)
 
 
 # ================================================= README.md ==========================================
@@ -185,9 +185,9 @@ def evidence() -> str:
     trl, torchrl = (small(largest(peer), 0) for peer in ("trl", "torchrl"))
     entries, times = load("throughput/throughput.json"), []
     for algorithm, some in grouped(entries, "algorithm").items():
-        speeds = [entry["episodes_per_second_ratio"] for entry in some]
+        speeds = [entry["ratio"] for entry in some]
         times.append(f"{algorithm.upper()} {min(speeds):.1f} to {max(speeds):.1f} times")
-    memory = [100 * entry["memory_ratio"] for entry in entries]
+    memory = [100 * entry["tally"]["peak_gib"] / entry["trl"]["peak_gib"] for entry in entries]
     rows = f"""
 It learns | held-out sums right, ten seeds: {before:.2f} before; after {", ".join(f"{x:.3f}" for x in after)} (RLOO, GRPO, PPO) | [the default task](benchmark/README.md#the-default-task)
 It computes what others compute | loss and gradient of a mini-batch: within {trl} of TRL 1.16, within {torchrl} of torchrl 0.14 | [parity](benchmark/parity/README.md)
@@ -357,7 +357,7 @@ def one_batch_late() -> str:
 
 
 # ============================================ benchmark/engine/README.md ====================================
-ENGINE = {  # of each case the columns, as run.json names them
+ENGINE = {  # of each case the columns, as measure.json names them
     "default": "held_out largest_logprob_difference weight_std median_rollout_s",
     "equal": "completions_that_differ distance",
     "long": "largest_logprob_difference error",
@@ -366,19 +366,19 @@ ENGINE = {  # of each case the columns, as run.json names them
 
 
 def engine(case: str) -> str:
-    """The runs of a case of benchmark/engine/run.py."""
+    """The runs of a part of benchmark/engine/measure.py."""
 
     def cell(value):
         if isinstance(value, list):
             return f"{cell(value[0])} -> {cell(value[-1])}"
         return f"{value:.2g}" if isinstance(value, float) else value
 
-    runs = {name: run for name, run in load("engine/run.json")["runs"].items() if name.startswith(f"{case}, ")}
+    rows = having(load("engine/measure.json"), part=case)
     if case == "equal":  # The other runs are those that these are compared with.
-        runs = {name: run for name, run in runs.items() if "distance" in run}
+        rows = [row for row in rows if "distance" in row]
     columns = ENGINE[case].split()
-    rows = [[name.split(", ", 1)[1], *(cell(run.get(key, "")) for key in columns)] for name, run in runs.items()]
-    return markdown(["run", *(key.replace("_", " ") for key in columns)], rows)
+    cells = [[row["run"], *(cell(row.get(key, "")) for key in columns)] for row in rows]
+    return markdown(["run", *(key.replace("_", " ") for key in columns)], cells)
 
 
 # ============================================ benchmark/parity/README.md ====================================

@@ -61,7 +61,7 @@ def make_rows() -> list[dict]:
     return rows
 
 
-def run_trl(algorithm: str, reward, rollout: list[dict], rows: list[dict], folder: Path) -> tuple[list, float]:
+def run_trl(algorithm: str, reward, rollout: list[dict], rows: list[dict], folder: Path) -> tuple:
     """What TRL's trainer gives the completions of Tally's rollout, nan for None, and the mean reward that it logs."""
     from transformers import AutoTokenizer
 
@@ -80,18 +80,20 @@ def run_trl(algorithm: str, reward, rollout: list[dict], rows: list[dict], folde
         with patch.object(trainer, "_calculate_rewards", lambda *inputs: kept.append(calculate(*inputs)) or kept[-1]):
             trainer.train()
     logged = next(row["reward"] for row in trainer.state.log_history if "reward" in row)
-    return kept[0][:, 0].tolist(), logged
+    return kept[0][:, 0], logged
 
 
 def compare(script: str, spec: str, result: dict, rows: list[dict], folder: Path) -> dict:
     """The rewards of a rollout of Tally's, by both programs."""
+    import torch
+
     mean = result["metrics"][-1]["objective/scores"]
     scores = [row["score"] for row in result["rollouts"]]
     theirs, logged = run_trl(script, import_script("rloo").load_reward(spec), result["rollouts"], rows, folder)
-    theirs = [None if math.isnan(value) else value for value in theirs]
-    differ = sum(ours != value for ours, value in zip(scores, theirs, strict=True))
-    row = dict(completions=len(scores), none=theirs.count(None), differ=differ, mean=mean, trl=logged)
-    row |= dict(mean_difference=abs(mean - logged), values=len(set(scores) - {None}))
+    ours = torch.tensor([math.nan if score is None else score for score in scores])
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())  # nan: both have no score
+    row = dict(completions=len(scores), none=scores.count(None), differ=int((~same).sum()), mean=mean, trl=logged)
+    row |= dict(mean_difference=abs(mean - logged), values=len(set(ours[~ours.isnan()].tolist())))
     if row["differ"] or row["mean_difference"] > 1e-6:
         raise SystemExit(f"{script}, {spec}: {row}")
     return row
