@@ -1,12 +1,13 @@
-"""Runs the two patches of this folder with a real engine, vLLM's build for CPUs, and measures what they promise.
+"""Runs the two patches of this folder with a real engine, vLLM's build for CPUs, and measures what
+they promise.
 
-    python benchmark/engine/measure.py                          # the environment and all parts
-    python benchmark/engine/measure.py long                     # one part; the results of the others stay
+    python benchmark/engine/measure.py          # the environment and all parts
+    python benchmark/engine/measure.py long     # one part; the results of the others stay
 
-The first start makes an environment in benchmark/.engine_environment (3.5 GB), with the engine's versions of libraries,
-and goes on in it. There both the patched and the plain scripts run. A smoke run needs no engine: the stand-in of the
-tests takes its place. Writes measure.json. signatures.json has the signatures of the engine's calls, as they were
-recorded on 2026-11-22.
+The first start makes an environment in benchmark/.engine_environment (3.5 GB), with the engine's
+versions of libraries, and goes on in it. There both the patched and the plain scripts run. A smoke
+run needs no engine: the stand-in of the tests takes its place. Writes measure.json. signatures.json
+has the signatures of the engine's calls, as they were recorded on 2026-11-22.
 """
 
 import functools
@@ -44,15 +45,19 @@ JUDGE = "reasoning-gym==0.1.25"  # of the part smollm2
 RESULT = Path(__file__).with_suffix(".json")
 KILLS = 3
 
-TASK = "--dataset benchmark/smollm2/chain_sum_train.jsonl --reward benchmark/smollm2/chain_sum.py:score"
+TASK = "--dataset benchmark/smollm2/chain_sum_train.jsonl"
+TASK += " --reward benchmark/smollm2/chain_sum.py:score"
 TASK += " --temperature 0.8 --response-length 24"
-SMOLLM2 = f"--model-path benchmark/smollm2/model {TASK} --rloo-k 8 --batch-size 64 --per-device-train-batch-size 16"
+SMOLLM2 = f"--model-path benchmark/smollm2/model {TASK} --rloo-k 8 --batch-size 64"
+SMOLLM2 += " --per-device-train-batch-size 16"
 SMOLLM2 += " --total-episodes 640 --learning-rate 1e-5 --kl-coef 0.02 --missing-eos-penalty 0.5"
 SMOLLM2 += " --lr-scheduler-type constant"
-HELD_OUT = f"{TASK} --eval-dataset benchmark/smollm2/chain_sum_eval.jsonl --eval-k 4 --eval-temperature 0.8"
+HELD_OUT = f"{TASK} --eval-dataset benchmark/smollm2/chain_sum_eval.jsonl --eval-k 4"
+HELD_OUT += " --eval-temperature 0.8"
 HELD_OUT += " --total-episodes 8 --batch-size 8 --learning-rate 0 --kl-coef 0"
 LONG = "--model-path WORLD/policy --dataset WORLD/prompts.jsonl --reward WORLD/many_digits.py:score"
-LONG += " --total-episodes 1024 --response-length 8 --learning-rate 1e-3 --lr-scheduler-type constant"
+LONG += " --total-episodes 1024 --response-length 8 --learning-rate 1e-3"
+LONG += " --lr-scheduler-type constant"
 EQUAL = "--total-episodes 4096"
 BFLOAT16 = "--engine-dtype bfloat16"
 BUILT_IN = f"--model-path {POLICY} --dataset benchmark/default/train.jsonl --reward exact_match"
@@ -96,13 +101,15 @@ def enter_environment():
         subprocess.run([sys.executable, "-m", "venv", ENVIRONMENT], check=True)
         pip = [python, "-m", "pip"]
         subprocess.run([*pip, "install", "--quiet", ENGINE, JUDGE, *needed, "numpy", "pyyaml"], check=True)
-        unfit = ("torchvision", "torchaudio", "torchcodec")  # Their versions do not fit to that of torch.
+        # Their versions do not fit to that of torch.
+        unfit = ("torchvision", "torchaudio", "torchcodec")
         subprocess.run([*pip, "uninstall", "--quiet", "--yes", *unfit], check=True)
     os.execv(python, [str(python), *sys.argv])
 
 
 def write_long_task(folder: Path):
-    """Write a task with 16 prompts of 160 tokens. The weights of the built-in policy get room for them."""
+    """Write a task with 16 prompts of 160 tokens. The weights of the built-in policy get room for
+    them."""
     policy = folder / "policy"
     shutil.copytree(POLICY, policy)
     config = (policy / "config.json").read_text()
@@ -117,7 +124,8 @@ def write_long_task(folder: Path):
 
 
 def start(script: Path, flags: str, folder: Path, processes: int = 1, kills: int = 0) -> str | None:
-    """Run a script. Kill it so often, some iterations after a checkpoint. Returns the error that ended it, or None."""
+    """Run a script. Kill it so often, some iterations after a checkpoint. Returns the error that
+    ended it, or None."""
     launcher = torchrun(processes) if processes > 1 else []
     flags += f" --output-dir {folder} --save-rollouts --num-sample-generations 0"
     command = [sys.executable, *launcher, str(script), *flags.split()]
@@ -157,14 +165,16 @@ def summarize(folder: Path, error: str | None) -> dict:
 
 
 def count_differences(folder: Path, other: Path) -> dict:
-    """How many completions of two runs differ, and |w1 - w2| / |w1 - w_start| of their final weights."""
+    """How many completions of two runs differ, and |w1 - w2| / |w1 - w_start| of their final
+    weights."""
     both = [read_rows(path / "rollouts.jsonl") for path in (folder, other)]
     differ = sum(a["token_ids"] != b["token_ids"] for a, b in zip(*both, strict=True))
     return {"completions_that_differ": differ, "distance": float(f"{relative_distance(other, folder):.2g}")}
 
 
 def right_answers(model: Path, folder: Path) -> float:
-    """The share of right answers of weights to held-out questions: the mean of the plain script's two evaluations."""
+    """The share of right answers of weights to held-out questions: the mean of the plain script's
+    two evaluations."""
     folder.mkdir()
     if error := start(ROOT / "rloo.py", f"--model-path {model} {HELD_OUT}", folder / "run"):
         raise SystemExit(f"{error}; see {folder}")

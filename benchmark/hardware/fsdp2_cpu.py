@@ -1,9 +1,10 @@
-"""Run a script under FSDP2 on CPU processes, for tests. accelerate itself would silently use DDP there.
+"""Run a script under FSDP2 on CPU processes, for tests. accelerate itself would silently use DDP
+there.
 
     torchrun --nproc-per-node 2 benchmark/hardware/fsdp2_cpu.py rloo.py --total-episodes 128
 
-At the end it prints how often weights were gathered, in all and while completions were sampled. On GPUs
-benchmark/accelerate/fsdp2.yaml is enough.
+At the end it prints how often weights were gathered, in all and while completions were sampled. On
+GPUs benchmark/accelerate/fsdp2.yaml is enough.
 """
 
 import json
@@ -36,7 +37,8 @@ class Options:
 
 
 def count_gathers(module, *owners_and_names) -> Counter:
-    """Count how often the functions that gather weights are called, in all and while completions are sampled."""
+    """Count how often the functions that gather weights are called, in all and while completions
+    are sampled."""
     gathers = Counter(gathers=0, while_sampling=0, samplings=0)
     sample = module.sample
 

@@ -1,14 +1,17 @@
-"""Kill runs at drawn moments, start the same command again until it is done, and compare with a run never killed.
+"""Kill runs at drawn moments, start the same command again until it is done, and compare with a run
+never killed.
 
     python benchmark/hardware/kill_and_resume.py
 
-Every script trains a run of 12 iterations three times: on one process, on two, and on one and two by turns. Each of the
-three is killed nine times, by SIGKILL of all its processes, at a drawn call of a PHASE or after some seconds.
+Every script trains a run of 12 iterations three times: on one process, on two, and on one and two
+by turns. Each of the three is killed nine times, by SIGKILL of all its processes, at a drawn call
+of a PHASE or after some seconds.
 
-The weights must be those of the unbroken run: bitwise the same where the number of processes never changed, else by
-norm, |w1 - w2| / |w1 - w_start| < 1e-3. Every iteration must stand once in each file, and one more start must do
-nothing. The program stops where one of these fails. The learning rate is 1e-4. At 3e-4 this PPO run is chaotic: even
-unbroken runs on 1 and on 2 processes end 0.2 apart. Writes kill_and_resume.json. A smoke run kills PPO by turns.
+The weights must be those of the unbroken run: bitwise the same where the number of processes never
+changed, else by norm, |w1 - w2| / |w1 - w_start| < 1e-3. Every iteration must stand once in each
+file, and one more start must do nothing. The program stops where one of these fails. The learning
+rate is 1e-4. At 3e-4 this PPO run is chaotic: even unbroken runs on 1 and on 2 processes end 0.2
+apart. Writes kill_and_resume.json. A smoke run kills PPO by turns.
 """
 
 import itertools
@@ -31,10 +34,12 @@ from run import SCRIPTS, Part, import_script, main, read_rows, relative_distance
 
 RESULT = Path(__file__).with_suffix(".json")
 SEED = 1
-PHASES = ("rollout", "training", "written", "removing", "metrics", "loading", "anywhere", "anywhere")  # then `model`
+# then `model`
+PHASES = ("rollout", "training", "written", "removing", "metrics", "loading", "anywhere", "anywhere")
 FLAGS = (
-    "--total-episodes 188 --batch-size 16 --num-mini-batches 2 --num-ppo-epochs 1 --per-device-train-batch-size 3 "
-    "--learning-rate 1e-4 --save-every 1 --save-rollouts --num-sample-generations 4 --resume"
+    "--total-episodes 188 --batch-size 16 --num-mini-batches 2 --num-ppo-epochs 1 "
+    "--per-device-train-batch-size 3 --learning-rate 1e-4 --save-every 1 --save-rollouts "
+    "--num-sample-generations 4 --resume"
 )
 PROCESSES = {"1": [1] * 9, "2": [2] * 9, "1, 2 by turns": [1, 2] * 5}
 
@@ -107,7 +112,8 @@ def start(script: str, flags: str, folder: Path, processes: int, kill=None, seco
     ended = [member for member in family if member.sentinel in ready]
     for member in ended:
         member.join()
-    if not ended or any(member.exitcode for member in ended):  # Time is up, or one was struck: all go at once.
+    # Time is up, or one was struck: all go at once.
+    if not ended or any(member.exitcode for member in ended):
         for member in family:
             member.kill()
     for member in family:
@@ -166,7 +172,8 @@ def kill_script(script: str, flags: str, runs: list[str], draw: random.Random, w
             raise SystemExit(f"{folder}: {rows[-1]}")
     missed = [phase for phase in (*PHASES, "model") if not hits[phase]]
     if hits.total() < 25 * len(runs) // 3 or missed:  # A drawn call may never come.
-        raise SystemExit(f"{script}: {hits.total()} kills, phases missed: {missed}; draw again with another SEED")
+        found = f"{script}: {hits.total()} kills, phases missed: {missed}"
+        raise SystemExit(f"{found}; draw again with another SEED")
     return rows
 
 

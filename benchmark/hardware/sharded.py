@@ -3,8 +3,8 @@
     python benchmark/hardware/sharded.py                 # all parts, which needs DeepSpeed
     python benchmark/hardware/sharded.py DDP FSDP2       # these need nothing more
 
-DeepSpeed is not in the default environment: once it is there, accelerate and transformers import it at every start.
-From the environment that runs the scripts:
+DeepSpeed is not in the default environment: once it is there, accelerate and transformers import it
+at every start. From the environment that runs the scripts:
 
     python -m venv /tmp/with_deepspeed
     python -c "import site; print(site.getsitepackages()[0])" > parent.pth
@@ -13,11 +13,12 @@ From the environment that runs the scripts:
     DS_BUILD_OPS=0 /tmp/with_deepspeed/bin/pip install --no-build-isolation deepspeed==0.19.8
     /tmp/with_deepspeed/bin/python benchmark/hardware/sharded.py ZeRO-2 ZeRO-3
 
-Compared with one process are every metric (1e-4 relative or 5e-6 absolute) and the final weights (by norm, relative to
-how far they moved, 1e-3). With DeepSpeed the steps that its engine really took and their learning rates are compared,
-too, no weight may be gathered while completions are sampled, and a run that is resumed from half of it must give the
-same weights bit by bit. FSDP2 may gather each layer once for each rollout. The program stops where something differs.
-Writes sharded.json. A smoke run has no DeepSpeed. There only one process runs for those parts.
+Compared with one process are every metric (1e-4 relative or 5e-6 absolute) and the final weights
+(by norm, relative to how far they moved, 1e-3). With DeepSpeed the steps that its engine really
+took and their learning rates are compared, too, no weight may be gathered while completions are
+sampled, and a run that is resumed from half of it must give the same weights bit by bit. FSDP2 may
+gather each layer once for each rollout. The program stops where something differs. Writes
+sharded.json. A smoke run has no DeepSpeed. There only one process runs for those parts.
 """
 
 import functools
@@ -67,7 +68,8 @@ def compare(folder: Path, single: Path) -> dict:
 
 
 def check_engine(found: dict, single: Path) -> dict:
-    """What DeepSpeed's engine did, and whether its steps and their rates are those that one process logs."""
+    """What DeepSpeed's engine did, and whether its steps and their rates are those that one process
+    logs."""
     expected = read_rows(single / "metrics.jsonl")
     rates = [row["lr"] for row in expected if "lr" in row]
     steps = expected[-1]["step"]
@@ -77,7 +79,8 @@ def check_engine(found: dict, single: Path) -> dict:
 
 
 def resumes_bitwise(kind: str, script: str, flags: str, folder: Path) -> bool:
-    """Resume a run from its second iteration. Returns whether its weights are the same in the end."""
+    """Resume a run from its second iteration. Returns whether its weights are the same in the
+    end."""
     resumed = folder.with_name(folder.name + "_resumed")
     shutil.copytree(folder, resumed)
     shutil.rmtree(resumed / "model")
@@ -90,7 +93,8 @@ def resumes_bitwise(kind: str, script: str, flags: str, folder: Path) -> bool:
 
 @functools.cache
 def run_single(script: str, flags: str) -> tempfile.TemporaryDirectory:
-    """Train on one process, once for all parts. The folder of the run lasts as long as this program."""
+    """Train on one process, once for all parts. The folder of the run lasts as long as this
+    program."""
     folder = tempfile.TemporaryDirectory(prefix="sharded_")
     run(script, flags, Path(folder.name) / "run", ACCELERATE_USE_CPU="true")
     return folder

@@ -1,9 +1,10 @@
 """Run a script under DeepSpeed on CPU processes. accelerate itself would silently use DDP there.
 
-    torchrun --nproc-per-node 2 benchmark/hardware/zero_cpu.py rloo.py --total-episodes 128 --output-dir runs/zero
+    torchrun --nproc-per-node 2 benchmark/hardware/zero_cpu.py rloo.py --total-episodes 128
 
-ACCELERATE_DEEPSPEED_CONFIG_FILE names DeepSpeed's settings. The checkpoints stay in kept/. At the end it prints the
-learning rate of each step that the engine made, and how often weights were gathered.
+ACCELERATE_DEEPSPEED_CONFIG_FILE names DeepSpeed's settings. The checkpoints stay in kept/. At the
+end it prints the learning rate of each step that the engine made, and how often weights were
+gathered.
 """
 
 import json

@@ -1,14 +1,16 @@
-"""Loss and gradient of one rollout, computed by Tally's scripts, by TRL's trainers, and for PPO by torchrl.
+"""Loss and gradient of one rollout, computed by Tally's scripts, by TRL's trainers, and for PPO by
+torchrl.
 
     python benchmark/parity/mini_batch.py
 
-It runs in the environment of trl_trainer.py. TRL and torchrl make each update at the weights at which Tally made it.
-Otherwise rounding would grow to whole steps, because Adam divides a gradient by its size.
+It runs in the environment of trl_trainer.py. TRL and torchrl make each update at the weights at
+which Tally made it. Otherwise rounding would grow to whole steps, because Adam divides a gradient
+by its size.
 
-The gradient is that before clipping. The measure is |ours - theirs| / |ours|, or |ours - theirs| for a loss nearer to 0
-than 0.01. `cut` is the share of ratios where the clip changes the loss (cispo: the ratio). Writes mini_batch.json, a
-line for each update. The program stops at an unexplained difference above 1e-5. In a smoke run Tally alone makes the
-updates of some cases.
+The gradient is that before clipping. The measure is |ours - theirs| / |ours|, or |ours - theirs|
+for a loss nearer to 0 than 0.01. `cut` is the share of ratios where the clip changes the loss
+(cispo: the ratio). Writes mini_batch.json, a line for each update. The program stops at an
+unexplained difference above 1e-5. In a smoke run Tally alone makes the updates of some cases.
 """
 
 import contextlib
@@ -34,16 +36,18 @@ TOLERANCE = 1e-5
 EPISODES = 24
 # measure() replaces WORLD by a folder with random models.
 COMMON = (
-    "--model-path WORLD/policy --ref-model-path WORLD/reference --dataset WORLD/prompts.jsonl --save-rollouts "
+    "--model-path WORLD/policy --ref-model-path WORLD/reference --dataset WORLD/prompts.jsonl "
+    "--save-rollouts "
     f"--batch-size {EPISODES} --total-episodes {EPISODES} --per-device-train-batch-size {EPISODES} "
     "--response-length 10 --learning-rate 2e-3 --lr-scheduler-type constant "
     "--reward benchmark/parity/mini_batch.py:score"
 )
 
 
-# ========================================= the world of the rollout ==========================================
+# ========== the world of the rollout ==========
 def score(prompts: list, completions: list, of_equals: float = 0.5, **_) -> list[float]:
-    """Differs between the completions of a prompt, but for prompts of three characters: theirs are of one score."""
+    """Differs between the completions of a prompt, but for prompts of three characters: theirs are
+    of one score."""
     own = [len(set(completion)) + 0.3 * completion.count("1") for completion in completions]
     return [of_equals if len(prompt) == 3 else value for prompt, value in zip(prompts, own)]
 
@@ -57,7 +61,8 @@ def equal_at_zero(**columns) -> list[float]:
 
 
 def none_of_seven(prompts: list, completions: list, **_) -> list:
-    """None for completions with a 7, and for one whole group. In another group a single completion has a score."""
+    """None for completions with a 7, and for one whole group. In another group a single completion
+    has a score."""
     scores = score(prompts, completions)
     return [None if "7" in c or p.startswith("=") else s for p, c, s in zip(prompts, completions, scores)]
 
@@ -73,7 +78,8 @@ def two_parts(**columns) -> dict[str, list]:
 
 
 def save_model(folder: Path, seed: int, auto_class="AutoModelForCausalLM", family="Llama", **shape):
-    """A random model, sharp enough that a wrong position or mask shows; three tokens end an episode."""
+    """A random model, sharp enough that a wrong position or mask shows; three tokens end an
+    episode."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(trl_trainer.POLICY)
@@ -100,14 +106,15 @@ def make_world(folder: Path):
     save_model(folder / "gpt2", 1, family="GPT2", n_embd=32, n_layer=2, n_head=2, n_positions=64)
 
 
-# ========================================= updates of the programs ===========================================
+# ========== updates of the programs ==========
 def flat(tensors) -> torch.Tensor:
     return torch.cat([tensor.detach().flatten().double() for tensor in tensors])
 
 
 @contextlib.contextmanager
 def kept_updates():
-    """A list that gets the gradient and the weights of every optimizer step, before the gradient is clipped."""
+    """A list that gets the gradient and the weights of every optimizer step, before the gradient is
+    clipped."""
     from accelerate import Accelerator
 
     updates = []
@@ -125,7 +132,8 @@ def kept_updates():
 
 @contextlib.contextmanager
 def quiet_and_fresh():
-    """accelerate keeps its state in singletons: begin without that of the run before, and print nothing."""
+    """accelerate keeps its state in singletons: begin without that of the run before, and print
+    nothing."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -145,7 +153,8 @@ def load_script(script: str, world: Path):
 
 
 def run_tally(world: Path, script: str, flags: str) -> SimpleNamespace:
-    """One iteration of a script: args, rollout, and of each update gradient, weights, loss and metrics."""
+    """One iteration of a script: args, rollout, and of each update gradient, weights, loss and
+    metrics."""
     module = load_script(script, world)
     metrics = []
     mean_metrics = module.mean_metrics
@@ -174,7 +183,8 @@ def settings_like(script: str, args) -> dict:
     names = "loss_type scale_rewards importance_sampling_level mask_truncated_completions"
     chosen |= {name: getattr(args, name) for name in names.split()}
     chosen |= dict(epsilon_high=args.cliprange_high, use_bias_correction_kl="unbiased_kl" in script)
-    if args.loss_type == "cispo":  # the bound of the ratio, where Tally's flag is what it may exceed 1 by
+    # the bound of the ratio, where Tally's flag is what it may exceed 1 by
+    if args.loss_type == "cispo":
         chosen["epsilon_high"] = 1 + (args.cliprange if args.cliprange_high is None else args.cliprange_high)
     return chosen
 
@@ -182,7 +192,8 @@ def settings_like(script: str, args) -> dict:
 def run_trl(tally, world: Path, rewards=(), positions=False, **changes) -> list:
     """TRL's updates on Tally's rollout, each at Tally's weights: of each gradient and loss.
 
-    rewards: others than Tally's; positions: give the model position ids made from the mask; changes: of `settings_like`
+    rewards: others than Tally's; positions: give the model position ids made from the mask;
+    changes: of `settings_like`
     """
     from transformers import AutoModelForCausalLM, TrainerCallback
     from trl.trainer import grpo_trainer, rloo_trainer
@@ -247,7 +258,7 @@ def difference(ours, theirs, factor: float = 1.0) -> dict[str, float]:
     return dict(loss=loss, gradient=distance(ours.gradient, theirs.gradient * factor))
 
 
-# ============================================== RLOO and GRPO ================================================
+# ========== RLOO and GRPO ==========
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
 TWICE = "--num-ppo-epochs 2"
 NONE = "RLOO and GRPO with a reward that returns None"
@@ -260,7 +271,8 @@ def grpo_flags(loss_type: str, level: str) -> str:
     low, high = dict(token=(0.2, 0.28), sequence=(0.05, 0.07))[level]
     if loss_type == "cispo":
         low = 1.0
-    return f"--loss-type {loss_type} --importance-sampling-level {level} --cliprange {low} --cliprange-high {high}"
+    level = f"--importance-sampling-level {level}"
+    return f"--loss-type {loss_type} {level} --cliprange {low} --cliprange-high {high}"
 
 
 def same_jobs() -> dict[tuple, dict]:
@@ -325,12 +337,14 @@ def mini_batch_factor(tally, number: int) -> float:
 def whitening_factor(tally, _) -> float:
     """TRL's deviation + 1e-4, for one of Tally's.
 
-    Neither counts an episode without a score. TRL also leaves out an episode that alone has a score in its group."""
+    Neither counts an episode without a score. TRL also leaves out an episode that alone has a score
+    in its group."""
     groups = torch.tensor([math.nan if row["score"] is None else row["score"] for row in tally.rollout])
     groups = groups.view(-1, tally.args.k)
     has_score = ~groups.isnan()
     others = (has_score.sum(1, keepdim=True) - 1).clamp(min=1)
-    advantages = (groups - groups.nanmean(1, keepdim=True)) * (others + 1) / others  # R_i - mean of the others
+    # R_i - mean of the others
+    advantages = (groups - groups.nanmean(1, keepdim=True)) * (others + 1) / others
     theirs = advantages[has_score & (has_score.sum(1, keepdim=True) > 1)].std() + 1e-4
     return float(theirs * torch.rsqrt(advantages[has_score].var(correction=0) + 1e-8))
 
@@ -350,7 +364,8 @@ class Difference:
 
 
 CISPO_TWICE = f"{TWICE} --loss-type cispo --cliprange-high 0.28"
-TWO = f"--num-mini-batches 2 --per-device-train-batch-size {EPISODES // 2} --cliprange 1.0 --cliprange-high 0.28"
+TWO = f"--num-mini-batches 2 --per-device-train-batch-size {EPISODES // 2}"
+TWO += " --cliprange 1.0 --cliprange-high 0.28"
 MASKED = f"{TWICE} --mask-truncated-completions"
 WHITENED = f"{TWICE} --whiten-advantages --kl-coef 0.0"
 REWARD = "--reward benchmark/parity/mini_batch.py"
@@ -363,7 +378,7 @@ DIFFERENCES = [
         theirs=dict(use_bias_correction_kl=True),
     ),
     Difference(
-        "cispo: `epsilon_high` is the upper bound of the ratio, `--cliprange-high` its distance from 1",
+        "cispo: `epsilon_high` bounds the ratio itself, `--cliprange-high` its distance from 1",
         "`epsilon_high` = 1 + `--cliprange-high`",
         "grpo",
         [f"{CISPO_TWICE} --cliprange 1.0"],
@@ -377,28 +392,28 @@ DIFFERENCES = [
         undone_flags="--cliprange 1",
     ),
     Difference(
-        "dapo and cispo, two mini-batches: TRL divides each by their mean number of tokens, Tally by its own",
+        "dapo, cispo, two mini-batches: TRL divides by the mean of their tokens, Tally by its own",
         "times mean tokens / its tokens",
         "grpo",
         [f"{TWO} --loss-type {loss_type}" for loss_type in ("dapo", "cispo")],
         factor=mini_batch_factor,
     ),
     Difference(
-        "grpo, dr_grpo, truncated completions masked: TRL divides by all episodes, Tally by those included",
-        "times episodes / included",
+        "grpo, dr_grpo, truncated ones masked: TRL divides by all episodes, Tally by those left",
+        "times episodes / those left",
         "grpo",
         [f"{MASKED} --loss-type {loss_type}" for loss_type in ("grpo", "dr_grpo")],
         factor=masked_factor,
     ),
     Difference(
-        "RLOO, whitened: TRL divides by the deviation of a sample, plus 1e-4, Tally by the population's",
+        "RLOO, whitened: TRL divides by a sample's deviation + 1e-4, Tally by the population's",
         "times the quotient of the two",
         "rloo",
         [f"{WHITENED} {REWARD}:{reward}" for reward in ("score", "none_of_seven")],
         factor=whitening_factor,
     ),
     Difference(
-        "GRPO, a group of equal scores whose mean is rounded: TRL divides the rest by 1e-4, in Tally it is 0",
+        "GRPO, equal scores with a rounded mean: TRL divides the rest by 1e-4, in Tally it is 0",
         "scores of 0 for 0.87",
         "grpo",
         [f"--num-generations 3 {REWARD}:equal_at_87"],
@@ -439,7 +454,7 @@ def compare_different(world: Path, script: str, flags: str, names: dict) -> list
     return rows
 
 
-# =================================================== PPO =====================================================
+# ========== PPO ==========
 class Rows(torch.nn.Module):
     """A model's outputs [tokens, outputs] for completion tokens, from rows without padding."""
 
@@ -453,7 +468,8 @@ class Rows(torch.nn.Module):
         for prompt, completion in self.rows:
             outputs = self.model(torch.tensor([prompt + completion]))
             outputs = self.head(outputs.last_hidden_state) if self.head else outputs.logits
-            found.append(outputs[0, len(prompt) - 1 : -1])  # the position before each completion token
+            # the position before each completion token
+            found.append(outputs[0, len(prompt) - 1 : -1])
         return torch.cat(found)[index]
 
 
@@ -463,8 +479,8 @@ def tokens_of(rollout: list[dict], name: str) -> torch.Tensor:
 
 
 def torchrl_columns(rollout: list[dict], args):
-    """The rollout as torchrl's losses read it, a row for each token, with torchrl's GAE of Tally's log-probabilities,
-    values and scores. `shifted_valid`: all tokens count"""
+    """The rollout as torchrl's losses read it, a row for each token, with torchrl's GAE of Tally's
+    log-probabilities, values and scores. `shifted_valid`: all tokens count"""
     from tensordict import TensorDict
     from torchrl.objectives.value.functional import generalized_advantage_estimate
 
@@ -487,8 +503,8 @@ def torchrl_columns(rollout: list[dict], args):
 
 
 def torchrl_objective(tally, weights: list, **settings):
-    """torchrl's clipped loss of the policy and value model at these weights, in the order of the parameters.
-    critic_coeff: half of vf_coef, as torchrl has no 1/2 before the square"""
+    """torchrl's clipped loss of the policy and value model at these weights, in the order of the
+    parameters. critic_coeff: half of vf_coef, as torchrl has no 1/2 before the square"""
     from tensordict.nn import TensorDictModule
     from torchrl.modules import ProbabilisticActor
     from torchrl.objectives import ClipPPOLoss
@@ -512,7 +528,8 @@ def torchrl_objective(tally, weights: list, **settings):
 
 
 def ppo_difference(tally, update, columns, **settings) -> dict[str, float]:
-    """Of losses and gradient of an update, by ppo.py and by torchrl at the same weights; and what torchrl clipped."""
+    """Of losses and gradient of an update, by ppo.py and by torchrl at the same weights; and what
+    torchrl clipped."""
     objective = torchrl_objective(tally, update.weights, **settings)
     losses = objective(columns)
     (losses["loss_objective"] + losses["loss_critic"]).backward()
@@ -537,8 +554,8 @@ def compare_ppo(world: Path, script: str, flags: str, names: dict) -> list[dict]
     rows.append(dict(what="returns", value=distance(returns, columns["value_target"][:, 0])))
     rows.append(dict(what="whitened advantages", value=distance(ours, whitened)))
     n = len(ours)
-    row = dict(what="PPO, whitening: torchrl takes the deviation of a sample, Tally that of the population")
-    row |= dict(undone_by="times ((n - 1) / n) ** -0.5", value=distance(ours, sampled))
+    what = "PPO, whitening: torchrl takes the deviation of a sample, Tally that of the population"
+    row = dict(what=what, undone_by="times ((n - 1) / n) ** -0.5", value=distance(ours, sampled))
     rows.append(row | dict(undone_value=distance(ours, sampled * (n / (n - 1)) ** 0.5)))
     for number, update in enumerate(tally.updates, start=1):
         rows.append(names | dict(update=number) | ppo_difference(tally, update, columns))
@@ -549,9 +566,10 @@ def compare_ppo(world: Path, script: str, flags: str, names: dict) -> list[dict]
     return rows + [row | dict(undone_by="`critic_coeff` = `vf_coef` / 2")]
 
 
-# ================================================== result ===================================================
+# ========== result ==========
 def measure(compare, every: int, jobs: dict, smoke: bool) -> list[dict]:
-    """The rows of compare(world, script, flags, names), or in a smoke run Tally's updates of every so many jobs."""
+    """The rows of compare(world, script, flags, names), or in a smoke run Tally's updates of every
+    so many jobs."""
     torch.set_num_threads(1)
     rows = []
     with tempfile.TemporaryDirectory() as world:

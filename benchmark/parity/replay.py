@@ -1,9 +1,10 @@
-"""TRL is trained on the completions of Tally's default run, with TRL's own weights after each update.
+"""TRL is trained on the completions of Tally's default run, with TRL's own weights after each
+update.
 
     python benchmark/parity/replay.py
 
-It runs in the environment of trl_trainer.py. Writes replay.json: how far the final weights are apart, by the distance
-that Tally's moved. In a smoke run there is no TRL.
+It runs in the environment of trl_trainer.py. Writes replay.json: how far the final weights are
+apart, by the distance that Tally's moved. In a smoke run there is no TRL.
 """
 
 import tempfile

@@ -1,12 +1,14 @@
-"""TRL's reward functions, unchanged, as `--reward` of rloo.py and grpo.py: does each completion get what TRL gives it?
+"""TRL's reward functions, unchanged, as `--reward` of rloo.py and grpo.py: does each completion get
+what TRL gives it?
 
     python benchmark/parity/rewards.py
 
-It runs in the environment of trl_trainer.py. A tiny random model samples 256 completions, which TRL's trainer gets,
-too. Compared are what TRL's `_calculate_rewards` gives every completion with Tally's score, and the mean that TRL logs
-with Tally's `objective/scores`. One prompt in eight has a solution that math_verify cannot read. There accuracy rewards
-return None, and both must leave it out of the mean. The program stops where a number differs. Writes rewards.json.
-A smoke run has no TRL, and another reward.
+It runs in the environment of trl_trainer.py. A tiny random model samples 256 completions, which
+TRL's trainer gets, too. Compared are what TRL's `_calculate_rewards` gives every completion with
+Tally's score, and the mean that TRL logs with Tally's `objective/scores`. One prompt in eight has a
+solution that math_verify cannot read. There accuracy rewards return None, and both must leave it
+out of the mean. The program stops where a number differs. Writes rewards.json. A smoke run has no
+TRL, and another reward.
 """
 
 import itertools
@@ -21,15 +23,16 @@ import trl_trainer  # first: it makes the modules below importable
 from run import Part, import_script, main, run
 
 RESULT = Path(__file__).with_suffix(".json")
-VOCAB = ["<pad>", "<eos>", "<think>", "</think>", "\\boxed{2}", "\\boxed{3}", "1", "2", "+", "=", " ", "?", "!"]
-TEMPLATE = "{% for m in messages %}?{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"
-OWN = [f"trl.rewards:{name}" for name in ("think_format_reward", "accuracy_reward", "reasoning_accuracy_reward")]
+VOCAB = ["<pad>", "<eos>", "<think>", "</think>", "\\boxed{2}", "\\boxed{3}", *"12+= ?!"]
+TEMPLATE = "{% for m in messages %}?{{ m['content'] }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}!{% endif %}"
+OWN = [f"trl.rewards:{name}_reward" for name in ("think_format", "accuracy", "reasoning_accuracy")]
 # Three are made by a call.
 MADE = [f"benchmark/parity/trl_rewards.py:{name}" for name in ("repetition", "overlong", "cosine")]
 EPISODES, K, RESPONSE_LENGTH = 256, 4, 12
 FLAGS = (
-    f"--model-path WORLD/model --dataset WORLD/prompts.jsonl --save-rollouts --learning-rate 1e-4 --total-episodes "
-    f"{EPISODES} --batch-size {EPISODES} --response-length {RESPONSE_LENGTH}"
+    "--model-path WORLD/model --dataset WORLD/prompts.jsonl --save-rollouts --learning-rate 1e-4 "
+    f"--total-episodes {EPISODES} --batch-size {EPISODES} --response-length {RESPONSE_LENGTH}"
 )
 
 
@@ -62,7 +65,8 @@ def make_rows() -> list[dict]:
 
 
 def run_trl(algorithm: str, reward, rollout: list[dict], rows: list[dict], folder: Path) -> tuple:
-    """What TRL's trainer gives the completions of Tally's rollout, nan for None, and the mean reward that it logs."""
+    """What TRL's trainer gives the completions of Tally's rollout, nan for None, and the mean
+    reward that it logs."""
     from transformers import AutoTokenizer
 
     kept = []

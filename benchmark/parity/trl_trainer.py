@@ -1,15 +1,16 @@
 """TRL's RLOOTrainer and GRPOTrainer with the settings of Tally's scripts.
 
-All of benchmark/parity/ and benchmark/throughput/ compares with them. In benchmark/parity/ they and Tally live in one
-environment, from the repository's root. The last line is for mini_batch.py's PPO:
+All of benchmark/parity/ and benchmark/throughput/ compares with them. They and Tally live in one
+environment. The last two lines are for mini_batch.py's PPO:
 
     pip install -r requirements.txt trl==1.16.0 math-verify==0.9.0
-    pip install --no-deps torchrl==0.14.1 tensordict==0.15.3 pyvers==0.2.3 orjson==3.13.0 cloudpickle==3.1.2
+    pip install --no-deps torchrl==0.14.1 tensordict==0.15.3 pyvers==0.2.3
+    pip install orjson==3.13.0 cloudpickle==3.1.2
 
-`settings` has everything that differs from TRL's defaults. These are the same in both: a linear schedule to 0 without
-warm-up, AdamW with betas 0.9 and 0.999, epsilon 1e-8 and no weight decay, max_grad_norm 1, one update for each rollout,
-cliprange 0.2, scale_rewards group, temperature 1, no top-p, no top-k, and prompts in a new order in each epoch (each
-program has its own order).
+`settings` has everything that differs from TRL's defaults. These are the same in both: a linear
+schedule to 0 without warm-up, AdamW with betas 0.9 and 0.999, epsilon 1e-8 and no weight decay,
+max_grad_norm 1, one update for each rollout, cliprange 0.2, scale_rewards group, temperature 1, no
+top-p, no top-k, and prompts in a new order in each epoch (each program has its own order).
 """
 
 import os
@@ -23,7 +24,8 @@ POLICY = ROOT / "benchmark" / "default" / "policy"
 
 
 def settings(algorithm: str, folder, batch: int = 64, **changes) -> dict:
-    """The arguments of RLOOConfig or GRPOConfig, Tally's defaults and `changes`. In brackets: TRL's defaults."""
+    """The arguments of RLOOConfig or GRPOConfig, Tally's defaults and `changes`. In brackets: TRL's
+    defaults."""
     chosen = dict(
         output_dir=str(folder),
         use_cpu=True,
@@ -56,7 +58,8 @@ def make_trainer(
 ):
     """A trainer of TRL's, unchanged, on `rows` with `reward` (one function, or several).
 
-    subclass: makes another class of TRL's; given: batches of completions' token ids, which take the place of TRL's own
+    subclass: makes another class of TRL's; given: batches of completions' token ids, which take the
+    place of TRL's own
     """
     import trl
     from datasets import Dataset

@@ -1,13 +1,13 @@
 """A 135M chat model learns a task from a rule, on a CPU, by each of the three scripts.
 
-    python benchmark/smollm2/prepare.py                               # the model and the questions
-    python benchmark/smollm2/train.py                                 # all parts
-    python benchmark/smollm2/train.py before rloo                     # some of them; results of the others stay
+    python benchmark/smollm2/prepare.py           # the model and the questions
+    python benchmark/smollm2/train.py             # all parts
+    python benchmark/smollm2/train.py before rloo # some of them; results of the others stay
 
-Before and after training, 4 answers to each of 60 held-out questions are sampled, with the same random numbers for
-every model. The standard error is that of questions, because answers to one question are not independent. Writes
-train.json, samples.jsonl, with an answer of every model to each question, and curves.png. A smoke run trains the
-built-in policy on sums.
+Before and after training, 4 answers to each of 60 held-out questions are sampled, with the same
+random numbers for every model. The standard error is that of questions, because answers to one
+question are not independent. Writes train.json, samples.jsonl, with an answer of every model to
+each question, and curves.png. A smoke run trains the built-in policy on sums.
 """
 
 import importlib
@@ -27,22 +27,26 @@ FOLDER = RESULT.parent
 SEEDS = (1, 2)
 EVAL_K, TEMPERATURE, RESPONSE_LENGTH = 4, 0.8, 24
 FLAGS = (
-    "--model-path benchmark/smollm2/model --dataset benchmark/smollm2/chain_sum_train.jsonl --reward "
-    "benchmark/smollm2/chain_sum.py:score --eval-dataset benchmark/smollm2/chain_sum_eval.jsonl --eval-every 10 "
-    f"--eval-k {EVAL_K} --eval-temperature {TEMPERATURE} --temperature {TEMPERATURE} --response-length "
-    f"{RESPONSE_LENGTH} --batch-size 64 --per-device-train-batch-size 16 --total-episodes 1920 --learning-rate 1e-5 "
-    "--warmup-steps 4 --kl-coef 0.02 --missing-eos-penalty 0.5"
+    "--model-path benchmark/smollm2/model --dataset benchmark/smollm2/chain_sum_train.jsonl "
+    "--reward benchmark/smollm2/chain_sum.py:score "
+    "--eval-dataset benchmark/smollm2/chain_sum_eval.jsonl --eval-every 10 "
+    f"--eval-k {EVAL_K} --eval-temperature {TEMPERATURE} --temperature {TEMPERATURE} "
+    f"--response-length {RESPONSE_LENGTH} --batch-size 64 --per-device-train-batch-size 16 "
+    "--total-episodes 1920 --learning-rate 1e-5 --warmup-steps 4 --kl-coef 0.02 "
+    "--missing-eos-penalty 0.5"
 )
 MORE = {"rloo": "--rloo-k 8", "grpo": "--num-generations 8", "ppo": "--num-ppo-epochs 1"}
 SHORT = (
-    f"--model-path {POLICY} --dataset benchmark/default/train.jsonl --reward exact_match --eval-dataset "
-    "benchmark/default/eval.jsonl --total-episodes 128 --eval-every 1 --learning-rate 1e-4 --response-length 8"
+    f"--model-path {POLICY} --dataset benchmark/default/train.jsonl --reward exact_match "
+    "--eval-dataset benchmark/default/eval.jsonl --total-episodes 128 --eval-every 1 "
+    "--learning-rate 1e-4 --response-length 8"
 )
 KEPT = ("episode", "objective/scores", "objective/kl", "val/num_eos_tokens", "response_length_mean")
 
 
 def sample_held_out(model: Path, smoke: bool) -> dict:
-    """Sample `EVAL_K` answers to every held-out question. Returns shares, and the texts of the first ones."""
+    """Sample `EVAL_K` answers to every held-out question. Returns shares, and the texts of the
+    first ones."""
     importlib.import_module("torch").set_num_threads(1)
     win_rate = importlib.import_module("win_rate")
     data, length = FOLDER / "chain_sum_eval.jsonl", RESPONSE_LENGTH

@@ -1,6 +1,7 @@
 """The rewards of throughput.py: cheap, deterministic, and the same functions for Tally and for TRL.
 
-Called with the whole batch, the k episodes of a group side by side. No imports: it is read in both environments.
+Called with the whole batch, the k episodes of a group side by side. No imports: it is read in both
+environments.
 """
 
 
@@ -20,5 +21,6 @@ def share_of_letters(completions: list, **_) -> list[float]:
 
 
 def place_in_group(completions: list, **_) -> list[float]:
-    """0, 1, 2, 3, 0, 1, .. with k = 4. No group has equal scores, so every episode is trained on."""
+    """0, 1, 2, 3, 0, 1, .. with k = 4. No group has equal scores, so every episode is trained
+    on."""
     return [float(episode % 4) for episode in range(len(completions))]

@@ -2,13 +2,13 @@
 
     python benchmark/throughput/tally_worker.py rloo.py --total-episodes 256
 
-It prints the seconds and counts of each step, and the peak of memory. It imports the script as it is, and replaces in
-the module only what a measurement needs:
+It prints the seconds and counts of each step, and the peak of memory. It imports the script as it
+is, and replaces in the module only what a measurement needs:
 
     sample, forward_pass               get a clock. The second is for passes without gradient
     load_prompts                       notes the length of each prompt
-    draw_prompts                       hands out the prompts in the order of the file, as TRL does here, and marks the
-                                       beginning of an iteration
+    draw_prompts                       hands out the prompts in the order of the file, as TRL does
+                                       here, and marks the beginning of an iteration
     draw_mini_batches, mean_metrics    mark the beginning and the end of training
     finish                             writes nothing, and marks the end of the last iteration
     find_eos_ids                       where the lengths are forced: no token ends a completion
@@ -36,7 +36,8 @@ class Options:
 
 
 def now() -> float:
-    """The time. A GPU works on while the program goes on, so this waits until it has done all that it was given."""
+    """The time. A GPU works on while the program goes on, so this waits until it has done all that
+    it was given."""
     import torch
 
     if torch.cuda.is_available():
@@ -73,7 +74,8 @@ def main(options: Options, flags: list[str]):
         function = getattr(module, name)
 
         def clocked(*args, **inputs):
-            if torch.is_grad_enabled() or not steps:  # a pass of training, or the check of a model at its load
+            # a pass of training, or the check of a model at its load
+            if torch.is_grad_enabled() or not steps:
                 return function(*args, **inputs)
             started = now()
             result = function(*args, **inputs)

@@ -1,28 +1,31 @@
 """Tally against TRL 1.16 on the same work: seconds per step, and memory.
 
-    python benchmark/smollm2/prepare.py                                      # the model of cases c and d
-    python benchmark/throughput/throughput.py                                # all cases, on one core
-    python benchmark/throughput/throughput.py a                              # one; results of the others stay
+    python benchmark/smollm2/prepare.py              # the model of cases c and d
+    python benchmark/throughput/throughput.py        # all cases, on one core
+    python benchmark/throughput/throughput.py a      # one; results of the others stay
 
-It runs in the environment of benchmark/parity/trl_trainer.py, and on a GPU if there is one. For every case and
-algorithm, the two run in turn, A B A B, each in a process of its own with one thread, with equal settings and equal
-micro-batches. The first two steps of every run are dropped. The numbers are medians over the other steps of all pairs.
-`lowest` and `highest` are the ratios of single pairs. The seconds of a step last until the next step begins, so the
-start of the program does not count. They have four parts:
+It runs in the environment of benchmark/parity/trl_trainer.py, and on a GPU if there is one. For
+every case and algorithm, the two run in turn, A B A B, each in a process of its own with one
+thread, with equal settings and equal micro-batches. The first two steps of every run are dropped.
+The numbers are medians over the other steps of all pairs. `lowest` and `highest` are the ratios of
+single pairs. The seconds of a step last until the next step begins, so the start of the program
+does not count. They have four parts:
 
     generation     sampling
-    logprobs       log-probabilities without gradient: the reference's, and the old policy's in TRL's RLOO
+    logprobs       log-probabilities without gradient: the reference's, and in TRL's RLOO the old
+                   policy's
     train          forward, backward, clipping and the optimizer
     rest           tokenizing, decoding, scores and metrics
 
-Memory is the peak of the process's resident memory, with models and libraries (Linux). On a GPU it is the most that
-PyTorch's tensors had at once. Every process gets the variables of `KEEP_FREED_MEMORY`. With them glibc keeps the memory
-of freed tensors. Otherwise it gives large ones back at once, and the kernel clears their pages again for the next
-tensor.
+Memory is the peak of the process's resident memory, with models and libraries (Linux). On a GPU it
+is the most that PyTorch's tensors had at once. Every process gets the variables of
+`KEEP_FREED_MEMORY`. With them glibc keeps the memory of freed tensors. Otherwise it gives large
+ones back at once, and the kernel clears their pages again for the next tensor.
 
-The program stops if the prompts of the two had other lengths at a step, or if they sampled other numbers of tokens. The
-tolerance for tokens is 10 %, or 3 standard errors where lengths are sampled. `trl_worker.py` has TRL's configuration,
-with the reasons. Writes throughput.json, and a chart beside it. In a smoke run Tally alone trains a tiny model.
+The program stops if the prompts of the two had other lengths at a step, or if they sampled other
+numbers of tokens. The tolerance for tokens is 10 %, or 3 standard errors where lengths are sampled.
+`trl_worker.py` has TRL's configuration, with the reasons. Writes throughput.json, and a chart
+beside it. In a smoke run Tally alone trains a tiny model.
 """
 
 import functools
@@ -105,7 +108,8 @@ def random_llama(folder: Path, vocabulary: int):
 
 
 def post(draw: random.Random, tokenizer, tokens: int, chat: bool) -> dict:
-    """A row whose prompt, as both programs render it, has exactly so many tokens: sentences in a drawn order, cut."""
+    """A row whose prompt, as both programs render it, has exactly so many tokens: sentences in a
+    drawn order, cut."""
     while True:  # until a cut falls on the number
         words = " ".join(draw.sample(SENTENCES, len(SENTENCES))).split()
         for count in range(tokens // 3, len(words)):
@@ -183,13 +187,15 @@ def check(ours: list[dict], theirs: list[dict]):
             raise SystemExit(f"prompt tokens (sum, longest) of each step: {lengths}")
     tokens = [[step["tokens"] for result in runs for step in result["steps"]] for runs in (ours, theirs)]
     means = [statistics.mean(counts) for counts in tokens]
-    error = sum(statistics.variance(counts) / len(counts) for counts in tokens) ** 0.5  # 0 for forced lengths
+    # 0 for forced lengths
+    error = sum(statistics.variance(counts) / len(counts) for counts in tokens) ** 0.5
     if abs(means[0] - means[1]) > max(TOKEN_TOLERANCE * means[1], 3 * error):
         raise SystemExit(f"{means} tokens a step were sampled (standard error {error:.1f})")
 
 
 def summary(runs: list[dict], batch: int) -> dict:
-    """Medians over the measured steps of all runs, in seconds; memory in GiB, the most of any run."""
+    """Medians over the measured steps of all runs, in seconds; memory in GiB, the most of any
+    run."""
     steps = [step for result in runs for step in result["steps"][DROPPED_STEPS:]]
     by_run = [[step["seconds"] for step in result["steps"][DROPPED_STEPS:]] for result in runs]
     return dict(
@@ -272,9 +278,11 @@ def plot(rows: list[dict], folder: Path):
 def jobs_of(case: Case) -> dict[tuple, dict]:
     flags = (
         "--model-path MODEL --dataset WORLD/prompts.jsonl "
-        f"--reward benchmark/throughput/rewards.py:{case.reward} --total-episodes {case.steps * case.batch} "
-        f"--batch-size {case.batch} --per-device-train-batch-size {case.micro_batch} --response-length "
-        f"{case.completion_tokens} --kl-coef {case.kl_coef} --learning-rate {case.learning_rate} --save-every None "
+        f"--reward benchmark/throughput/rewards.py:{case.reward} "
+        f"--total-episodes {case.steps * case.batch} --batch-size {case.batch} "
+        f"--per-device-train-batch-size {case.micro_batch} "
+        f"--response-length {case.completion_tokens} --kl-coef {case.kl_coef} "
+        f"--learning-rate {case.learning_rate} --save-every None "
         "--temperature 1 --max-grad-norm 1 --num-sample-generations 0"
     )
     own = dict(rloo=f"--rloo-k {case.k}", grpo=f"--num-generations {case.k}")

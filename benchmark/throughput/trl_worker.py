@@ -7,13 +7,15 @@ The settings are those of benchmark/parity/trl_trainer.py, with its reasons. Bes
     gradient_accumulation_steps   the same micro-batches as Tally's
     shuffle_dataset               off: both programs take the prompts in the file's order
     use_transformers_continuous_batching, cache_implementation
-                                  left at their defaults, which are the fastest on a CPU: a static cache was no faster,
-                                  and continuous batching was some 60 times slower
-    eos_token_id                  -1 for forced lengths, so that nothing ends; this is cheaper than min_new_tokens,
-                                  which rewrites the logits for every token
+                                  left at their defaults, which are the fastest on a CPU: a static
+                                  cache was no faster, and continuous batching was some 60 times
+                                  slower
+    eos_token_id                  -1 for forced lengths, so that nothing ends. This is cheaper than
+                                  min_new_tokens, which rewrites the logits for every token
 
-No setting changes two things. Without Triton, so on every CPU, TRL 1.16 also computes the log-probabilities of the
-prompt's tokens, and masks them. And its backward pass computes the logits again, which saves memory.
+No setting changes two things. Without Triton, so on every CPU, TRL 1.16 also computes the
+log-probabilities of the prompt's tokens, and masks them. And its backward pass computes the logits
+again, which saves memory.
 """
 
 import json
@@ -50,7 +52,8 @@ def settings(job: dict) -> dict:
 
 
 def clocked(trainer_class):
-    """The trainer's class with clocks around its parts; each step's seconds and counts are in the list `steps`."""
+    """The trainer's class with clocks around its parts; each step's seconds and counts are in the
+    list `steps`."""
     import torch
 
     class Clocked(trainer_class):
@@ -59,7 +62,8 @@ def clocked(trainer_class):
             super().__init__(*args, **kwargs)
 
         def _prepare_inputs(self, *args, **kwargs):
-            is_first = self.prepared % self.args.gradient_accumulation_steps == 0  # of a step's micro-batches
+            # of a step's micro-batches
+            is_first = self.prepared % self.args.gradient_accumulation_steps == 0
             self.prepared += 1
             if is_first:
                 self.steps.append(dict(generation=0.0, logprobs=0.0))
@@ -72,7 +76,8 @@ def clocked(trainer_class):
             started = now()
             result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
             self.steps[-1]["generation"] += now() - started
-            completion_ids = result[0] if isinstance(result, tuple) else result  # GRPO's has log-probabilities, too
+            # GRPO's has log-probabilities, too
+            completion_ids = result[0] if isinstance(result, tuple) else result
             self.steps[-1] |= dict(
                 prompt_tokens=sum(len(ids) for ids in prompt_ids),
                 longest_prompt=max(len(ids) for ids in prompt_ids),
@@ -113,10 +118,12 @@ def main(job: tyro.conf.Positional[Path]):
     data |= dict(folder=job["folder"], callbacks=[StepEnds()], subclass=clocked)
     trainer = trl_trainer.make_trainer(job["algorithm"], **data, **settings(job))
     if job["forced"]:
-        trainer.eos_token_ids = [-1]  # an EOS that is sampled all the same does not cut the completion
+        # an EOS that is sampled all the same does not cut the completion
+        trainer.eos_token_ids = [-1]
     trainer.train()
     for step, end in zip(trainer.steps, moments[1:], strict=True):
-        step["train"] = end - step.pop("train_began")  # forward, backward, clipping and the optimizer
+        # forward, backward, clipping and the optimizer
+        step["train"] = end - step.pop("train_began")
     print_result(trainer.steps, moments)
 
 
