@@ -62,7 +62,7 @@ class Case:
     steps: int
     pairs: int
     algorithms: tuple[str, ...] = ("rloo", "grpo")
-    reward: str = "share_of_letters"
+    reward: str = "benchmark/throughput/rewards.py:share_of_letters"
     k: int = 4
     kl_coef: float = 0.05
     learning_rate: float = 1e-6
@@ -278,7 +278,7 @@ def plot(rows: list[dict], folder: Path):
 def jobs_of(case: Case) -> dict[tuple, dict]:
     flags = (
         "--model-path MODEL --dataset WORLD/prompts.jsonl "
-        f"--reward benchmark/throughput/rewards.py:{case.reward} "
+        f"--reward {case.reward} "
         f"--total-episodes {case.steps * case.batch} --batch-size {case.batch} "
         f"--per-device-train-batch-size {case.micro_batch} "
         f"--response-length {case.completion_tokens} --kl-coef {case.kl_coef} "

@@ -27,7 +27,7 @@ from tally_worker import now, print_result
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "parity"))
 import trl_trainer
-from run import read_rows
+from run import import_script, read_rows
 
 
 def settings(job: dict) -> dict:
@@ -98,7 +98,6 @@ def clocked(trainer_class):
 
 
 def main(job: tyro.conf.Positional[Path]):
-    import rewards
     import torch
     from transformers import TrainerCallback
 
@@ -114,7 +113,9 @@ def main(job: tyro.conf.Positional[Path]):
 
         on_step_end = on_train_begin
 
-    data = dict(rows=read_rows(job["dataset"]), reward=getattr(rewards, job["reward"]), model=job["model"])
+    data = dict(
+        rows=read_rows(job["dataset"]), reward=import_script("rloo").load_reward(job["reward"]), model=job["model"]
+    )
     data |= dict(folder=job["folder"], callbacks=[StepEnds()], subclass=clocked)
     trainer = trl_trainer.make_trainer(job["algorithm"], **data, **settings(job))
     if job["forced"]:
