@@ -22,6 +22,8 @@ PROGRAMS = """
 default/curves failures/failures ladder/ladder claims/claims
 ablations/ablations variants/curves variants/one_batch_late
 hardware/whitening hardware/completions hardware/architectures
+hardware/sharded hardware/kill_and_resume smollm2/train
+parity/mini_batch parity/replay parity/rewards throughput/throughput engine/measure
 """.split()
 
 

@@ -110,6 +110,9 @@ def import_script(script: str):
     """Import a script (`rloo`, or a path)."""
     path = Path(script if script.endswith(".py") else ROOT / f"{script}.py").resolve()
     sys.path.insert(0, str(path.parent))
+    loaded = sys.modules.get(path.stem)
+    if loaded and Path(loaded.__file__).resolve() != path:
+        del sys.modules[path.stem]  # another script of this name
     return importlib.import_module(path.stem)
 
 

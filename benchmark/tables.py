@@ -99,7 +99,8 @@ def default_clipping() -> str:
 
 def largest(peer: str) -> float:
     """The largest difference to another program, where the settings are the same."""
-    rows = [row for row in having(load("parity/mini_batch.json"), peer=peer) if "what" not in row]
+    part = dict(trl="same", torchrl="ppo")[peer]
+    rows = [row for row in having(load("parity/mini_batch.json"), part=part) if "undone_by" not in row]
     names = ("loss", "gradient", "value_loss", "value")
     return max(row[name] for row in rows for name in names if name in row)
 
@@ -107,9 +108,8 @@ def largest(peer: str) -> float:
 def distances() -> dict[str, list[float]]:
     """How far two processes are from one, for each script."""
     found = {}
-    for run in load("hardware/fsdp2_cpu.json")["runs"] + load("hardware/sharded.json")["runs"]:
-        kind = run["kind"] if "kind" in run else f"ZeRO-{run['stage']}"
-        found.setdefault(kind, []).append(run["relative_distance"])
+    for kind, runs in grouped(load("hardware/sharded.json"), "part").items():
+        found[kind] = [run["relative_distance"] for run in runs]
     return found
 
 
@@ -142,7 +142,7 @@ def whitening() -> str:
 def kills() -> str:
     """Runs that were killed, against those that were not."""
     rows, names = [], {"1": "one process", "2": "two", "1, 2 by turns": "one and two in turn"}
-    for processes, runs in grouped(load("hardware/kill_and_resume.json")["runs"], "processes").items():
+    for processes, runs in grouped(load("hardware/kill_and_resume.json"), "processes").items():
         cells = ["bitwise equal" if run["bitwise"] else small(run["relative_distance"]) for run in runs]
         rows.append([f"resumed on {names[processes]}", *cells])
     return markdown(["", *SCRIPTS], rows)
@@ -150,10 +150,10 @@ def kills() -> str:
 
 def smollm2() -> str:
     """A real model, before and after."""
-    runs, rows = grouped(load("smollm2/results.json"), "script"), []
+    runs, rows = grouped(load("smollm2/train.json"), "part"), []
     columns = {"right": ("right answers", 2), "ended": ("answers that end", 2), "tokens": ("tokens of an answer", 1)}
     for name, (text, digits) in columns.items():
-        found = [[f"{run['after'][name]:.{digits}f}" for run in some] for some in runs.values()]
+        found = [[f"{run['held_out'][name]:.{digits}f}" for run in some] for some in runs.values()]
         rows.append([text, *map(", ".join, found)])
     return markdown(["", "before", *(f"{script}, two seeds" for script in SCRIPTS)], rows)
 
@@ -162,10 +162,10 @@ def real_tasks() -> str:
     """A line per run, on one GPU or a CPU."""
     models = [("0.5B, LoRA", "24 GB"), ("0.5B", "24 GB"), ("1.5B", "80 GB")]
     rows = [[f"Qwen2.5-{model}", f"a GPU, {memory}", *["not run"] * 4] for model, memory in models]
-    [before], runs = (having(load("smollm2/results.json"), script=script) for script in ("before", "grpo"))
-    after = ", ".join(f"{100 * run['after']['right']:.0f}" for run in runs)
+    [before], runs = (having(load("smollm2/train.json"), part=part) for part in ("before", "grpo"))
+    after = ", ".join(f"{100 * run['held_out']['right']:.0f}" for run in runs)
     minutes = ", ".join(f"{run['seconds'] / 60:.0f}" for run in runs)
-    cells = [f"{minutes} minutes", "nothing", f"{100 * before['after']['right']:.0f}", after]
+    cells = [f"{minutes} minutes", "nothing", f"{100 * before['held_out']['right']:.0f}", after]
     rows.append(["[SmolLM2-135M on sums](../README.md#a-real-model), two seeds", "a CPU core", *cells])
     return markdown(["model", "hardware", "time", "price", "score before", "after"], rows)
 
@@ -187,16 +187,16 @@ def kl_term() -> str:
 def speed() -> str:
     """Tally beside TRL."""
     rows = []
-    for case, some in grouped(load("throughput/throughput.json"), "case").items():
+    for case, some in grouped(load("throughput/throughput.json"), "part").items():
         cells = {"rloo": "not run", "grpo": "not run"}
-        for e in some:
-            memory = f"{e['tally']['peak_gib']:.2g}, {e['trl']['peak_gib']:.2g}"
-            cells[e["algorithm"]] = f"{e['episodes_per_second_ratio']:.1f}x; {memory}"
-        settings = some[0]["settings"]
-        runs = f"{settings['pairs']}, {settings['steps'] - settings['dropped_steps']}"
-        rows.append([f"{case}: {some[0]['about']}; batch {settings['batch']}", runs, *cells.values()])
+        for row in some:
+            spread = f" ({row['lowest']:.1f} to {row['highest']:.1f})" if row["pairs"] > 1 else ""
+            memory = f"{row['tally']['peak_gib']:.2g}, {row['trl']['peak_gib']:.2g}"
+            cells[row["algorithm"]] = f"{row['ratio']:.1f}x{spread}; {memory}"
+        runs = f"{some[0]['pairs']}, {some[0]['measured_steps']}"
+        rows.append([f"{case}: {some[0]['about']}; batch {some[0]['batch']}", runs, *cells.values()])
     head = ["case: model, prompt and completion tokens", "pairs of runs, measured steps in each"]
-    return markdown([*head, "RLOO: speed; memory", "GRPO: speed; memory"], rows)
+    return markdown([*head, "RLOO: speed (of single pairs); memory", "GRPO: speed; memory"], rows)
 
 
 # ================================================= README.md ==========================================
@@ -205,12 +205,15 @@ def evidence() -> str:
     before = mean(c["greedy_before"] for c in default())
     after = [mean(c["greedy_after"] for c in some) for some in grouped(default(), "script").values()]
     unseen = [mean(row["unseen_after"] for row in some) for some in grouped(claims("pairs"), "script").values()]
-    right_before, *right = (row["after"]["right"] for row in load("smollm2/train.json"))
+    right_before, *right = (row["held_out"]["right"] for row in load("smollm2/train.json"))
     replayed = max(row["distance"] for row in load("parity/replay.json"))
     apart = max(value for values in distances().values() for value in values)
-    killed = load("hardware/kill_and_resume.json")["kills"]
+    killed = sum(row["kills"] for row in load("hardware/kill_and_resume.json"))
     trl, torchrl = (small(largest(peer), 0) for peer in ("trl", "torchrl"))
     after, unseen = (", ".join(f"{x:.{n}f}" for x in values) for values, n in ((after, 3), (unseen, 2)))
+    pairs = [row for row in load("throughput/throughput.json") if row["pairs"] > 1]
+    low, high = min(row["lowest"] for row in pairs), max(row["highest"] for row in pairs)
+    memory = [100 * row["tally"]["peak_gib"] / row["trl"]["peak_gib"] for row in pairs]
     rows = f"""
 It learns | right answers to held-out sums, ten seeds (RLOO, GRPO, PPO): {before:.2f} before; after {after}. On pairs of last digits that training did not show: {unseen} | [the default task](benchmark/README.md#the-default-task), [pairs](docs/claims.md#are-the-held-out-questions-new)
 It computes what others compute | after ten differences are removed, loss and gradient of a mini-batch: within {trl} of TRL 1.16, within {torchrl} of torchrl 0.14. One of the ten is 0.99 of the gradient under TRL's default | [parity](benchmark/parity/README.md)
@@ -218,7 +221,7 @@ A whole run agrees with TRL | TRL, with the same ten removed, trains on Tally's 
 One run on any number of processes | two CPU processes against one, with DDP, FSDP2 and ZeRO: at most {small(apart)} of the distance that the weights moved | [processes](benchmark/README.md#one-run-on-any-number-of-processes)
 Nothing is lost | {killed} kills with SIGKILL: resumed runs give the unbroken run's weights, bit for bit on as many processes | [kills](benchmark/README.md#kills)
 A real model learns | SmolLM2-135M on sums, at temperature 0.8: {right_before:.2f} of held-out answers right before, {min(right):.2f} to {max(right):.2f} after. Before, 0.32 were right at the best temperature tried | [a real model](benchmark/README.md#a-real-model)
-It is fast | beside TRL 1.16 on one CPU core: {speed_range()} | [speed](benchmark/README.md#speed)
+It is fast | beside TRL 1.16 on one CPU core, RLOO and GRPO, prompts of 6 to 32 tokens: {low:.1f} to {high:.1f} times its episodes per second in {sum(row["pairs"] for row in pairs)} pairs of runs, with {min(memory):.0f} to {max(memory):.0f} % of its memory | [speed](benchmark/README.md#speed)
 """  # noqa: E501
     return markdown(["claim", "measured", "where"], [line.split(" | ") for line in rows.strip().splitlines()])
 
@@ -412,7 +415,7 @@ def one_batch_late() -> str:
 
 
 # ============================================ benchmark/engine/README.md ====================================
-ENGINE = {  # of each case the columns, as run.json names them
+ENGINE = {  # of each case the columns, as measure.json names them
     "default": "held_out largest_logprob_difference weight_std median_rollout_s",
     "equal": "completions_that_differ distance",
     "long": "largest_logprob_difference error",
@@ -421,19 +424,19 @@ ENGINE = {  # of each case the columns, as run.json names them
 
 
 def engine(case: str) -> str:
-    """The runs of a case of benchmark/engine/run.py."""
+    """The runs of a part of benchmark/engine/measure.py."""
 
     def cell(value):
         if isinstance(value, list):
             return f"{cell(value[0])} -> {cell(value[-1])}"
         return f"{value:.2g}" if isinstance(value, float) else value
 
-    runs = {name: run for name, run in load("engine/run.json")["runs"].items() if name.startswith(f"{case}, ")}
+    rows = having(load("engine/measure.json"), part=case)
     if case == "equal":  # The other runs are those that these are compared with.
-        runs = {name: run for name, run in runs.items() if "distance" in run}
+        rows = [row for row in rows if "distance" in row]
     columns = ENGINE[case].split()
-    rows = [[name.split(", ", 1)[1], *(cell(run.get(key, "")) for key in columns)] for name, run in runs.items()]
-    return markdown(["run", *(key.replace("_", " ") for key in columns)], rows)
+    cells = [[row["run"], *(cell(row.get(key, "")) for key in columns)] for row in rows]
+    return markdown(["run", *(key.replace("_", " ") for key in columns)], cells)
 
 
 # ============================================ benchmark/parity/README.md ====================================
@@ -443,22 +446,9 @@ def power(value: float) -> str:
 
 def mini_batch() -> str:
     """The largest differences of loss and gradient in all cases that are the same in both programs."""
-    groups = {}
-    for row in load("parity/mini_batch.json"):
-        if "what" in row or "of" in row:
-            continue
-        name = f"GRPO, {row['loss_type']}" if "loss_type" in row else "RLOO"
-        if row["peer"] == "torchrl":
-            name = "PPO and torchrl's `ClipPPOLoss`"
-        elif "patch" in row:
-            name = "GRPO with `unbiased_kl.patch`, TRL with its default KL"
-        elif "micro_batches" in row:
-            name = "RLOO and GRPO in four micro-batches"
-        elif "reward" in row:
-            name = "RLOO and GRPO with a reward that returns None"
-        groups.setdefault(name, []).append(row)
+    updates = [row for row in load("parity/mini_batch.json") if "update" in row and "undone_by" not in row]
     rows = []
-    for name, some in groups.items():
+    for name, some in grouped(updates, "what").items():
         cells = []
         for update in (1, 2):
             of_update = having(some, update=update)
@@ -472,7 +462,7 @@ def mini_batch() -> str:
 def differences() -> str:
     """The places where the programs mean different things."""
     rows = []
-    for what, some in grouped([row for row in load("parity/mini_batch.json") if "what" in row], "what").items():
+    for what, some in grouped([row for row in load("parity/mini_batch.json") if "undone_by" in row], "what").items():
         found = max(row.get("gradient", row.get("value")) for row in some)
         left = max(row.get("undone_gradient", row.get("undone_value")) for row in some)
         rows.append([what, power(found), some[0]["undone_by"], power(left)])
@@ -481,20 +471,8 @@ def differences() -> str:
 
 def replay() -> str:
     """TRL, trained on the completions of Tally's default run."""
-    rows = [[row["algorithm"], row["updates"], f"{row['distance']:.1e}"] for row in load("parity/replay.json")]
+    rows = [[row["script"], row["updates"], f"{row['distance']:.1e}"] for row in load("parity/replay.json")]
     return markdown(["script", "updates", "distance"], rows)
-
-
-def learning() -> str:
-    """Tally and TRL, ten seeds each, and Welch's test."""
-    names = {"score": "last ten iterations", "area": "mean of all 256"}
-    rows = []
-    for row in load("parity/learning.json"):
-        if "test" in row:
-            difference, low, high = row["difference"]
-            cells = [f"{row['tally'][0]:.4f}", f"{row['trl'][0]:.4f}", f"{difference:+.4f} ({low:+.4f} to {high:+.4f})"]
-            rows.append([f"{row['algorithm'].upper()}, {names[row['test']]}", *cells, f"{row['p']:.2f}"])
-    return markdown(["sampled score", "Tally", "TRL", "difference (95 %)", "Welch's p"], rows)
 
 
 # ============================================== docs/claims.md ==============================================

@@ -1,15 +1,17 @@
-"""Kill runs at drawn moments, start the same command again until it is done, and compare with a run never killed.
+"""Kill runs at drawn moments, start the same command again until it is done, and compare with a run
+never killed.
 
-    python benchmark/hardware/kill_and_resume.py                         # all three scripts, 27 kills each
-    python benchmark/hardware/kill_and_resume.py --scripts ppo --seed 2  # other moments; --runs: some
+    python benchmark/hardware/kill_and_resume.py
 
-Every script trains a run of 12 iterations three times: on one process, on two, and on one and two by turns. Each of the
-three is killed nine times, by SIGKILL of all its processes, at a drawn call of a PHASE or after some seconds.
+Every script trains a run of 12 iterations three times: on one process, on two, and on one and two
+by turns. Each of the three is killed nine times, by SIGKILL of all its processes, at a drawn call
+of a PHASE or after some seconds.
 
-The weights must be those of the unbroken run: bitwise the same where the number of processes never changed, else by
-norm, |w1 - w2| / |w1 - w_start| < 1e-3. Every iteration must stand once in each file, and one more start must do
-nothing. The exit status is 1 if one of these fails. The learning rate is 1e-4. At 3e-4 this PPO run is chaotic: even
-unbroken runs on 1 and on 2 processes end 0.2 apart.
+The weights must be those of the unbroken run: bitwise the same where the number of processes never
+changed, else by norm, |w1 - w2| / |w1 - w_start| < 1e-3. Every iteration must stand once in each
+file, and one more start must do nothing. The program stops where one of these fails. The learning
+rate is 1e-4. At 3e-4 this PPO run is chaotic: even unbroken runs on 1 and on 2 processes end 0.2
+apart. Writes kill_and_resume.json. A smoke run kills PPO by turns.
 """
 
 import itertools
@@ -21,22 +23,24 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from collections import Counter
 from multiprocessing import connection
 from pathlib import Path
 
-import accelerate
-import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import SCRIPTS, import_script, machine, read_rows, relative_distance
+from run import SCRIPTS, Part, import_script, main, read_rows, relative_distance
 
-PHASES = ("rollout", "training", "written", "removing", "metrics", "loading", "anywhere", "anywhere")  # then `model`
-FLAGS = """--total-episodes 188 --batch-size 16 --num-mini-batches 2 --num-ppo-epochs 1 --per-device-train-batch-size 3
-    --learning-rate 1e-4 --save-every 1 --save-rollouts --num-sample-generations 4 --resume""".split()
 RESULT = Path(__file__).with_suffix(".json")
+SEED = 1
+# then `model`
+PHASES = ("rollout", "training", "written", "removing", "metrics", "loading", "anywhere", "anywhere")
+FLAGS = (
+    "--total-episodes 188 --batch-size 16 --num-mini-batches 2 --num-ppo-epochs 1 "
+    "--per-device-train-batch-size 3 --learning-rate 1e-4 --save-every 1 --save-rollouts "
+    "--num-sample-generations 4 --resume"
+)
 PROCESSES = {"1": [1] * 9, "2": [2] * 9, "1, 2 by turns": [1, 2] * 5}
 
 
@@ -55,7 +59,7 @@ def kill_at(module, phase: str, call: int):
     owner, name, applies, first = {  # of which calls, and what is done before the end
         # between two tokens, and between two micro-batches
         "rollout": (module, "pick_tokens", lambda *_: True, None),
-        "training": (accelerate.Accelerator, "backward", lambda *_: True, None),
+        "training": (module.accelerate.Accelerator, "backward", lambda *_: True, None),
         # The tensors of a checkpoint are written, but it is not whole yet.
         "written": (Path, "rename", lambda path, _: path.name == "unfinished", None),
         "removing": (module.shutil, "rmtree", lambda path: path.exists(), remove_half),
@@ -76,7 +80,7 @@ def kill_at(module, phase: str, call: int):
     setattr(owner, name, struck)
 
 
-def worker(script: str, flags: list[str], rank: int, processes: int, port: int, log: str, kill):
+def worker(script: str, flags: str, rank: int, processes: int, port: int, log: str, kill):
     """One process of a run, with the environment that a launcher sets."""
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
@@ -84,52 +88,55 @@ def worker(script: str, flags: list[str], rank: int, processes: int, port: int, 
     if processes > 1:
         names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=processes, LOCAL_WORLD_SIZE=processes, MASTER_PORT=port)
         os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
-    torch.set_num_threads(1)
     module = sys.modules[script]  # this process's own copy
+    module.torch.set_num_threads(1)
     if kill is not None and kill[0] != "anywhere" and rank == kill[2]:
         kill_at(module, *kill[:2])  # The parent kills the others as soon as it sees this one dead.
-    module.main(tyro.cli(module.Args, args=flags))
+    module.main(tyro.cli(module.Args, args=flags.split()))
 
 
-def start(script: str, folder: Path, processes: int, kill=None, seconds: float | None = None) -> str:
-    """Start a run and wait -> `killed`, or `done`. What ends otherwise ends this program."""
+def start(script: str, flags: str, folder: Path, processes: int, kill=None, seconds: float | None = None) -> bool:
+    """Start a run and wait. Returns whether it was killed. A run that fails ends this program."""
     fork = multiprocessing.get_context("fork")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    settings = (processes, port, f"{folder}.log", kill)
-    flags = [*FLAGS, "--output-dir", str(folder)]
-    family = [fork.Process(target=worker, args=(script, flags, rank, *settings)) for rank in range(processes)]
+    flags = f"{flags} --output-dir {folder}"
+    family = []
+    for rank in range(processes):
+        settings = (script, flags, rank, processes, port, f"{folder}.log", kill)
+        family.append(fork.Process(target=worker, args=settings))
     for member in family:
         member.start()
     ready = connection.wait([member.sentinel for member in family], timeout=seconds)
     ended = [member for member in family if member.sentinel in ready]
     for member in ended:
         member.join()
-    if not ended or any(member.exitcode for member in ended):  # Time is up, or one was struck: all go at once.
+    # Time is up, or one was struck: all go at once.
+    if not ended or any(member.exitcode for member in ended):
         for member in family:
             member.kill()
     for member in family:
         member.join()
     statuses = {member.exitcode for member in family}
     if -signal.SIGKILL in statuses and statuses <= {0, 1, -signal.SIGKILL} and kill:
-        return "killed"
+        return True
     if statuses != {0}:
         raise SystemExit(f"{folder}: a process ended with {statuses}; see {folder}.log")
-    return "done"
+    return False
 
 
-def kill_run(script: str, folder: Path, processes: list[int], draw: random.Random) -> Counter:
-    """Start a run with nine kills, and then until it is done -> the kills by phase."""
+def kill_run(script: str, flags: str, folder: Path, processes: list[int], draw: random.Random) -> Counter:
+    """Start a run with nine kills, and then until it is done. Returns the kills by phase."""
     hits = Counter()
     for count, phase in zip(processes, [*draw.sample(PHASES, len(PHASES)), "model"]):
         call = draw.randint(1, {"rollout": 15, "training": 12, "written": 2, "metrics": 2}.get(phase, 1))
         killer = draw.randrange(count) if phase in ("rollout", "training", "loading") else 0
         seconds = draw.uniform(0.2, 1.2) if phase == "anywhere" else None
-        hits[phase] += start(script, folder, count, (phase, call, killer), seconds) == "killed"
-    start(script, folder, processes[-1])
+        hits[phase] += start(script, flags, folder, count, (phase, call, killer), seconds)
+    start(script, flags, folder, processes[-1])
     written = (folder / "model").stat().st_mtime_ns
-    start(script, folder, processes[-1])
+    start(script, flags, folder, processes[-1])
     if written != (folder / "model").stat().st_mtime_ns:
         raise SystemExit(f"{folder}: a finished run wrote its model again")
     return hits
@@ -141,34 +148,49 @@ def rows_of(folder: Path) -> dict:
     return {name: [(row["iteration"], row.get("index")) for row in rows] for name, rows in files.items()}
 
 
-def main(scripts: tuple[str, ...] = SCRIPTS, seed=1, runs: tuple[str, ...] = tuple(PROCESSES), results: Path = RESULT):
-    started, draw, rows = time.time(), random.Random(seed), []
-    work = Path(tempfile.mkdtemp(prefix="kill_and_resume_"))
-    for script in scripts:
-        import_script(script)  # once for all the processes that are forked
-        unbroken = {processes: work / f"{script}_unbroken_{processes}" for processes in (1, 2)}
-        for processes, folder in unbroken.items():
-            start(script, folder, processes)
-        apart, hit = relative_distance(unbroken[2], unbroken[1]), Counter()
-        for name in runs:
-            folder = work / f"{script}_killed_{name[:4].strip(', ').replace(', ', '_')}"
-            hits, right = kill_run(script, folder, PROCESSES[name], draw), unbroken[PROCESSES[name][0]]
-            one, two = ((path / "model" / "model.safetensors").read_bytes() for path in (folder, right))
-            row = dict(script=script, processes=name, kills=hits.total(), phases=dict(sorted(hits.items())))
-            row |= dict(unbroken_1_and_2_relative_distance=apart, bitwise=one == two)
-            row |= dict(relative_distance=relative_distance(folder, right))
-            row |= dict(each_row_once=rows_of(folder) == rows_of(right))
-            may_differ = "," in name and row["relative_distance"] < 1e-3
-            rows.append(row | dict(fine=row["each_row_once"] and (row["bitwise"] or may_differ)))
-            print(json.dumps(rows[-1]), flush=True)
-            hit += hits
-        missed = [phase for phase in (*PHASES, "model") if not hit[phase]]
-        if hit.total() < 25 * len(runs) // 3 or missed:  # A drawn call may never come.
-            raise SystemExit(f"{script}: {hit.total()} kills, phases missed: {missed}; draw again with another --seed")
-    summary = dict(seed=seed, kills=sum(row["kills"] for row in rows), seconds=round(time.time() - started))
-    results.write_text(json.dumps(summary | dict(flags=" ".join(FLAGS), machine=machine(), runs=rows), indent=1) + "\n")
-    raise SystemExit(0 if all(row["fine"] for row in rows) else 1)
+def kill_script(script: str, flags: str, runs: list[str], draw: random.Random, work: Path) -> list[dict]:
+    """Kill these runs of a script. Returns a row for each."""
+    import_script(script)  # once for all the processes that are forked
+    unbroken = {processes: work / f"{script}_unbroken_{processes}" for processes in (1, 2)}
+    for processes, folder in unbroken.items():
+        start(script, flags, folder, processes)
+    apart = relative_distance(unbroken[2], unbroken[1])
+    rows = []
+    hits = Counter()
+    for name in runs:
+        folder = work / f"{script}_killed_{len(rows)}"
+        right = unbroken[PROCESSES[name][0]]
+        found = kill_run(script, flags, folder, PROCESSES[name], draw)
+        hits += found
+        one, two = ((path / "model" / "model.safetensors").read_bytes() for path in (folder, right))
+        row = dict(processes=name, kills=found.total(), phases=dict(sorted(found.items())))
+        row |= dict(unbroken_1_and_2_relative_distance=apart, bitwise=one == two)
+        row |= dict(relative_distance=relative_distance(folder, right))
+        rows.append(row | dict(each_row_once=rows_of(folder) == rows_of(right)))
+        may_differ = "," in name and row["relative_distance"] < 1e-3
+        if not (rows[-1]["each_row_once"] and (row["bitwise"] or may_differ)):
+            raise SystemExit(f"{folder}: {rows[-1]}")
+    missed = [phase for phase in (*PHASES, "model") if not hits[phase]]
+    if hits.total() < 25 * len(runs) // 3 or missed:  # A drawn call may never come.
+        found = f"{script}: {hits.total()} kills, phases missed: {missed}"
+        raise SystemExit(f"{found}; draw again with another SEED")
+    return rows
 
+
+def measure(jobs: dict, smoke: bool) -> list[dict]:
+    draw = random.Random(SEED)
+    work = Path(tempfile.mkdtemp(prefix="kill_and_resume_"))
+    rows = []
+    for script, flags in list(jobs)[-1:] if smoke else jobs:
+        runs = list(PROCESSES)[-1:] if smoke else list(PROCESSES)
+        rows += [jobs[script, flags] | row for row in kill_script(script, flags, runs, draw, work)]
+    if smoke:  # The other numbers depend on the speed of the machine.
+        rows = [{name: row[name] for name in ("unbroken_1_and_2_relative_distance", "each_row_once")} for row in rows]
+    return rows
+
+
+JOBS = {(script, FLAGS): dict(script=script) for script in SCRIPTS}
+PARTS = {"kills": Part(JOBS, measure=measure, short="")}
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    main(__doc__, RESULT, PARTS)

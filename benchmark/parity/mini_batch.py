@@ -1,55 +1,53 @@
-"""Loss and gradient of one rollout, computed by Tally's scripts, by TRL's trainers, and for PPO by torchrl.
+"""Loss and gradient of one rollout, computed by Tally's scripts, by TRL's trainers, and for PPO by
+torchrl.
 
-    OMP_NUM_THREADS=1 python benchmark/parity/mini_batch.py           # nine minutes on one core
+    python benchmark/parity/mini_batch.py
 
-It runs in the environment of trl_trainer.py. TRL and torchrl make each update at the weights at which Tally made it.
-Otherwise rounding would grow to whole steps, because Adam divides a gradient by its size.
+It runs in the environment of trl_trainer.py. TRL and torchrl make each update at the weights at
+which Tally made it. Otherwise rounding would grow to whole steps, because Adam divides a gradient
+by its size.
 
-The gradient is that before clipping. The measure is |ours - theirs| / |ours|, or |ours - theirs| for a loss nearer to 0
-than 0.01. `cut` is the share of ratios where the clip changes the loss (cispo: the ratio). Writes mini_batch.json, a
-line for each case. The exit status is 1 if an unexplained difference above 1e-5 is left.
+The gradient is that before clipping. The measure is |ours - theirs| / |ours|, or |ours - theirs|
+for a loss nearer to 0 than 0.01. `cut` is the share of ratios where the clip changes the loss
+(cispo: the ratio). Writes mini_batch.json, a line for each update. The program stops at an
+unexplained difference above 1e-5. In a smoke run Tally alone makes the updates of some cases.
 """
 
 import contextlib
 import functools
 import io
-import itertools
 import json
 import math
 import random
-import sys
 import tempfile
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-import transformers
 import trl_trainer  # first: it makes the modules below importable
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from run import copy_script, import_script, read_run, write_lines
-from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
-from torchrl.modules import ProbabilisticActor
-from torchrl.objectives import ClipPPOLoss
-from torchrl.objectives.value.functional import generalized_advantage_estimate
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl.trainer import grpo_trainer, rloo_trainer
+import tyro
+from run import Part, copy_script, import_script, main, read_run
 
-import grpo
-import ppo
-import rloo
-
-SCRIPTS = dict(rloo=rloo, grpo=grpo, ppo=ppo)
-TRL_FILES = dict(rloo=rloo_trainer, grpo=grpo_trainer)
+RESULT = Path(__file__).with_suffix(".json")
 TOLERANCE = 1e-5
-EPISODES, RESPONSE_LENGTH = 24, 10
+EPISODES = 24
+# measure() replaces WORLD by a folder with random models.
+COMMON = (
+    "--model-path WORLD/policy --ref-model-path WORLD/reference --dataset WORLD/prompts.jsonl "
+    "--save-rollouts "
+    f"--batch-size {EPISODES} --total-episodes {EPISODES} --per-device-train-batch-size {EPISODES} "
+    "--response-length 10 --learning-rate 2e-3 --lr-scheduler-type constant "
+    "--reward benchmark/parity/mini_batch.py:score"
+)
 
 
-# ========================================= the world of the rollout ==========================================
+# ========== the world of the rollout ==========
 def score(prompts: list, completions: list, of_equals: float = 0.5, **_) -> list[float]:
-    """Differs between the completions of a prompt, but for prompts of three characters: theirs are of one score."""
+    """Differs between the completions of a prompt, but for prompts of three characters: theirs are
+    of one score."""
     own = [len(set(completion)) + 0.3 * completion.count("1") for completion in completions]
     return [of_equals if len(prompt) == 3 else value for prompt, value in zip(prompts, own)]
 
@@ -63,7 +61,8 @@ def equal_at_zero(**columns) -> list[float]:
 
 
 def none_of_seven(prompts: list, completions: list, **_) -> list:
-    """None for completions with a 7, and for one whole group. In another group a single completion has a score."""
+    """None for completions with a 7, and for one whole group. In another group a single completion
+    has a score."""
     scores = score(prompts, completions)
     return [None if "7" in c or p.startswith("=") else s for p, c, s in zip(prompts, completions, scores)]
 
@@ -78,49 +77,48 @@ def two_parts(**columns) -> dict[str, list]:
     return {"seven": none_of_seven(**columns), "long": none_of_long(**columns)}
 
 
-LLAMA = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
-GPT2 = dict(n_embd=32, n_layer=2, n_head=2, n_positions=64)
+def save_model(folder: Path, seed: int, auto_class="AutoModelForCausalLM", family="Llama", **shape):
+    """A random model, sharp enough that a wrong position or mask shows; three tokens end an
+    episode."""
+    import transformers
 
-
-def save_model(folder: Path, seed: int, auto_class=AutoModelForCausalLM, family="Llama", **shape) -> str:
-    """A random model, sharp enough that a wrong position or mask shows; three tokens end an episode."""
-    tokenizer = AutoTokenizer.from_pretrained(trl_trainer.POLICY)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(trl_trainer.POLICY)
     special = dict(bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")
-    model = auto_class.from_config(config(vocab_size=len(tokenizer), initializer_range=0.2, **special, **shape))
-    if auto_class is AutoModelForCausalLM:
+    config = config(vocab_size=len(tokenizer), initializer_range=0.2, **special, **shape)
+    model = getattr(transformers, auto_class).from_config(config)
+    if auto_class == "AutoModelForCausalLM":
         model.generation_config.eos_token_id = [tokenizer.eos_token_id, *tokenizer.encode("0+")]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
-def make_world(folder: Path) -> SimpleNamespace:
-    """Paths of the models and of the prompts, which are of 1 to 9 characters."""
+def make_world(folder: Path):
+    """Models, and prompts of 1 to 9 characters."""
     rng = random.Random(0)
     prompts = ["".join(rng.choices("0123456789+-=", k=length)) for length in (1, 3, 9, 4, 3, 7)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
-    classifier = dict(auto_class=transformers.AutoModelForSequenceClassification, num_labels=1)
-    return SimpleNamespace(
-        folder=folder,
-        dataset=str(folder / "prompts.jsonl"),
-        policy=save_model(folder / "policy", seed=1, **LLAMA),
-        reference=save_model(folder / "reference", seed=2, **LLAMA),
-        value=save_model(folder / "value", seed=3, **classifier, **LLAMA),
-        gpt2=save_model(folder / "gpt2", seed=1, family="GPT2", **GPT2),
-    )
+    llama = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    save_model(folder / "policy", 1, **llama)
+    save_model(folder / "reference", 2, **llama)
+    save_model(folder / "value", 3, "AutoModelForSequenceClassification", num_labels=1, **llama)
+    save_model(folder / "gpt2", 1, family="GPT2", n_embd=32, n_layer=2, n_head=2, n_positions=64)
 
 
-# ========================================= updates of the programs ===========================================
+# ========== updates of the programs ==========
 def flat(tensors) -> torch.Tensor:
     return torch.cat([tensor.detach().flatten().double() for tensor in tensors])
 
 
 @contextlib.contextmanager
 def kept_updates():
-    """A list that gets the gradient and the weights of every optimizer step, before the gradient is clipped."""
-    updates, clip = [], Accelerator.clip_grad_norm_
+    """A list that gets the gradient and the weights of every optimizer step, before the gradient is
+    clipped."""
+    from accelerate import Accelerator
+
+    updates = []
+    clip = Accelerator.clip_grad_norm_
 
     def keep_and_clip(self, parameters, *settings):
         parameters = list(parameters)
@@ -134,68 +132,84 @@ def kept_updates():
 
 @contextlib.contextmanager
 def quiet_and_fresh():
-    """accelerate keeps its state in singletons: begin without that of the run before, and print nothing."""
+    """accelerate keeps its state in singletons: begin without that of the run before, and print
+    nothing."""
+    from accelerate.state import AcceleratorState, GradientState
+
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 
 
-def run_tally(world, script, **flags) -> SimpleNamespace:
-    """`main` of a script, one iteration -> args, rollout, and of each update gradient, weights, loss and metrics."""
-    metrics, mean_metrics = [], script.mean_metrics
-    flags = dict(model_path=world.policy, dataset=world.dataset, ref_model_path=world.reference, reward="score") | flags
-    flags |= dict(batch_size=EPISODES, total_episodes=EPISODES, response_length=RESPONSE_LENGTH, save_rollouts=True)
-    flags |= dict(learning_rate=2e-3, lr_scheduler_type="constant", reward=f"{__name__}:{flags['reward']}")
+@functools.cache
+def load_script(script: str, world: Path):
+    """A script, or a copy of it with a patch."""
+    name, *patches = script.split()
+    if not patches:
+        return import_script(name)
+    path = copy_script(world / "patched", name, *patches)
+    return import_script(str(path.rename(path.with_stem(f"{name}_patched"))))
+
+
+def run_tally(world: Path, script: str, flags: str) -> SimpleNamespace:
+    """One iteration of a script: args, rollout, and of each update gradient, weights, loss and
+    metrics."""
+    module = load_script(script, world)
+    metrics = []
+    mean_metrics = module.mean_metrics
 
     def keep(rows):
         metrics.extend(row for row in rows if "loss/policy_avg" in row)
         return mean_metrics(rows)
 
-    with tempfile.TemporaryDirectory(dir=world.folder) as folder:
-        args = script.Args(output_dir=f"{folder}/run", **flags)
-        with quiet_and_fresh(), kept_updates() as updates, patch.object(script, "mean_metrics", keep):
-            script.main(args)
+    with tempfile.TemporaryDirectory(dir=world) as folder:
+        args = tyro.cli(module.Args, args=f"{flags.replace('WORLD', str(world))} --output-dir {folder}/run".split())
+        with quiet_and_fresh(), kept_updates() as updates, patch.object(module, "mean_metrics", keep):
+            module.main(args)
         rollout = read_run(args.output_dir)["rollouts"]
     for update, row in zip(updates, metrics, strict=True):
-        update.metrics, update.loss = row, float(row["loss/policy_avg"])
-    return SimpleNamespace(script=script, args=args, rollout=rollout, updates=updates)
+        update.metrics = row
+        update.loss = float(row["loss/policy_avg"])
+    return SimpleNamespace(script=script, module=module, args=args, rollout=rollout, updates=updates)
 
 
-class TallyWeights(TrainerCallback):
-    """Each update is made at the weights at which Tally made it."""
-
-    def __init__(self, updates):
-        self.updates = updates
-
-    def on_step_begin(self, args, state, control, model, **_):
-        with torch.no_grad():
-            for parameter, weights in zip(model.parameters(), self.updates[state.global_step].weights, strict=True):
-                parameter.copy_(weights)
-
-
-def settings_like(args) -> dict:
+def settings_like(script: str, args) -> dict:
     """TRL's settings that mean the same as a script's flags."""
     chosen = dict(beta=args.kl_coef, epsilon=args.cliprange, num_iterations=args.num_ppo_epochs)
     chosen |= dict(temperature=args.temperature, num_generations=args.k, max_completion_length=args.response_length)
-    if isinstance(args, rloo.Args):
+    if script == "rloo":
         return chosen | dict(normalize_advantages=args.whiten_advantages)
     names = "loss_type scale_rewards importance_sampling_level mask_truncated_completions"
     chosen |= {name: getattr(args, name) for name in names.split()}
-    chosen |= dict(epsilon_high=args.cliprange_high, use_bias_correction_kl=False)
-    if args.loss_type == "cispo":  # the bound of the ratio, where Tally's flag is what it may exceed 1 by
+    chosen |= dict(epsilon_high=args.cliprange_high, use_bias_correction_kl="unbiased_kl" in script)
+    # the bound of the ratio, where Tally's flag is what it may exceed 1 by
+    if args.loss_type == "cispo":
         chosen["epsilon_high"] = 1 + (args.cliprange if args.cliprange_high is None else args.cliprange_high)
     return chosen
 
 
-def run_trl(world, algorithm: str, tally, micro_batches: int = 1, reward=None, positions=False, **changes) -> list:
-    """TRL's updates on Tally's rollout, each at Tally's weights -> of each gradient and loss. micro_batches: of an
-    update; positions: give the model position ids made from the mask; changes: of `settings_like`"""
+def run_trl(tally, world: Path, rewards=(), positions=False, **changes) -> list:
+    """TRL's updates on Tally's rollout, each at Tally's weights: of each gradient and loss.
+
+    rewards: others than Tally's; positions: give the model position ids made from the mask;
+    changes: of `settings_like`
+    """
+    from transformers import AutoModelForCausalLM, TrainerCallback
+    from trl.trainer import grpo_trainer, rloo_trainer
+
     args, rollout = tally.args, tally.rollout
-    passes = args.num_mini_batches * micro_batches
-    size = dict(batch=EPISODES // passes, gradient_accumulation_steps=micro_batches, steps_per_generation=passes)
-    size |= dict(max_steps=len(tally.updates), shuffle_dataset=False)
-    order = torch.cat(tally.script.draw_mini_batches(args, 1, 0, EPISODES))
+    algorithm = tally.script.split()[0]
+    passes = EPISODES // args.per_device_train_batch_size
+    micro_batches = passes // args.num_mini_batches  # of an update
+    order = torch.cat(tally.module.draw_mini_batches(args, 1, 0, EPISODES))
+
+    class TallyWeights(TrainerCallback):
+        def on_step_begin(self, _, state, control, model, **inputs):
+            weights = tally.updates[state.global_step].weights
+            with torch.no_grad():
+                for parameter, ours in zip(model.parameters(), weights, strict=True):
+                    parameter.copy_(ours)
 
     def permuted(columns):  # what TRL's rollout is made of, in Tally's order of the episodes
         return {name: x[order] if isinstance(x, torch.Tensor) and x.dim() else x for name, x in columns.items()}
@@ -203,14 +217,20 @@ def run_trl(world, algorithm: str, tally, micro_batches: int = 1, reward=None, p
     def positions_of(inputs):
         return (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
 
-    in_order = patch.object(TRL_FILES[algorithm], "shuffle_sequence_dict", permuted)
-    data = dict(rows=[{"prompt": row["prompt"]} for row in rollout[:: args.k]], model=args.model_path)
     name = args.reward.split(":")[1]
-    data["reward"] = reward or ([none_of_seven, none_of_long] if name == "two_parts" else globals()[name])
-    data |= dict(callbacks=[TallyWeights(tally.updates)], given=[[row["token_ids"] for row in rollout]])
-    output = tempfile.TemporaryDirectory(dir=world.folder)
-    with output as folder, quiet_and_fresh(), kept_updates() as updates, in_order:
-        trainer = trl_trainer.make_trainer(algorithm, folder=folder, **data, **size, **settings_like(args) | changes)
+    own = [none_of_seven, none_of_long] if name == "two_parts" else [globals()[name]]
+    chosen = dict(batch=args.per_device_train_batch_size, gradient_accumulation_steps=micro_batches)
+    chosen |= dict(steps_per_generation=passes, max_steps=len(tally.updates), shuffle_dataset=False)
+    chosen |= dict(rows=[{"prompt": row["prompt"]} for row in rollout[:: args.k]], model=args.model_path)
+    chosen |= dict(callbacks=[TallyWeights()], given=[[row["token_ids"] for row in rollout]])
+    chosen |= settings_like(tally.script, args) | changes
+    file = dict(rloo=rloo_trainer, grpo=grpo_trainer)[algorithm]
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=world))
+        stack.enter_context(quiet_and_fresh())
+        updates = stack.enter_context(kept_updates())
+        stack.enter_context(patch.object(file, "shuffle_sequence_dict", permuted))
+        trainer = trl_trainer.make_trainer(algorithm, reward=list(rewards) or own, folder=folder, **chosen)
         if args.kl_coef:
             reference = AutoModelForCausalLM.from_pretrained(args.ref_model_path)
             trainer.ref_model.load_state_dict(reference.state_dict())
@@ -232,73 +252,84 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def difference(ours, theirs, factor: float = 1.0) -> dict[str, float]:
     """Of loss and gradient, see above. factor: theirs are multiplied by it"""
-    loss = abs(ours.loss - theirs.loss * factor) / (abs(ours.loss) if abs(ours.loss) > 0.01 else 1.0)
+    loss = abs(ours.loss - theirs.loss * factor)
+    if abs(ours.loss) > 0.01:
+        loss /= abs(ours.loss)
     return dict(loss=loss, gradient=distance(ours.gradient, theirs.gradient * factor))
 
 
-# ============================================== RLOO and GRPO ================================================
+# ========== RLOO and GRPO ==========
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
+TWICE = "--num-ppo-epochs 2"
+NONE = "RLOO and GRPO with a reward that returns None"
+PIECES = "RLOO and GRPO in four micro-batches"
+UNBIASED = "GRPO with `unbiased_kl.patch`, TRL with its default KL"
 
 
-def grpo_case(loss_type: str, level: str, **flags) -> dict:
-    """Flags of grpo.py. cispo: --cliprange 1 takes Tally's lower bound away, which TRL has not."""
-    low, high = (0.2, 0.28) if level == "token" else (0.05, 0.07)
-    case = dict(algorithm="grpo", **flags, loss_type=loss_type, importance_sampling_level=level)
-    return case | dict(cliprange=1.0 if loss_type == "cispo" else low, cliprange_high=high)
+def grpo_flags(loss_type: str, level: str) -> str:
+    """cispo: --cliprange 1 takes Tally's lower bound away, which TRL has not."""
+    low, high = dict(token=(0.2, 0.28), sequence=(0.05, 0.07))[level]
+    if loss_type == "cispo":
+        low = 1.0
+    level = f"--importance-sampling-level {level}"
+    return f"--loss-type {loss_type} {level} --cliprange {low} --cliprange-high {high}"
 
 
-def same_cases() -> list[dict]:
-    """Flags of Tally's whose settings in TRL mean the same; `micro_batches`: of an update, TRL's and Tally's."""
-    rloo_kl = [dict(algorithm="rloo", kl_coef=kl_coef) for kl_coef in (0.0, 0.05)]
-    cases, without_scores = rloo_kl + [rloo_kl[1] | dict(temperature=0.7)], list(rloo_kl)
-    for loss_type, scale, level in itertools.product(LOSS_TYPES, ("group", "batch", "none"), ("token", "sequence")):
-        for kl_coef in (0.0, 0.05):
-            cases.append(grpo_case(loss_type, level, scale_rewards=scale) | dict(kl_coef=kl_coef))
-            # Rewards that return None: every advantage, every loss, and with KL.
-            if level == "token" and (kl_coef or (loss_type, scale) == ("grpo", "group")):
-                without_scores.append(cases[-1])
-    cases += [case | dict(reward=reward) for case in without_scores for reward in ("none_of_seven", "two_parts")]
-    cases = [case | dict(num_ppo_epochs=2) for case in cases]
-    grpo_kl = [dict(algorithm="grpo", loss_type=loss_type, kl_coef=0.05) for loss_type in LOSS_TYPES]
-    cases += rloo_kl + grpo_kl + [case | dict(micro_batches=4) for case in (rloo_kl[1], *grpo_kl)]
-    for loss_type, level in itertools.product(LOSS_TYPES, ("token", "sequence")):
-        cases.append(grpo_case(loss_type, level, patch="unbiased_kl") | dict(kl_coef=0.5, num_ppo_epochs=2))
-    return cases
+def same_jobs() -> dict[tuple, dict]:
+    """Runs of Tally's whose settings in TRL mean the same."""
+    jobs = {}
+
+    def add(what, script, flags):
+        jobs[script, f"{COMMON} {flags}"] = dict(what=what, script=script, flags=flags)
+
+    def add_none(script, flags):
+        for reward in ("none_of_seven", "two_parts"):
+            add(NONE, script, f"{flags} --reward benchmark/parity/mini_batch.py:{reward}")
+
+    for flags in ("--kl-coef 0.0", "--kl-coef 0.05"):
+        add("RLOO", "rloo", flags)
+        add("RLOO", "rloo", f"{flags} {TWICE}")
+        add_none("rloo", f"{flags} {TWICE}")
+    add("RLOO", "rloo", f"--kl-coef 0.05 --temperature 0.7 {TWICE}")
+    add(PIECES, "rloo", "--kl-coef 0.05 --per-device-train-batch-size 6")
+    for loss_type in LOSS_TYPES:
+        flags = f"--loss-type {loss_type} --kl-coef 0.05"
+        add(f"GRPO, {loss_type}", "grpo", flags)
+        add(PIECES, "grpo", f"{flags} --per-device-train-batch-size 6")
+        for level, scale, kl in product(("token", "sequence"), ("group", "batch", "none"), (0.0, 0.05)):
+            flags = f"{grpo_flags(loss_type, level)} --scale-rewards {scale} --kl-coef {kl} {TWICE}"
+            add(f"GRPO, {loss_type}", "grpo", flags)
+            # Every advantage, every loss, and with KL.
+            if level == "token" and (kl or (loss_type, scale) == ("grpo", "group")):
+                add_none("grpo", flags)
+        for level in ("token", "sequence"):
+            script = "grpo variants/unbiased_kl.patch"
+            add(UNBIASED, script, f"{grpo_flags(loss_type, level)} --kl-coef 0.5 {TWICE}")
+    order = ["RLOO", *(f"GRPO, {loss_type}" for loss_type in LOSS_TYPES), NONE, PIECES, UNBIASED]
+    return dict(sorted(jobs.items(), key=lambda item: order.index(item[1]["what"])))
 
 
-@functools.cache
-def patched(folder: Path, algorithm: str, name: str):
-    """A copy of a script with a patch of benchmark/variants."""
-    path = copy_script(folder / name, algorithm, f"variants/{name}.patch")
-    return import_script(str(path.rename(folder / name / f"{algorithm}_with_{name}.py")))
-
-
-def compare_same(world, case: dict) -> list[dict]:
-    """Both programs with the same settings -> a row for each update."""
-    flags = {"per_device_train_batch_size": EPISODES // case.get("micro_batches", 1)} | case
-    algorithm, micro_batches = flags.pop("algorithm"), flags.pop("micro_batches", 1)
-    script, changes = SCRIPTS[algorithm], {}
-    if name := flags.pop("patch", None):
-        script, changes = patched(world.folder, algorithm, name), {"use_bias_correction_kl": True}
-    tally = run_tally(world, script, **flags)
-    theirs = run_trl(world, algorithm, tally, micro_batches, **changes)
+def compare_same(world: Path, script: str, flags: str, names: dict) -> list[dict]:
+    """Both programs with the same settings: a row for each update."""
+    tally = run_tally(world, script, flags)
     rows = []
-    for number, (update, their_update) in enumerate(zip(tally.updates, theirs, strict=True), start=1):
-        row = dict(peer="trl") | case | dict(update=number, updates=len(theirs))
-        row["cut"] = float(update.metrics.get("policy/clipfrac_avg", 0.0))
-        rows.append(row | difference(update, their_update))
+    for number, (ours, theirs) in enumerate(zip(tally.updates, run_trl(tally, world), strict=True), start=1):
+        cut = float(ours.metrics["policy/clipfrac_avg"])
+        rows.append(names | dict(update=number, cut=cut) | difference(ours, theirs))
     return rows
 
 
 def masked_factor(tally, _) -> float:
     """Episodes for one that ended."""
-    eos_ids = AutoModelForCausalLM.from_pretrained(tally.args.model_path).generation_config.eos_token_id
+    from transformers import GenerationConfig
+
+    eos_ids = GenerationConfig.from_pretrained(tally.args.model_path).eos_token_id
     return EPISODES / sum(row["token_ids"][-1] in eos_ids for row in tally.rollout)
 
 
 def mini_batch_factor(tally, number: int) -> float:
     """The mean number of a mini-batch's tokens, for one of this mini-batch."""
-    mini_batch = tally.script.draw_mini_batches(tally.args, 1, 0, EPISODES)[number].tolist()
+    mini_batch = tally.module.draw_mini_batches(tally.args, 1, 0, EPISODES)[number].tolist()
     lengths = [len(row["token_ids"]) for row in tally.rollout]
     return sum(lengths) / tally.args.num_mini_batches / sum(lengths[i] for i in mini_batch)
 
@@ -306,104 +337,140 @@ def mini_batch_factor(tally, number: int) -> float:
 def whitening_factor(tally, _) -> float:
     """TRL's deviation + 1e-4, for one of Tally's.
 
-    Neither counts an episode without a score. TRL also leaves out an episode that alone has a score in its group."""
+    Neither counts an episode without a score. TRL also leaves out an episode that alone has a score
+    in its group."""
     groups = torch.tensor([math.nan if row["score"] is None else row["score"] for row in tally.rollout])
     groups = groups.view(-1, tally.args.k)
     has_score = ~groups.isnan()
     others = (has_score.sum(1, keepdim=True) - 1).clamp(min=1)
-    advantages = (groups - groups.nanmean(1, keepdim=True)) * (others + 1) / others  # R_i - mean of the others
+    # R_i - mean of the others
+    advantages = (groups - groups.nanmean(1, keepdim=True)) * (others + 1) / others
     theirs = advantages[has_score & (has_score.sum(1, keepdim=True) > 1)].std() + 1e-4
     return float(theirs * torch.rsqrt(advantages[has_score].var(correction=0) + 1e-8))
 
 
-GRPO_TWICE = dict(algorithm="grpo", num_ppo_epochs=2)
-CISPO_TWICE = GRPO_TWICE | dict(loss_type="cispo", cliprange_high=0.28)
-TWO_MINI_BATCHES = dict(algorithm="grpo", num_mini_batches=2, cliprange=1.0, cliprange_high=0.28)
-MASKED = GRPO_TWICE | dict(mask_truncated_completions=True)
-WHITENED = dict(algorithm="rloo", whiten_advantages=True, num_ppo_epochs=2, kl_coef=0.0)
-# What differs: flags of Tally, and what TRL gets besides `settings_like` them. Then what takes the difference away:
-# other flags for Tally (`to_ours`), other settings for TRL (`to_theirs`), or a factor for TRL's loss and gradient.
-DIFFERENCES = {
-    "GRPO with KL: TRL multiplies the KL by the ratio (its default), Tally adds it without": dict(
-        flags=[GRPO_TWICE | dict(kl_coef=0.05)],
+@dataclass
+class Difference:
+    """Where the programs mean different things, and what takes the difference away."""
+
+    what: str
+    undone_by: str
+    script: str
+    flags: list[str]  # of Tally
+    theirs: dict = field(default_factory=dict)  # what TRL gets besides `settings_like` them
+    undone_flags: str = ""  # other flags for Tally
+    undone_theirs: dict = field(default_factory=dict)  # other settings for TRL
+    factor: object = lambda *_: 1.0  # for TRL's loss and gradient
+
+
+CISPO_TWICE = f"{TWICE} --loss-type cispo --cliprange-high 0.28"
+TWO = f"--num-mini-batches 2 --per-device-train-batch-size {EPISODES // 2}"
+TWO += " --cliprange 1.0 --cliprange-high 0.28"
+MASKED = f"{TWICE} --mask-truncated-completions"
+WHITENED = f"{TWICE} --whiten-advantages --kl-coef 0.0"
+REWARD = "--reward benchmark/parity/mini_batch.py"
+DIFFERENCES = [
+    Difference(
+        "GRPO with KL: TRL multiplies the KL by the ratio (its default), Tally adds it without",
+        "`use_bias_correction_kl=False`",
+        "grpo",
+        [f"{TWICE} --kl-coef 0.05"],
         theirs=dict(use_bias_correction_kl=True),
-        undone_by="`use_bias_correction_kl=False`",
     ),
-    "cispo: `epsilon_high` is the upper bound of the ratio, `--cliprange-high` its distance from 1": dict(
-        flags=[CISPO_TWICE | dict(cliprange=1.0)],
+    Difference(
+        "cispo: `epsilon_high` bounds the ratio itself, `--cliprange-high` its distance from 1",
+        "`epsilon_high` = 1 + `--cliprange-high`",
+        "grpo",
+        [f"{CISPO_TWICE} --cliprange 1.0"],
         theirs=dict(epsilon_high=0.28),
-        undone_by="`epsilon_high` = 1 + `--cliprange-high`",
     ),
-    "cispo: TRL has no lower bound of the ratio, Tally has 1 - `--cliprange`": dict(
-        flags=[CISPO_TWICE | dict(cliprange=0.2)], to_ours=dict(cliprange=1.0), undone_by="`--cliprange 1`"
+    Difference(
+        "cispo: TRL has no lower bound of the ratio, Tally has 1 - `--cliprange`",
+        "`--cliprange 1`",
+        "grpo",
+        [f"{CISPO_TWICE} --cliprange 0.2"],
+        undone_flags="--cliprange 1",
     ),
-    "dapo and cispo, two mini-batches: TRL divides each by their mean number of tokens, Tally by its own": dict(
-        flags=[TWO_MINI_BATCHES | dict(loss_type=loss_type) for loss_type in ("dapo", "cispo")],
+    Difference(
+        "dapo, cispo, two mini-batches: TRL divides by the mean of their tokens, Tally by its own",
+        "times mean tokens / its tokens",
+        "grpo",
+        [f"{TWO} --loss-type {loss_type}" for loss_type in ("dapo", "cispo")],
         factor=mini_batch_factor,
-        undone_by="times mean tokens / its tokens",
     ),
-    "grpo, dr_grpo, truncated completions masked: TRL divides by all episodes, Tally by those included": dict(
-        flags=[MASKED | dict(loss_type=loss_type) for loss_type in ("grpo", "dr_grpo")],
+    Difference(
+        "grpo, dr_grpo, truncated ones masked: TRL divides by all episodes, Tally by those left",
+        "times episodes / those left",
+        "grpo",
+        [f"{MASKED} --loss-type {loss_type}" for loss_type in ("grpo", "dr_grpo")],
         factor=masked_factor,
-        undone_by="times episodes / included",
     ),
-    "RLOO, whitened: TRL divides by the deviation of a sample, plus 1e-4, Tally by the population's": dict(
-        flags=[WHITENED | dict(reward=reward) for reward in ("score", "none_of_seven")],
+    Difference(
+        "RLOO, whitened: TRL divides by a sample's deviation + 1e-4, Tally by the population's",
+        "times the quotient of the two",
+        "rloo",
+        [f"{WHITENED} {REWARD}:{reward}" for reward in ("score", "none_of_seven")],
         factor=whitening_factor,
-        undone_by="times the quotient of the two",
     ),
-    "GRPO, a group of equal scores whose mean is rounded: TRL divides the rest by 1e-4, in Tally it is 0": dict(
-        flags=[dict(algorithm="grpo", reward="equal_at_87", num_generations=3)],
-        to_theirs=dict(reward=equal_at_zero),
-        undone_by="scores of 0 for 0.87",
+    Difference(
+        "GRPO, equal scores with a rounded mean: TRL divides the rest by 1e-4, in Tally it is 0",
+        "scores of 0 for 0.87",
+        "grpo",
+        [f"--num-generations 3 {REWARD}:equal_at_87"],
+        undone_theirs=dict(rewards=[equal_at_zero]),
     ),
-    "absolute positions (GPT-2): TRL counts the padding of shorter prompts, Tally does not": dict(
-        flags=[dict(algorithm="rloo", model="gpt2", kl_coef=0.0)],
-        to_theirs=dict(positions=True),
-        undone_by="position ids from the mask",
+    Difference(
+        "absolute positions (GPT-2): TRL counts the padding of shorter prompts, Tally does not",
+        "position ids from the mask",
+        "rloo",
+        ["--model-path WORLD/gpt2 --kl-coef 0.0"],
+        undone_theirs=dict(positions=True),
     ),
-}
+]
 
 
-def compare_different(
-    world, what: str, flags: list[dict], undone_by: str, theirs={}, to_ours={}, to_theirs={}, factor=lambda *_: 1.0
-) -> list[dict]:
-    """Both programs, as they are and with the difference undone, with each of the flags -> a row for each update."""
+def different_jobs() -> dict[tuple, dict]:
+    jobs = {}
+    for case in DIFFERENCES:
+        for flags in case.flags:
+            names = dict(what=case.what, undone_by=case.undone_by, flags=flags)
+            jobs[case.script, f"{COMMON} {flags}"] = names
+    return jobs
+
+
+def compare_different(world: Path, script: str, flags: str, names: dict) -> list[dict]:
+    """Both programs, as they are and with the difference undone: a row for each update."""
+    [case] = [case for case in DIFFERENCES if case.what == names["what"]]
+    tally = undone = run_tally(world, script, flags)
+    if case.undone_flags:
+        undone = run_tally(world, script, f"{flags} {case.undone_flags}")
+    as_is = run_trl(tally, world, **case.theirs)
+    corrected = run_trl(undone, world, **case.undone_theirs)
     rows = []
-    for case in flags:
-        case = dict(case)
-        algorithm, model = case.pop("algorithm"), getattr(world, case.pop("model", "policy"))
-        tally = undone = run_tally(world, SCRIPTS[algorithm], model_path=model, **case)
-        if to_ours:
-            undone = run_tally(world, SCRIPTS[algorithm], model_path=model, **case | to_ours)
-        as_is = run_trl(world, algorithm, tally, **theirs)
-        corrected = run_trl(world, algorithm, undone, **to_theirs)
-        for i, updates in enumerate(zip(tally.updates, as_is, undone.updates, corrected, strict=True)):
-            row = dict(peer="trl", algorithm=algorithm, what=what) | case | dict(update=i + 1, updates=len(as_is))
-            left = difference(*updates[2:], factor(tally, i))
-            row |= difference(*updates[:2]) | dict(undone_by=undone_by)
-            rows.append(row | {f"undone_{name}": x for name, x in left.items()})
+    for i in range(len(tally.updates)):
+        row = names | dict(update=i + 1) | difference(tally.updates[i], as_is[i])
+        left = difference(undone.updates[i], corrected[i], case.factor(tally, i))
+        rows.append(row | {f"undone_{name}": x for name, x in left.items()})
     return rows
 
 
-# =================================================== PPO =====================================================
+# ========== PPO ==========
 class Rows(torch.nn.Module):
-    """A model's outputs [tokens, outputs] for completion tokens, from rows without padding on the left."""
+    """A model's outputs [tokens, outputs] for completion tokens, from rows without padding."""
 
     def __init__(self, model, head, rollout: list[dict], tokenizer):
         super().__init__()
         self.model, self.head = model, head
-        prompt_ids = [tokenizer.encode(row["prompt"]) for row in rollout]
-        rows = [torch.tensor(prompt + row["token_ids"]) for prompt, row in zip(prompt_ids, rollout)]
-        self.tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        # the position before each completion token
-        places = [(i, len(p) + t - 1) for i, p in enumerate(prompt_ids) for t in range(len(rollout[i]["token_ids"]))]
-        self.rows, self.places = torch.tensor(places).T
+        self.rows = [(tokenizer.encode(row["prompt"]), row["token_ids"]) for row in rollout]
 
     def forward(self, index: torch.Tensor) -> torch.Tensor:
-        outputs = self.model(self.tokens)
-        outputs = outputs.logits if self.head is None else self.head(outputs.last_hidden_state)
-        return outputs[self.rows, self.places][index]
+        found = []
+        for prompt, completion in self.rows:
+            outputs = self.model(torch.tensor([prompt + completion]))
+            outputs = self.head(outputs.last_hidden_state) if self.head else outputs.logits
+            # the position before each completion token
+            found.append(outputs[0, len(prompt) - 1 : -1])
+        return torch.cat(found)[index]
 
 
 def tokens_of(rollout: list[dict], name: str) -> torch.Tensor:
@@ -411,35 +478,43 @@ def tokens_of(rollout: list[dict], name: str) -> torch.Tensor:
     return torch.cat([torch.tensor(row[name]) for row in rollout])
 
 
-def torchrl_columns(rollout: list[dict], args) -> TensorDict:
-    """The rollout as torchrl's losses read it, a row for each token, with torchrl's GAE of Tally's log-probabilities,
-    values and scores. `shifted_valid`: all tokens count"""
+def torchrl_columns(rollout: list[dict], args):
+    """The rollout as torchrl's losses read it, a row for each token, with torchrl's GAE of Tally's
+    log-probabilities, values and scores. `shifted_valid`: all tokens count"""
+    from tensordict import TensorDict
+    from torchrl.objectives.value.functional import generalized_advantage_estimate
 
-    def column(name):  # [episodes, time, 1]
-        rows = [torch.tensor(row[name]) for row in rollout]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)[..., None]
+    advantages, returns = [], []
+    for row in rollout:
+        values, logprobs, ref_logprobs = (torch.tensor(row[n])[:, None] for n in ("values", "logprobs", "ref_logprobs"))
+        rewards = -args.kl_coef * (logprobs - ref_logprobs)
+        rewards[-1] += row["score"]
+        done = torch.zeros_like(values).bool()
+        done[-1] = True
+        next_values = torch.cat([values[1:], torch.zeros(1, 1)])
+        found = generalized_advantage_estimate(args.gamma, args.lam, values, next_values, rewards, done)
+        advantages.append(found[0])
+        returns.append(found[1])
+    columns = dict(advantage=torch.cat(advantages), value_target=torch.cat(returns))
+    columns |= dict(state_value=tokens_of(rollout, "values")[:, None], action=tokens_of(rollout, "token_ids"))
+    count = len(columns["action"])
+    columns |= dict(action_log_prob=tokens_of(rollout, "logprobs"), index=torch.arange(count))
+    return TensorDict(columns | dict(shifted_valid=torch.ones(count, dtype=torch.bool)), batch_size=[count])
 
-    values, lengths = column("values"), torch.tensor([len(row["token_ids"]) for row in rollout])
-    rewards, done = -args.kl_coef * (column("logprobs") - column("ref_logprobs")), torch.zeros_like(values).bool()
-    last = torch.arange(len(rollout)), lengths - 1, torch.zeros_like(lengths)
-    rewards[last] += torch.tensor([row["score"] for row in rollout])
-    done[last] = True
-    next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
-    advantages, returns = generalized_advantage_estimate(args.gamma, args.lam, values, next_values, rewards, done)
-    mask = torch.arange(values.shape[1]) < lengths[:, None]
-    columns = dict(advantage=advantages[mask], value_target=returns[mask], state_value=values[mask])
-    columns |= dict(action=tokens_of(rollout, "token_ids"), action_log_prob=tokens_of(rollout, "logprobs"))
-    count = int(lengths.sum())
-    columns |= dict(index=torch.arange(count), shifted_valid=torch.ones(count, dtype=torch.bool))
-    return TensorDict(columns, batch_size=[count])
 
+def torchrl_objective(tally, weights: list, **settings):
+    """torchrl's clipped loss of the policy and value model at these weights, in the order of the
+    parameters. critic_coeff: half of vf_coef, as torchrl has no 1/2 before the square"""
+    from tensordict.nn import TensorDictModule
+    from torchrl.modules import ProbabilisticActor
+    from torchrl.objectives import ClipPPOLoss
+    from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-def torchrl_objective(tally, weights: list, **settings) -> ClipPPOLoss:
-    """torchrl's clipped loss of the policy and value model at these weights, in the order of the parameters.
-    critic_coeff: half of vf_coef, as torchrl has no 1/2 before the square"""
     args, rollout = tally.args, tally.rollout
-    policy, trunk = (c.from_pretrained(args.model_path) for c in (AutoModelForCausalLM, AutoModel))
-    head, tokenizer = torch.nn.Linear(trunk.config.hidden_size, 1), AutoTokenizer.from_pretrained(args.model_path)
+    policy = AutoModelForCausalLM.from_pretrained(args.model_path)
+    trunk = AutoModel.from_pretrained(args.model_path)
+    head = torch.nn.Linear(trunk.config.hidden_size, 1)
+    tokenizer = AutoTokenizer.from_pretrained(args.model_path)
     with torch.no_grad():
         parameters = [*policy.parameters(), *trunk.parameters(), *head.parameters()]
         for parameter, ours in zip(parameters, weights, strict=True):
@@ -452,8 +527,9 @@ def torchrl_objective(tally, weights: list, **settings) -> ClipPPOLoss:
     return ClipPPOLoss(actor, values, **chosen | settings)
 
 
-def ppo_difference(tally, update, columns: TensorDict, **settings) -> dict[str, float]:
-    """Of losses and gradient of an update, by ppo.py and by torchrl at the same weights; and what torchrl clipped."""
+def ppo_difference(tally, update, columns, **settings) -> dict[str, float]:
+    """Of losses and gradient of an update, by ppo.py and by torchrl at the same weights; and what
+    torchrl clipped."""
     objective = torchrl_objective(tally, update.weights, **settings)
     losses = objective(columns)
     (losses["loss_objective"] + losses["loss_critic"]).backward()
@@ -465,55 +541,66 @@ def ppo_difference(tally, update, columns: TensorDict, **settings) -> dict[str, 
     return found | difference(update, theirs) | dict(value_loss=abs(value - float(losses["loss_critic"])) / value)
 
 
-def compare_ppo(world) -> list[dict]:
+def compare_ppo(world: Path, script: str, flags: str, names: dict) -> list[dict]:
     """GAE, whitening, and both updates of a run, by ppo.py and by torchrl."""
-    flags = dict(kl_coef=0.05, num_ppo_epochs=2, gamma=0.98, cliprange_value=0.5, vf_coef=0.5)
-    tally = run_tally(world, ppo, value_model_path=world.value, **flags)
-    columns, case = torchrl_columns(tally.rollout, tally.args), dict(peer="torchrl", algorithm="ppo")
+    tally = run_tally(world, script, flags)
+    columns = torchrl_columns(tally.rollout, tally.args)
     returns, ours = tokens_of(tally.rollout, "returns"), tokens_of(tally.rollout, "advantage")
     gae = returns - tokens_of(tally.rollout, "values")
     whiten = torchrl_objective(tally, tally.updates[0].weights)._maybe_normalize_advantage
-    theirs = whiten(columns["advantage"], columns, update_norm=False)
-    sampled = whiten(columns["advantage"], columns.exclude("shifted_valid"), update_norm=False)
-    pairs = {"advantages (GAE)": (gae, columns["advantage"][:, 0]), "returns": (returns, columns["value_target"][:, 0])}
-    pairs["whitened advantages"] = (ours, theirs[:, 0])
-    rows = [case | dict(of=name, value=distance(*pair)) for name, pair in pairs.items()]
+    whitened = whiten(columns["advantage"], columns, update_norm=False)[:, 0]
+    sampled = whiten(columns["advantage"], columns.exclude("shifted_valid"), update_norm=False)[:, 0]
+    rows = [dict(what="advantages (GAE)", value=distance(gae, columns["advantage"][:, 0]))]
+    rows.append(dict(what="returns", value=distance(returns, columns["value_target"][:, 0])))
+    rows.append(dict(what="whitened advantages", value=distance(ours, whitened)))
     n = len(ours)
-    named = dict(what="PPO, whitening: torchrl takes the deviation of a sample, Tally that of the population")
-    named |= dict(value=distance(ours, sampled[:, 0]), undone_by="times ((n - 1) / n) ** -0.5")
-    rows.append(case | named | dict(undone_value=distance(ours, sampled[:, 0] * (n / (n - 1)) ** 0.5)))
+    what = "PPO, whitening: torchrl takes the deviation of a sample, Tally that of the population"
+    row = dict(what=what, undone_by="times ((n - 1) / n) ** -0.5", value=distance(ours, sampled))
+    rows.append(row | dict(undone_value=distance(ours, sampled * (n / (n - 1)) ** 0.5)))
     for number, update in enumerate(tally.updates, start=1):
-        rows.append(case | flags | dict(update=number, updates=2) | ppo_difference(tally, update, columns))
-    named = dict(what="PPO, value loss: Tally halves the square, torchrl does not", update=2, updates=2)
+        rows.append(names | dict(update=number) | ppo_difference(tally, update, columns))
+    row = dict(what="PPO, value loss: Tally halves the square, torchrl does not", update=2)
     as_is = ppo_difference(tally, update, columns, critic_coeff=tally.args.vf_coef)
     for name in ("loss", "gradient", "value_loss"):
-        named |= {name: as_is[name], f"undone_{name}": rows[-1][name]}
-    return rows + [case | named | dict(undone_by="`critic_coeff` = `vf_coef` / 2")]
+        row |= {name: as_is[name], f"undone_{name}": rows[-1][name]}
+    return rows + [row | dict(undone_by="`critic_coeff` = `vf_coef` / 2")]
 
 
-# ================================================== result ===================================================
-def is_explained(row: dict) -> bool:
-    """Whether the two agree, of themselves or with the named difference undone."""
-    prefix = "undone_" if "undone_by" in row else ""
-    found = [row.get(prefix + name, 0.0) for name in ("loss", "gradient", "value_loss", "value")]
-    return max(found) < TOLERANCE
-
-
-def main():
-    transformers.utils.logging.disable_progress_bar()
+# ========== result ==========
+def measure(compare, every: int, jobs: dict, smoke: bool) -> list[dict]:
+    """The rows of compare(world, script, flags, names), or in a smoke run Tally's updates of every
+    so many jobs."""
+    torch.set_num_threads(1)
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        world = make_world(Path(folder))
-        for case in same_cases():
-            rows += compare_same(world, case)
-        rows += compare_ppo(world)
-        for what, case in DIFFERENCES.items():
-            rows += compare_different(world, what, **case)
-    write_lines(Path(__file__).with_suffix(".json"), rows)
-    unexplained = [row for row in rows if not is_explained(row)]
-    print(f"{len(rows)} comparisons; not explained to {TOLERANCE}: {unexplained}")
-    sys.exit(bool(unexplained))
+    with tempfile.TemporaryDirectory() as world:
+        world = Path(world)
+        with quiet_and_fresh():
+            make_world(world)
+        if smoke:
+            for job in list(jobs)[::every]:
+                updates = run_tally(world, *job).updates
+                rows += [dict(loss=update.loss, gradient=float(update.gradient.norm())) for update in updates]
+            return rows
+        for job, names in jobs.items():
+            rows += compare(world, *job, names)
+    for row in rows:
+        prefix = "undone_" if "undone_by" in row else ""
+        found = [row.get(prefix + name, 0.0) for name in ("loss", "gradient", "value_loss", "value")]
+        if max(found) >= TOLERANCE:
+            raise SystemExit(f"not explained: {row}")
+    return rows
 
+
+FLAGS = "--kl-coef 0.05 --num-ppo-epochs 2 --gamma 0.98 --cliprange-value 0.5 --vf-coef 0.5"
+NAMES = dict(what="PPO and torchrl's `ClipPPOLoss`", flags=FLAGS)
+PPO_JOBS = {("ppo", f"{COMMON} --value-model-path WORLD/value {FLAGS}"): NAMES}
+PARTS = {
+    "same": Part(same_jobs(), measure=functools.partial(measure, compare_same, 20), needs="TRL"),
+    "ppo": Part(PPO_JOBS, measure=functools.partial(measure, compare_ppo, 1), needs="torchrl"),
+    "different": Part(different_jobs(), measure=functools.partial(measure, compare_different, 4), needs="TRL"),
+}
+for part in PARTS.values():
+    part.short = ""
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, RESULT, PARTS)

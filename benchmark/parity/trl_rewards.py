@@ -1,4 +1,5 @@
-"""TRL's rewards that are made by a call, as `--reward benchmark/parity/trl_rewards.py:repetition` names them."""
+"""TRL's rewards that are made by a call, as `--reward benchmark/parity/trl_rewards.py:repetition`
+names them."""
 
 from trl.rewards import get_cosine_scaled_reward, get_repetition_penalty_reward, get_soft_overlong_punishment
 

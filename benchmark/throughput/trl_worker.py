@@ -1,43 +1,43 @@
-"""One measured run of TRL's RLOOTrainer or GRPOTrainer for throughput.py, in TRL's own environment.
+"""One measured run of TRL's RLOOTrainer or GRPOTrainer for throughput.py, in a process of its own.
 
-    python benchmark/throughput/trl_worker.py JOB.json RESULT.json
+    python benchmark/throughput/trl_worker.py JOB.json
 
 The settings are those of benchmark/parity/trl_trainer.py, with its reasons. Besides:
 
-    bf16                          as the case says: both programs have float32 weights, and bfloat16 is autocast in both
     gradient_accumulation_steps   the same micro-batches as Tally's
     shuffle_dataset               off: both programs take the prompts in the file's order
     use_transformers_continuous_batching, cache_implementation
-                                  left at their defaults, which are the fastest on a CPU: a static cache was no faster,
-                                  and continuous batching was some 60 times slower (case b)
-    eos_token_id                  -1 for forced lengths, so that nothing ends; this is cheaper than min_new_tokens,
-                                  which rewrites the logits for every token
+                                  left at their defaults, which are the fastest on a CPU: a static
+                                  cache was no faster, and continuous batching was some 60 times
+                                  slower
+    eos_token_id                  -1 for forced lengths, so that nothing ends. This is cheaper than
+                                  min_new_tokens, which rewrites the logits for every token
 
-No setting changes two things. Without Triton, so on every CPU, TRL 1.16 also computes the log-probabilities of the
-prompt's tokens, and masks them. And its backward pass computes the logits again, which saves memory. In bfloat16 its
-frozen reference keeps float32 weights under autocast, as the policy does. Tally loads its reference in bfloat16.
+No setting changes two things. Without Triton, so on every CPU, TRL 1.16 also computes the
+log-probabilities of the prompt's tokens, and masks them. And its backward pass computes the logits
+again, which saves memory.
 """
 
 import json
 import sys
 from pathlib import Path
 
-import rewards
-import torch
-from tally_worker import moment, now, result_of
-from transformers import TrainerCallback
+import tyro
+from tally_worker import now, print_result
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "parity"))
 import trl_trainer
+from run import import_script, read_rows
 
 
 def settings(job: dict) -> dict:
     """What differs from the settings in benchmark/parity/trl_trainer.py."""
+    import torch
+
     micro_batches = job["batch"] // job["micro_batch"]
     return dict(
         seed=job["seed"],
-        use_cpu=job["device"] == "cpu",
-        bf16=job["dtype"] == "bfloat16",
+        use_cpu=not torch.cuda.is_available(),
         batch=job["micro_batch"],
         gradient_accumulation_steps=micro_batches,
         steps_per_generation=micro_batches,
@@ -51,8 +51,10 @@ def settings(job: dict) -> dict:
     )
 
 
-def clocked(trainer_class, job: dict):
-    """The trainer's class with clocks around its parts; each step's seconds and counts are in the list `steps`."""
+def clocked(trainer_class):
+    """The trainer's class with clocks around its parts; each step's seconds and counts are in the
+    list `steps`."""
+    import torch
 
     class Clocked(trainer_class):
         def __init__(self, *args, **kwargs):
@@ -60,20 +62,22 @@ def clocked(trainer_class, job: dict):
             super().__init__(*args, **kwargs)
 
         def _prepare_inputs(self, *args, **kwargs):
-            is_first = self.prepared % self.args.gradient_accumulation_steps == 0  # of a step's micro-batches
+            # of a step's micro-batches
+            is_first = self.prepared % self.args.gradient_accumulation_steps == 0
             self.prepared += 1
             if is_first:
                 self.steps.append(dict(generation=0.0, logprobs=0.0))
             inputs = super()._prepare_inputs(*args, **kwargs)
             if is_first:
-                self.steps[-1]["train_began"] = now(job)
+                self.steps[-1]["train_began"] = now()
             return inputs
 
         def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-            started = now(job)
+            started = now()
             result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-            self.steps[-1]["generation"] += now(job) - started
-            completion_ids = result[0] if isinstance(result, tuple) else result  # GRPO's has log-probabilities, too
+            self.steps[-1]["generation"] += now() - started
+            # GRPO's has log-probabilities, too
+            completion_ids = result[0] if isinstance(result, tuple) else result
             self.steps[-1] |= dict(
                 prompt_tokens=sum(len(ids) for ids in prompt_ids),
                 longest_prompt=max(len(ids) for ids in prompt_ids),
@@ -85,49 +89,44 @@ def clocked(trainer_class, job: dict):
         def _get_per_token_logps_and_entropies(self, *args, **kwargs):
             if torch.is_grad_enabled():  # a pass of training, which has its own clock
                 return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            started = now(job)  # a pass of the old policy or of the reference
+            started = now()  # a pass of the old policy or of the reference
             result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            self.steps[-1]["logprobs"] += now(job) - started
+            self.steps[-1]["logprobs"] += now() - started
             return result
 
     return Clocked
 
 
-class StepEnds(TrainerCallback):
-    """The moment that training began, and those at which each optimizer step was done."""
+def main(job: tyro.conf.Positional[Path]):
+    import torch
+    from transformers import TrainerCallback
 
-    def __init__(self, job: dict):
-        self.job, self.moments = job, []
+    job = json.loads(job.read_text())
+    torch.set_num_threads(1)
+    moments = []
 
-    def on_train_begin(self, *args, **kwargs):
-        self.moments.append(moment(self.job))
+    class StepEnds(TrainerCallback):
+        """The moment that training began, and those at which each optimizer step was done."""
 
-    on_step_end = on_train_begin
+        def on_train_begin(self, *args, **kwargs):
+            moments.append(now())
 
+        on_step_end = on_train_begin
 
-def main(job: dict) -> dict:
-    """Run a job's steps -> the seconds and counts of each, and the run's memory."""
-    torch.set_num_threads(job["threads"])
-    rows = [json.loads(line) for line in open(job["dataset"], encoding="utf-8")]
-    reward, episodes = getattr(rewards, job["reward"]), 0
-
-    def score(completions, **columns):
-        nonlocal episodes
-        episodes += len(completions)
-        return reward(completions=completions, **columns)
-
-    ends = StepEnds(job)
-    data = dict(rows=rows, reward=score, folder=job["output_dir"], model=job["model"], callbacks=[ends])
-    data |= dict(subclass=lambda trainer_class: clocked(trainer_class, job))
+    data = dict(
+        rows=read_rows(job["dataset"]), reward=import_script("rloo").load_reward(job["reward"]), model=job["model"]
+    )
+    data |= dict(folder=job["folder"], callbacks=[StepEnds()], subclass=clocked)
     trainer = trl_trainer.make_trainer(job["algorithm"], **data, **settings(job))
     if job["forced"]:
-        trainer.eos_token_ids = [-1]  # an EOS that is sampled all the same does not cut the completion
+        # an EOS that is sampled all the same does not cut the completion
+        trainer.eos_token_ids = [-1]
     trainer.train()
-
-    for step, (end, _) in zip(trainer.steps, ends.moments[1:], strict=True):
-        step["train"] = end - step.pop("train_began")  # forward, backward, clipping and the optimizer
-    return result_of(job, trainer.steps, ends.moments, episodes, ("trl", "torch", "transformers", "accelerate"))
+    for step, end in zip(trainer.steps, moments[1:], strict=True):
+        # forward, backward, clipping and the optimizer
+        step["train"] = end - step.pop("train_began")
+    print_result(trainer.steps, moments)
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(main(json.loads(Path(sys.argv[1]).read_text()))))
+    tyro.cli(main, description=__doc__)

@@ -1,0 +1,55 @@
+"""TRL is trained on the completions of Tally's default run, with TRL's own weights after each
+update.
+
+    python benchmark/parity/replay.py
+
+It runs in the environment of trl_trainer.py. Writes replay.json: how far the final weights are
+apart, by the distance that Tally's moved. In a smoke run there is no TRL.
+"""
+
+import tempfile
+from pathlib import Path
+
+import trl_trainer  # first: it makes the modules below importable
+from run import BENCHMARK, Part, main, read_rows, relative_distance, run
+
+RESULT = Path(__file__).with_suffix(".json")
+BATCH, K = 64, 4
+
+
+def replay(script: str, rollout: list[dict], folder: Path):
+    """Train TRL's trainer on completions, iteration by iteration, and save its model."""
+    from rloo import exact_match
+
+    answers = {row["prompt"]: row["answer"] for row in read_rows(BENCHMARK / "default" / "train.jsonl")}
+    rows = [dict(prompt=row["prompt"], answer=answers[row["prompt"]]) for row in rollout[::K]]
+    completion_ids = [row["token_ids"] for row in rollout]
+    given = [completion_ids[first : first + BATCH] for first in range(0, len(rollout), BATCH)]
+    size = dict(batch=BATCH, max_steps=len(given), shuffle_dataset=False)
+    trainer = trl_trainer.make_trainer(script, rows, exact_match, folder, given=given, **size)
+    trainer.train()
+    trainer.model.save_pretrained(folder / "model")
+
+
+def measure(jobs: dict, smoke: bool) -> list[dict]:
+    rows = []
+    for script, flags in jobs:
+        with tempfile.TemporaryDirectory() as folder:
+            ours, theirs = Path(folder) / "run", Path(folder) / "trl"
+            rollout = run(script, flags, ours)["rollouts"]
+            row = jobs[script, flags] | dict(updates=len(rollout) // BATCH, completions=len(rollout))
+            if smoke:
+                row["score"] = sum(episode["score"] for episode in rollout) / len(rollout)
+            else:
+                replay(script, rollout, theirs)
+                row["distance"] = relative_distance(theirs, ours)
+        rows.append(row)
+    return rows
+
+
+FLAGS = "--seed 1 --save-rollouts --num-sample-generations 1"
+JOBS = {(script, FLAGS): dict(script=script) for script in ("rloo", "grpo")}
+PARTS = {"replay": Part(JOBS, measure=measure, needs="TRL")}
+
+if __name__ == "__main__":
+    main(__doc__, RESULT, PARTS)
