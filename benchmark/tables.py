@@ -26,8 +26,9 @@ SCRIPTS = ("rloo", "grpo", "ppo")
 
 
 def load(path: str):
-    """The data of a file of benchmark/."""
-    return json.loads((ROOT / "benchmark" / path).read_text())
+    """The rows of a file of results."""
+    data = json.loads((ROOT / "benchmark" / path).read_text())
+    return data["rows"] if "rows" in data else data
 
 
 def having(rows: list[dict], **wanted) -> list[dict]:
@@ -226,12 +227,12 @@ def with_interval(middle: float, band: float, digits: int = 3) -> str:
     return f"{middle:.{digits}f} ({middle - band:.{digits}f}-{middle + band:.{digits}f})"
 
 
-def ladder(**wanted) -> list[dict]:
-    return having(load("ladder/ladder.json"), **wanted)
+def ladder(part: str, **wanted) -> list[dict]:
+    return having(load("ladder/ladder.json"), part=part, **wanted)
 
 
 def ladder_sets(rung: str, weights: str) -> list[dict]:
-    return [row for row in ladder(rung=rung, weights=weights) if row["prompts"] != "fresh"]
+    return [row for row in ladder("gradients", rung=rung, weights=weights) if row["prompts"] != "fresh"]
 
 
 def noise(row: dict) -> float:
@@ -245,20 +246,53 @@ def ladder_relative_noise(rung: str, weights: str) -> tuple[float, float, float]
     return math.exp(middle - band), math.exp(middle), math.exp(middle + band)
 
 
+def ladder_ends(part: str, **wanted) -> list[float]:
+    """The last scores of the runs that have these entries, a number for each seed."""
+    return [row["held_out"][-1] for row in ladder(part, **wanted)]
+
+
 def ladder_learning() -> str:
+    """Each rung with as many episodes, and with as many prompts in a batch."""
     rows = []
-    for rung, runs in grouped(ladder(measured="learning"), "rung").items():
-        curves = [row["held_out"] for row in runs]
-        columns = [[curve[len(curve) // 2] for curve in curves], [curve[-1] for curve in curves]]
-        cells = [with_interval(*mean_and_band(column)) for column in columns]
-        fresh = ladder(measured="gradient", rung=rung, prompts="fresh")  # at the start, and half-way
-        rows.append([rung, *cells, *([with_interval(noise(row), row["noise_band"], 1) for row in fresh] or ["", ""])])
-    return markdown(["", "right, half-way", "right, end", "fresh noise, start", "fresh noise, half-way"], rows)
+    for rung, runs in grouped(ladder("learning"), "rung").items():
+        for k in grouped(runs, "k"):
+            episodes = ladder_ends("learning", rung=rung, k=k, equal="episodes")
+            prompts = episodes if k == 1 else ladder_ends("learning", rung=rung, k=k, equal="prompts")
+            cells = [with_interval(*mean_and_band(ends)) if ends else "" for ends in (episodes, prompts)]
+            rows.append([rung, k, 64 // k, *cells])
+    return markdown(["", "k", "prompts in A", "A: 64 episodes a batch", "B: 64 prompts a batch"], rows)
+
+
+def ladder_clipping() -> str:
+    """The runs with 64 episodes a batch, with other bounds of gradient clipping, and the difference of each seed."""
+    rows = []
+    for rung, runs in grouped(ladder("clipping"), "rung").items():
+        for k in grouped(runs, "k"):
+            wanted = dict(rung=rung, k=k, equal="episodes")
+            at_one = ladder_ends("learning", **wanted)
+            norm = mean(row["grad_norm"] for row in ladder("learning", **wanted))
+            cells = [f"{norm:.1f}", over_seeds(at_one, 3)]
+            for bound in ("10", "inf"):
+                ends = ladder_ends("clipping", bound=bound, **wanted)
+                cells.append(over_seeds(ends, 3))
+            middle, band = mean_and_band([other - one for one, other in zip(at_one, ends, strict=True)])
+            cells.append(f"{middle:+.3f} ± {band:.3f}")
+            rows.append([rung, k, *cells])
+    head = ["", "k", "median norm", "bound 1", "bound 10", "no bound", "no bound minus bound 1"]
+    return markdown(head, rows)
+
+
+def ladder_fresh() -> str:
+    """The noise of batches with other prompts in each."""
+    rows = []
+    for rung, runs in grouped(ladder("gradients", prompts="fresh"), "rung").items():  # at the start, and half-way
+        rows.append([rung, *(with_interval(noise(row), row["noise_band"], 1) for row in runs)])
+    return markdown(["", "start", "half-way"], rows)
 
 
 def ladder_gradients() -> str:
     lines = {}
-    for row in ladder(measured="gradient", prompts=1):
+    for row in ladder("gradients", prompts=1):
         rung, weights = row["rung"], row["weights"]
         cells = lines.setdefault(rung, [""] * 3)  # Some rungs were measured half-way only.
         cells[weights == "half-way"] = "{1:.2f} ({0:.2f}-{2:.2f})".format(*ladder_relative_noise(rung, weights))
@@ -294,7 +328,7 @@ def number(value: float) -> str:
 
 def failure(name: str) -> str:
     """A failure and its healthy run: the last evaluation, and means of the other metrics over the second half."""
-    runs = having(load("failures/failures.json"), failure=name)
+    runs = having(load("failures/failures.json"), part=name)
 
     def cell(run, metric):
         ends = []  # of each seed
@@ -575,7 +609,8 @@ def claims_smollm2() -> str:
 
 # ============================================ writing ========================================================
 TABLES = [default_task, hardware, kills, smollm2, real_tasks, kl_term, speed, evidence, architectures, failure]
-TABLES += [ladder_learning, ladder_gradients, ladder_baselines, variants, one_batch_late]
+TABLES += [ladder_learning, ladder_clipping, ladder_fresh, ladder_gradients, ladder_baselines]
+TABLES += [variants, one_batch_late]
 TABLES += [engine, mini_batch, differences, replay, learning, whitening]
 TABLES += [claims_coin, claims_form, claims_passes, claims_rates, claims_methods, claims_curve, claims_smollm2]
 TABLES = {function.__name__: function for function in TABLES}
