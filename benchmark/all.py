@@ -10,15 +10,16 @@ differs, and where no fingerprint was kept. An effect that comes late in a run e
 """
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
 
 import tyro
-from run import BENCHMARK, DEFAULTS, ROOT, machine, os, read_result
+from run import BENCHMARK, DEFAULTS, ROOT, machine, read_result
 
 PROGRAMS = """
-default/curves failures/failures ladder/ladder
+default/curves failures/failures ladder/ladder claims/claims
 """.split()
 
 

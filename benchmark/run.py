@@ -42,17 +42,25 @@ def read_rows(path: Path) -> list[dict]:
 
 def read_run(folder: Path) -> dict:
     """A run's flags, its `metrics`, each with the `seconds` of rollout and training until then, those of them that are
-    `evaluations`, and its `rollouts`."""
+    `evaluations`, its `rollouts`, and its `eval_rollouts`."""
     if not (Path(folder) / "metrics.jsonl").exists():
         raise SystemExit(f"{folder} holds no metrics.jsonl; name the --output-dir of a run")
     rows = read_rows(Path(folder) / "metrics.jsonl")
     for row, seconds in zip(rows, np.cumsum([r.get("time/rollout_s", 0) + r.get("time/train_s", 0) for r in rows])):
         row["seconds"] = float(seconds)
-    file = Path(folder) / "rollouts.jsonl"
-    rollouts = read_rows(file) if file.exists() else []
+    files = {name: Path(folder) / f"{name}.jsonl" for name in ("rollouts", "eval_rollouts")}
+    saved = {name: read_rows(file) if file.exists() else [] for name, file in files.items()}
     args = yaml.safe_load((Path(folder) / "args.yaml").read_text())
     evaluations = [row for row in rows if "eval/scores" in row]
-    return dict(args=args, metrics=rows, evaluations=evaluations, rollouts=rollouts)
+    return dict(args=args, metrics=rows, evaluations=evaluations) | saved
+
+
+def logged(rows: list[dict], metric: str) -> list[float]:
+    """The values of a metric that an iteration without training does not log."""
+    values = [row[metric] for row in rows if metric in row]
+    if not values:
+        raise KeyError(f"no row has {metric}")
+    return values
 
 
 def relative_distance(folder: Path, right: Path) -> float:
@@ -127,16 +135,24 @@ def run_forked(job: tuple) -> dict:
         return read_run(output_dir) | dict(output=Path(log.name).read_text())
 
 
+FINISH = []  # what makes a result of a run, in the process of the run: a fork has it, and it needs no pickling
+
+
+def run_and_finish(job: tuple):
+    return FINISH[-1](job, run_forked(job))
+
+
 def run_all(jobs: list[tuple], finish=lambda job, result: result, processes: int | None = None) -> list:
-    """`run_forked` of every job, as many at once as there are cores -> what `finish(job, result)` makes of each."""
+    """`run_forked` of every job, as many at once as there are cores: what `finish(job, result)` makes of each."""
     os.chdir(ROOT)
     os.environ |= DEFAULTS
     for library in ("accelerate", "transformers.models.llama.modeling_llama", "torch.utils.checkpoint"):
         importlib.import_module(library)
+    FINISH.append(finish)
     results = []
     with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
-        for job, result in zip(jobs, pool.imap(run_forked, jobs, chunksize=1)):
-            results.append(finish(job, result))
+        for job, result in zip(jobs, pool.imap(run_and_finish, jobs, chunksize=1)):
+            results.append(result)
             print(f"{' '.join(job[:2])}: done", file=sys.stderr, flush=True)
     return results
 
@@ -181,7 +197,9 @@ class Part:
         jobs = self.jobs
         if smoke:
             first = next((names.get("seed") for names in jobs.values()), None)
-            chosen = {job: names for job, names in jobs.items() if names.get("seed") == first and self.smoke(names)}
+            chosen = {
+                job: names for job, names in jobs.items() if names.get("seed", first) == first and self.smoke(names)
+            }
             jobs = {(job[0], f"{job[1]} {self.short}", *job[2:]): names for job, names in chosen.items()}
         if self.measure:
             return self.measure(jobs, smoke)

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean as mean
 from statistics import median, stdev
 
+import tyro
 from draw import mean_and_band
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,10 +59,14 @@ def markdown(head: list, rows: list[list]) -> str:
 
 
 # ============================================ benchmark/README.md ===========================================
+def default(part: str = "default") -> list[dict]:
+    return having(load("default/curves.json"), part=part)
+
+
 def default_task() -> str:
     """The three scripts with default flags: means over the seeds, and their range."""
     columns = []
-    for some in grouped(load("default/curves.json"), "script").values():
+    for some in grouped(default(), "script").values():
         after, before = [c["greedy_after"] for c in some], mean(c["greedy_before"] for c in some)
         held_out = f"{before:.3f} -> {mean(after):.3f} ({min(after):.3f} to {max(after):.3f})"
         sampled = [f"{mean(c[name] for c in some):.3f}" for name in ("sampled_before", "sampled_after")]
@@ -146,7 +151,7 @@ def real_tasks() -> str:
 
 def kl_term() -> str:
     """The score that was learned, and the true one, at two coefficients."""
-    curves, rows = load("default/reward_model_curves.json"), []
+    curves, rows = default("reward_model"), []
     for kl_coef in (0.01, 0.3):
         cells = []
         for script in SCRIPTS:
@@ -176,8 +181,8 @@ def speed() -> str:
 # ================================================= README.md ==========================================
 def evidence() -> str:
     """Every claim in one number."""
-    before = mean(c["greedy_before"] for c in load("default/curves.json"))
-    after = [mean(c["greedy_after"] for c in some) for some in grouped(load("default/curves.json"), "script").values()]
+    before = mean(c["greedy_before"] for c in default())
+    after = [mean(c["greedy_after"] for c in some) for some in grouped(default(), "script").values()]
     right_before, *right = (row["after"]["right"] for row in load("smollm2/results.json"))
     replayed = max(row["distance"] for row in load("parity/replay.json"))
     apart = max(value for values in distances().values() for value in values)
@@ -476,9 +481,9 @@ def learning() -> str:
 
 
 # ============================================== docs/claims.md ==============================================
-def claims(control: str, **wanted) -> list[dict]:
-    """The runs of a control that have these entries."""
-    return [row for row in having(load("claims/claims.json"), control=control, **wanted) if "environment" not in row]
+def claims(part: str, **wanted) -> list[dict]:
+    """The runs of a part that have these entries."""
+    return having(load("claims/claims.json"), part=part, **wanted)
 
 
 def claims_coin() -> str:
@@ -608,7 +613,7 @@ def claims_smollm2() -> str:
 
 
 # ============================================ writing ========================================================
-TABLES = [default_task, hardware, kills, smollm2, real_tasks, kl_term, speed, evidence, architectures, failure]
+TABLES = [default_task, hardware, kills, smollm2, real_tasks, kl_term, speed, evidence, failure]
 TABLES += [ladder_learning, ladder_clipping, ladder_fresh, ladder_gradients, ladder_baselines]
 TABLES += [variants, one_batch_late]
 TABLES += [engine, mini_batch, differences, replay, learning, whitening]
@@ -627,6 +632,7 @@ def write_tables(text: str) -> str:
 
 
 def main():
+    """Write all tables."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         written = write_tables(text)
@@ -636,4 +642,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

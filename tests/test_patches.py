@@ -242,7 +242,8 @@ def test_the_lines_of_papers(run, world, tmp_path, monkeypatch):
         name, text = scripts.popitem()  # ppo.py, if it is among them
         (tmp_path / f"{name}_{number}.py").write_text(text)
         modules.append(import_file(tmp_path / f"{name}_{number}.py"))
-    remax, maxrl, pass_at_4, gdpo, two_sided, sapo, dppo, gmpo, vespo, masked, ppo, entropy = modules
+    remax, rejected, opo, maxrl, pass_at_4, gdpo, *modules = modules
+    two_sided, sapo, dppo, gmpo, vespo, masked, ppo, entropy = modules
     check_losses(dppo, gmpo, vespo)
     assert maxrl.grpo_advantages(torch.eye(8)[0], 4, "group").tolist() == [3, -1, -1, -1, 0, 0, 0, 0]
     # Of 6 answers 1 is right: it is in 10 of the 15 sets of 4, and in 6 of the 10 that hold a certain wrong answer.
@@ -264,6 +265,17 @@ def test_the_lines_of_papers(run, world, tmp_path, monkeypatch):
     for row, text in zip(rows, [text for text in greedy.result.completions for _ in range(3)], strict=True):
         baseline = len(set(text)) + 0.3 * text.count("1") - 0.1 * len(text) * (len(row["prompt"]) % 3)  # `letters`
         assert row["advantage"] == pytest.approx(row["score"] - baseline, abs=1e-5)
+    for module in (rejected, opo):
+        rows = run(module, reward=world.reward("seldom"), kl_coef=0.0, total_episodes=12).rollouts
+        groups = [rows[first : first + 3] for first in range(0, 12, 3)]
+        for group in groups:
+            scores = [row["score"] for row in group]
+            lengths = [len(row["token_ids"]) for row in group]
+            expected = scores if len(set(scores)) > 1 else [0.0] * 3
+            if module is opo:
+                baseline = sum(map(math.prod, zip(scores, lengths, strict=True))) / sum(lengths)
+                expected = [score - baseline for score in scores]
+            assert [row["advantage"] for row in group] == pytest.approx(expected, abs=1e-5)
     rows = run(gdpo, reward=world.reward("parts"), total_episodes=12).rollouts
     parts = [torch.tensor([row[f"reward/{name}"] for row in rows]) for name in ("length", "ones")]
     advantages = sum(MODULES["grpo"].grpo_advantages(part, 3, "group") for part in parts)
