@@ -96,7 +96,7 @@ def difference(other):
     old = source_of("rloo").splitlines()
     new = source_of(other).splitlines()
     lines = []
-    for line in difflib.unified_diff(old, new, "rloo.py", f"{other}.py", n=1, lineterm=""):
+    for line in difflib.unified_diff(old, new, "rloo.py", f"{other}.py", n=0, lineterm=""):
         hunk = re.match(r"@@ -(\d+)", line)
         if hunk:
             before = "\n".join(old[: int(hunk[1])])
