@@ -12,7 +12,7 @@ A shape such as [rows, tokens] names the axes of a tensor.
 import torch  # noqa: F401
 
 
-# ======================================= 1  the counts of a run =========================================
+# ===================================== 1  the counts of a run =====================================
 def count_run(
     num_prompts: int,
     num_train_epochs: float,
@@ -26,23 +26,24 @@ def count_run(
     """The counts of a run, before it starts.
 
     num_train_epochs: may be a fraction, such as 0.5; the other arguments are whole numbers
-    Returns a dict of whole numbers (int) with these keys: episodes, iterations, last_batch_size, steps,
-    gradient_accumulation_steps.
+    Returns a dict of whole numbers (int) with these keys: episodes, iterations, last_batch_size,
+    steps, gradient_accumulation_steps.
     """
     raise NotImplementedError
 
 
-# ============================== 2  sampling by the inverse transform ====================================
+# ============================== 2  sampling by the inverse transform ==============================
 def pick_tokens(log_p, uniforms):
     """Pick a token in every row, with a random number that is given.
 
-    log_p: [rows, vocabulary], float32, log-probabilities; uniforms: [rows], float64, numbers in [0, 1).
+    log_p: [rows, vocabulary], float32, log-probabilities
+    uniforms: [rows], float64, numbers in [0, 1)
     Returns [rows], the index of the picked token in the vocabulary, as whole numbers (torch.int64).
     """
     raise NotImplementedError
 
 
-# ============================ 3  log-probabilities of a padded batch ====================================
+# ============================= 3  log-probabilities of a padded batch =============================
 def completion_logprobs(model, prompts, prompt_mask, completions, lengths, temperature: float):
     """The log-probability of every token of the completions, in one forward pass.
 
@@ -56,7 +57,7 @@ def completion_logprobs(model, prompts, prompt_mask, completions, lengths, tempe
     raise NotImplementedError
 
 
-# =========================================== 4  advantages ==============================================
+# ========================================= 4  advantages ==========================================
 def leave_one_out_advantages(rewards, k: int):
     """The reward minus the mean reward of the others in the group.
 
@@ -73,16 +74,17 @@ def group_normalized_advantages(scores, k: int):
     raise NotImplementedError
 
 
-# ======================================== 5  the clipped loss ===========================================
+# ====================================== 5  the clipped loss =======================================
 def clipped_loss(logprobs, old_logprobs, advantages, cliprange: float):
     """PPO's clipped loss of every token, which is minimized. It is not averaged.
 
-    logprobs: [tokens], with gradient; old_logprobs, advantages: [tokens]. Returns [tokens], with gradient.
+    logprobs: [tokens], with gradient; old_logprobs, advantages: [tokens]
+    Returns [tokens], with gradient.
     """
     raise NotImplementedError
 
 
-# ======================================== 6  one denominator ============================================
+# ======================================= 6  one denominator =======================================
 def micro_batch_losses(processes: list) -> list:
     """One loss for each micro-batch, on which its process will call backward.
 
@@ -90,14 +92,15 @@ def micro_batch_losses(processes: list) -> list:
         token_losses: [episodes, tokens], with gradient
         mask: [episodes, tokens], True where a token belongs to the completion
         is_real: [episodes], 1.0; or 0.0 for a repeated episode, which must not count
-    Returns a list for each process, with one loss (a tensor with one number) for each of its micro-batches.
+    Returns a list for each process, with one loss (a tensor with one number) for each of its
+    micro-batches.
     """
     raise NotImplementedError
 
 
-# ================================= 7  GAE with rewards at the end =======================================
+# ================================= 7  GAE with rewards at the end =================================
 def gae_from_scores(scores, values, lengths, gamma: float, lam: float):
-    """Generalized advantage estimates, if the only reward is the score, at the last token of a completion.
+    """Generalized advantage estimates. The only reward is the score, at a completion's last token.
 
     scores: [episodes]; values: [episodes, tokens], with any numbers after the end of a completion;
     lengths: [episodes], tokens of each completion, its EOS included. Do not change the arguments.

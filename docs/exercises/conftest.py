@@ -19,17 +19,16 @@ docs/exercises/README.md has the exercises."""
 
 
 def pytest_addoption(parser):
-    parser.addoption("--answer", metavar="FILE.py", help="your answers: a copy of docs/exercises/answers.py")
+    about = "your answers: a copy of docs/exercises/answers.py"
+    parser.addoption("--answer", metavar="FILE.py", help=about)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """A short report, from one process. The project's own tests take two, which start more slowly."""
-    words = config.invocation_params.args
-    if not any(word.startswith(("-n", "--numprocesses")) for word in words):
-        config.option.numprocesses = 0
-        config.option.dist = "no"
-    if not any(word.startswith("-v") for word in words):
+    """A short report, from one process. The project's own tests take two, which start later."""
+    config.option.numprocesses = 0
+    config.option.dist = "no"
+    if not any(word.startswith("-v") for word in config.invocation_params.args):
         config.option.verbose = -1
         config.option.no_header = True
         config.option.reportchars = "N"
@@ -39,14 +38,16 @@ def pytest_configure(config):
     """Import the answers. If Python can't, there is one message, and no test is run."""
     path = config.invocation_params.dir / (config.getoption("answer", None) or TEMPLATE)
     if not path.is_file() or path.suffix != ".py":
-        raise pytest.UsageError(f"--answer {path}: there is no such Python file; copy docs/exercises/answers.py")
+        about = "there is no such Python file; copy docs/exercises/answers.py"
+        raise pytest.UsageError(f"--answer {path}: {about}")
     spec = importlib.util.spec_from_file_location("answer", path)
     config.answer = sys.modules["answer"] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(config.answer)
     except Exception as error:
         frames = 0 if isinstance(error, SyntaxError) else -1
-        raise pytest.UsageError(f"--answer {path}: Python stops\n{traceback.format_exc(frames)}") from None
+        about = f"--answer {path}: Python stops\n{traceback.format_exc(frames)}"
+        raise pytest.UsageError(about) from None
 
 
 @pytest.fixture
@@ -82,7 +83,8 @@ def pytest_report_teststatus(report):
 def pytest_terminal_summary(terminalreporter, config):
     """One line for each exercise."""
     found = {}
-    for category, words in (("passed", "right"), ("failed", "wrong"), ("error", "wrong"), (NOT_WRITTEN, NOT_WRITTEN)):
+    shown = {"passed": "right", "failed": "wrong", "error": "wrong", NOT_WRITTEN: NOT_WRITTEN}
+    for category, words in shown.items():
         for report in terminalreporter.getreports(category):
             _, _, name = report.nodeid.partition("::test_")
             found[name.replace("_", " ")] = words
