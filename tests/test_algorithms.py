@@ -22,6 +22,7 @@ from conftest import (
     save_model,
 )
 from plain import DENOMINATORS, plain_gradient, row_logprobs
+from pytest import approx
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -34,10 +35,10 @@ def test_metrics_of_the_rollout_are_those_of_its_episodes(script, run, world):
         logprobs = np.mean([sum(row["logprobs"]) for row in rows])
         kl = logprobs - np.mean([sum(row["ref_logprobs"]) for row in rows])
         assert abs(kl) > 0.5
-        assert line["objective/kl"] == pytest.approx(kl, rel=1e-4)
-        assert line["objective/entropy"] == pytest.approx(-logprobs, rel=1e-4)
+        assert line["objective/kl"] == approx(kl, rel=1e-4)
+        assert line["objective/entropy"] == approx(-logprobs, rel=1e-4)
         scores = [row["score"] for row in rows]
-        assert line["objective/scores"] == pytest.approx(np.mean(scores), rel=1e-4)
+        assert line["objective/scores"] == approx(np.mean(scores), rel=1e-4)
     model = AutoModelForCausalLM.from_pretrained(world.llama).eval()
     entropies = []
     for row in ran.rollouts[:12]:
@@ -46,7 +47,7 @@ def test_metrics_of_the_rollout_are_those_of_its_episodes(script, run, world):
         logprobs = logits.log_softmax(-1)[len(row["prompt"]) - 1 : -1]
         entropies += (-(logprobs.exp() * logprobs).sum(-1)).tolist()
     exact = np.mean(entropies)
-    assert ran.metrics[0]["policy/entropy_avg"] == pytest.approx(exact, rel=1e-4)
+    assert ran.metrics[0]["policy/entropy_avg"] == approx(exact, rel=1e-4)
 
 
 @pytest.mark.parametrize("kl_coef, has_path, expected", [(0.0, False, 0), (0.1, False, 1), (0.0, True, 1)])
@@ -109,15 +110,15 @@ def test_metrics_of_updates_are_those_of_the_textbook(name, level, run, world, u
     assert 0 < clipped < 1
     [line] = ran.metrics
     if name == "grpo":
-        assert line["policy/clipfrac_low_avg"] == pytest.approx(is_low.mean() / 2)
-        assert line["policy/clipfrac_high_avg"] == pytest.approx(is_high.mean() / 2)
-    assert line["val/ratio"] == pytest.approx((1 + ratios.mean()) / 2, rel=1e-5)
-    assert line["val/ratio_var"] == pytest.approx(ratios.var() / 2, rel=1e-3)
+        assert line["policy/clipfrac_low_avg"] == approx(is_low.mean() / 2)
+        assert line["policy/clipfrac_high_avg"] == approx(is_high.mean() / 2)
+    assert line["val/ratio"] == approx((1 + ratios.mean()) / 2, rel=1e-5)
+    assert line["val/ratio_var"] == approx(ratios.var() / 2, rel=1e-3)
     approximate_kl = np.square(logratios).mean() / 2
-    assert line["policy/approxkl_avg"] == pytest.approx(approximate_kl / 2, rel=1e-3)
-    assert line["policy/clipfrac_avg"] == pytest.approx(clipped / 2)
+    assert line["policy/approxkl_avg"] == approx(approximate_kl / 2, rel=1e-3)
+    assert line["policy/clipfrac_avg"] == approx(clipped / 2)
     loss = (np.mean(first_losses) + np.mean(losses)) / 2
-    assert line["loss/policy_avg"] == pytest.approx(loss, rel=1e-3, abs=1e-5)
+    assert line["loss/policy_avg"] == approx(loss, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_the_clip_cuts_where_it_helps(script, advantage, logratio, high, loss, i
     Where it is clipped, or the advantage is 0, the gradient is 0 also for a ratio of inf."""
     logratio = torch.tensor([logratio], requires_grad=True)
     losses, cut = script.clipped_policy_loss(logratio, torch.tensor([advantage]), 0.2, high)
-    assert losses.tolist() == pytest.approx([loss])
+    assert losses.tolist() == approx([loss])
     assert cut.tolist() == [is_clipped]
     losses.sum().backward()
     assert (logratio.grad.item() == 0) == (is_clipped or advantage == 0)
@@ -158,7 +159,7 @@ def test_rloo_advantages_by_hand(script):
             others = [rewards[j].item() for j in group if j != i]
             expected.append(rewards[i].item() - statistics.mean(others))
         advantages = script.rloo_advantages(rewards, k)
-        assert advantages.tolist() == pytest.approx(expected, abs=1e-5)
+        assert advantages.tolist() == approx(expected, abs=1e-5)
     equal = torch.tensor([0.1] * 7)  # Their mean rounds to another number.
     assert script.rloo_advantages(equal, 7).tolist() == [0.0] * 7
 
@@ -209,11 +210,11 @@ def test_a_reward_for_each_token(script, run, world, updates, tmp_path, response
         group = to_go[i - i % 3 : i - i % 3 + 3]
         expected = to_go[i] - (group.sum(0) - to_go[i]) / 2
         expected = expected[: len(row["token_ids"])]
-        assert row["advantage"] == pytest.approx(expected, abs=1e-4)
+        assert row["advantage"] == approx(expected, abs=1e-4)
         weights.append(torch.from_numpy(expected) / 12)
     assert len({len(weight) for weight in weights}) > 2
     loss = -sum(flat(weights)).item()
-    assert ran.metrics[0]["loss/policy_avg"] == pytest.approx(loss, rel=1e-5)
+    assert ran.metrics[0]["loss/policy_avg"] == approx(loss, rel=1e-5)
     assert distance(plain_gradient(world.many_eos, rows, weights), updates[0].gradients) < 1e-5
 
 
@@ -224,7 +225,7 @@ def test_large_scores_are_whitened(script, run, monkeypatch):
     monkeypatch.setattr(script, "load_reward", lambda _: lambda **_: scores)
     ran = run(script, whiten_advantages=True, total_episodes=12)
     expected = [-(1.5**0.5), 0, 1.5**0.5] * 4
-    assert [row["advantage"] for row in ran.rollouts] == pytest.approx(expected)
+    assert [row["advantage"] for row in ran.rollouts] == approx(expected)
     assert 0 < ran.metrics[0]["grad_norm"] < math.inf
 
 
@@ -258,7 +259,7 @@ def test_grpo_losses_by_plain_passes(script, run, world, updates, loss_type, mas
     for i, row in enumerate(rows):
         scores = [other["score"] for other in rows[i - i % 3 : i - i % 3 + 3]]
         advantage = (row["score"] - statistics.mean(scores)) / (statistics.stdev(scores) + 1e-4)
-        assert row["advantage"] == pytest.approx(advantage, abs=1e-4)
+        assert row["advantage"] == approx(advantage, abs=1e-4)
         if row in kept:
             difference = torch.tensor(row["ref_logprobs"]) - torch.tensor(row["logprobs"])
             slope = advantage - 0.3 * (1 - difference.exp())
@@ -339,7 +340,7 @@ def test_ppo_values_and_returns_by_plain_passes(script, run, world, updates, tmp
         prompt = encode(row["prompt"])
         hidden = model.model(torch.tensor([prompt + row["token_ids"]])).last_hidden_state[0]
         values = model.score(hidden[len(prompt) - 1 : -1]).squeeze(-1)
-        assert row["values"] == pytest.approx(values.tolist(), abs=1e-5)
+        assert row["values"] == approx(values.tolist(), abs=1e-5)
         rewards = -0.2 * np.subtract(row["logprobs"], ref_logprobs)
         rewards[-1] += row["score"]
         next_value = 0.0
@@ -350,14 +351,14 @@ def test_ppo_values_and_returns_by_plain_passes(script, run, world, updates, tmp
             advantages.insert(0, advantage)
             next_value = value
         returns = np.add(advantages, values.tolist())
-        assert row["returns"] == pytest.approx(returns, abs=1e-4)
-        assert whiten or row["advantage"] == pytest.approx(advantages, abs=1e-4)
+        assert row["returns"] == approx(returns, abs=1e-4)
+        assert whiten or row["advantage"] == approx(advantages, abs=1e-4)
         loss += 0.5 * (values - torch.tensor(row["returns"])).square().sum() / sum(lengths)
-    assert ran.metrics[0]["loss/value_avg"] == pytest.approx(loss.item(), rel=1e-4)
+    assert ran.metrics[0]["loss/value_avg"] == approx(loss.item(), rel=1e-4)
     if whiten:  # over all tokens of the batch
         whitened = np.hstack([row["advantage"] for row in rows])
-        assert whitened.mean() == pytest.approx(0, abs=1e-6)
-        assert whitened.var() == pytest.approx(1, abs=1e-5)
+        assert whitened.mean() == approx(0, abs=1e-6)
+        assert whitened.var() == approx(1, abs=1e-5)
     (0.5 * loss).backward()
     expected = [parameter.grad for parameter in model.parameters()]
     found = updates[0].gradients[-len(expected) - 1 : -1]  # The last one is that of the head's bias.
@@ -378,7 +379,7 @@ def test_ppo_writes_its_value_model(script, run, tmp_path):
     trunk = AutoModel.from_pretrained(first / "value_model").eval()
     hidden = trunk(tokens).last_hidden_state[0, len(row["prompt"]) - 1 : -1]
     expected = (hidden @ head["weight"].T + head["bias"]).squeeze(1)
-    assert row["values"] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert row["values"] == approx(expected.tolist(), abs=1e-5)
     assert not (run(script, **flags, lora_r=2).folder / "value_model").exists()
     path = save_model(tmp_path / "opt", "opt")  # Its trunk gives 8 numbers for a token.
     written = run(script, **flags, model_path=path).folder / "value_model"
@@ -391,7 +392,7 @@ def test_ppo_value_loss_is_clipped_around_the_old_value(script):
     values = torch.tensor([1.0, 1.0, 0.1, -1.0])
     returns = torch.tensor([2.0, 0.5, 0.0, 0.0])
     losses, cut = script.clipped_value_loss(values, torch.zeros(4), returns, 0.2)
-    assert losses.tolist() == pytest.approx([0.5 * 1.8**2, 0.5 * 0.5**2, 0.5 * 0.1**2, 0.5])
+    assert losses.tolist() == approx([0.5 * 1.8**2, 0.5 * 0.5**2, 0.5 * 0.1**2, 0.5])
     assert cut.tolist() == [True, False, False, False]
     values, old = 0.05 * torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))
     _, cut = script.clipped_value_loss(values, old, returns[0], 1.0)
@@ -412,7 +413,7 @@ def test_ppo_kl_estimators(script, run, world, estimator):
         differences = np.subtract(row["logprobs"], row["ref_logprobs"])
         estimates.append(sum(KL_ESTIMATES[estimator](d) for d in differences))
     expected = -0.3 * np.mean(estimates)
-    assert ran.metrics[0]["objective/non_score_reward"] == pytest.approx(expected, rel=1e-4)
+    assert ran.metrics[0]["objective/non_score_reward"] == approx(expected, rel=1e-4)
 
 
 @only("ppo")
@@ -434,7 +435,7 @@ def test_ppo_adapts_the_kl_coefficient(script, run, world, target):
     episode = 0
     used = {}
     for line in ran.metrics:
-        assert line["objective/kl_coef"] == pytest.approx(coefficient, rel=1e-6)
+        assert line["objective/kl_coef"] == approx(coefficient, rel=1e-6)
         used[line["iteration"]] = coefficient
         error = min(max(line["objective/kl"] / target - 1, -0.2), 0.2)
         coefficient *= 1 + error * (line["episode"] - episode) / 50
@@ -443,7 +444,7 @@ def test_ppo_adapts_the_kl_coefficient(script, run, world, target):
     for row in ran.rollouts:
         kl = sum(row["logprobs"]) - sum(row["ref_logprobs"])
         expected = row["score"] - used[row["iteration"]] * kl
-        assert row["returns"][0] == pytest.approx(expected, rel=1e-4, abs=1e-4)
+        assert row["returns"][0] == approx(expected, rel=1e-4, abs=1e-4)
 
 
 @only("ppo")
@@ -463,7 +464,7 @@ def test_ppo_scales_scores_by_all_scores_so_far(script, run):
             if has_scaling:
                 expected /= statistics.pstdev(so_far)
             expected = min(max(expected, -limit), limit)
-            assert after["score"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+            assert after["score"] == approx(expected, rel=1e-4, abs=1e-5)
 
 
 @only("ppo")
@@ -492,7 +493,7 @@ def test_ppo_whitens_rewards_without_moving_their_mean(script, run, world):
         rewards.append(np.hstack([-np.diff(returns) for returns in of_rows]))
     before, after = rewards
     expected = (before - before.mean()) / before.std() + before.mean()
-    assert after == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert after == approx(expected, rel=1e-4, abs=1e-5)
 
 
 @only("ppo")
@@ -509,10 +510,10 @@ def test_ppo_counts_dropped_updates(script, run, updates, flag, recwarn):
     taken = 1 if flag == "target_kl" else 0  # The first has a KL of 0 and a ratio of 1.
     rates = np.linspace(0.01, 0, steps * len(ran.metrics), endpoint=False)
     taken_rates = rates[::steps] if taken else []
-    assert [update.lr for update in updates] == pytest.approx(taken_rates)
+    assert [update.lr for update in updates] == approx(taken_rates)
     for iteration, line in enumerate(ran.metrics, start=1):
         assert line["step"] == steps * iteration
         assert line["policy/skipped_updates"] == steps - taken
-        assert line["lr"] == pytest.approx(rates[line["step"] - 1])
+        assert line["lr"] == approx(rates[line["step"] - 1])
         assert ("grad_norm" in line) == bool(taken)
     assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]

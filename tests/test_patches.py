@@ -18,6 +18,7 @@ import torch
 import tyro
 from conftest import HERE, MODULES, distance, encode, import_file, make_prompts, read_jsonl
 from plain import plain_gradient, token_weights
+from pytest import approx
 from test_pages import commands, diffs, patched
 from transformers import AutoModelForCausalLM
 
@@ -53,7 +54,7 @@ def promise(patch, script, **flags):
 def scores_are_the_advantages(module, rows, world, updates, **_):
     """The gradient is the mean of -score * grad log p(y)."""
     scores = [row["score"] for row in rows]
-    assert [row["advantage"] for row in rows] == pytest.approx(scores)
+    assert [row["advantage"] for row in rows] == approx(scores)
     expected = plain_gradient(world.llama, rows, token_weights(MODULES["rloo"], rows))
     assert distance(expected, updates[0].gradients) < 1e-4
     with pytest.raises(ValueError, match="only one update"):
@@ -71,7 +72,7 @@ def advantages_are_whitened_returns(rows, **_):
         returns.extend(row["score"] - 0.05 * kl[::-1].cumsum()[::-1])
         advantages.extend(row["advantage"][: len(kl)])
     expected = (returns - np.mean(returns)) / np.std(returns, ddof=1)
-    assert advantages == pytest.approx(expected, abs=2e-3)
+    assert advantages == approx(expected, abs=2e-3)
 
 
 def weights_of_tokens(calls, rows):
@@ -81,7 +82,7 @@ def weights_of_tokens(calls, rows):
     trainer = calls[1].result
     assert (trainer - sampler).abs().max() > 1e-3
     logprobs = [sum(row["logprobs"]) for row in rows]
-    assert trainer.sum(1).tolist() == pytest.approx(logprobs, abs=1e-4)
+    assert trainer.sum(1).tolist() == approx(logprobs, abs=1e-4)
     return (trainer - sampler).exp()
 
 
@@ -92,7 +93,7 @@ def episodes_have_truncated_weights(module, rows, calls, **_):
     scores = torch.tensor([row["score"] for row in rows])
     expected = module.rloo_advantages(scores, 3) * weights
     advantages = [row["advantage"] for row in rows]
-    assert advantages == pytest.approx(expected.tolist(), abs=1e-4)
+    assert advantages == approx(expected.tolist(), abs=1e-4)
 
 
 MASKED = dict(patch="variants/masked_importance_sampling", script="grpo", kl_coef=0.0)
@@ -105,7 +106,7 @@ def tokens_have_weights_or_are_masked(rows, metrics, calls, **_):
     loss = 0.0
     for row, of_row in zip(rows, weights):
         loss -= row["advantage"] * of_row[: len(row["token_ids"])].mean().item() / 12
-    assert metrics[0]["loss/policy_avg"] == pytest.approx(loss, abs=1e-5)  # The ratio is 1.
+    assert metrics[0]["loss/policy_avg"] == approx(loss, abs=1e-5)  # The ratio is 1.
     assert 0 < metrics[0]["val/masked_fraction"] < 1
 
 
@@ -116,14 +117,14 @@ def a_completion_has_one_masked_weight(rows, metrics, calls, **_):
     kept = weights * (weights <= 1.001)
     assert 0 < (kept == 0).sum() < 12
     loss = -np.mean([row["advantage"] * weight for row, weight in zip(rows, kept.tolist())])
-    assert metrics[0]["loss/policy_avg"] == pytest.approx(loss, abs=1e-6)
+    assert metrics[0]["loss/policy_avg"] == approx(loss, abs=1e-6)
 
 
 @promise("variants/overlong_punishment", "grpo", reward="five")
 def long_completions_lose_points(rows, **_):
     """Of 6 tokens the last 5 cost a fifth each (arXiv 2503.14476, eq. 13)."""
     for row in rows:
-        assert row["score"] == pytest.approx(5 - (len(row["token_ids"]) - 1) / 5)
+        assert row["score"] == approx(5 - (len(row["token_ids"]) - 1) / 5)
 
 
 @promise("variants/dynamic_sampling", "grpo", reward="seldom", kl_coef=0.0, sampling_rounds=99)
@@ -234,7 +235,7 @@ def loss_and_gradient(module, old_logprobs, logprobs, advantage, **flags):
 )
 def test_dppo(papers, p_old, p, advantage, weight):
     found = loss_and_gradient(papers.dppo, [math.log(p_old)], [math.log(p)], advantage)
-    assert found == pytest.approx([-advantage * weight] * 2, rel=1e-5)
+    assert found == approx([-advantage * weight] * 2, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +251,7 @@ def test_gmpo(papers, first, second, advantage, mean, first_moves):
     flags = dict(importance_sampling_level="sequence", cliprange=1.0)
     found = loss_and_gradient(papers.gmpo, [-2.0, -2.0], [first, second], advantage, **flags)
     loss = -advantage * math.exp(mean)
-    assert found == pytest.approx([loss, loss * first_moves / 2, loss / 2])
+    assert found == approx([loss, loss * first_moves / 2, loss / 2])
 
 
 @pytest.mark.parametrize("advantage, power, rate", [(2.0, 2, 3), (-2.0, 3, 2)])
@@ -258,7 +259,7 @@ def test_vespo(papers, advantage, power, rate):
     found = loss_and_gradient(papers.vespo, [-2.0, -2.0], [-1.5, -2.2], advantage)
     w = math.exp(0.5 - 0.2)  # of the completion
     slope = -advantage * w**power * math.exp(rate * (1 - w)) / 2
-    assert found == pytest.approx([slope * (-1.5 - 2.2), slope, slope])
+    assert found == approx([slope * (-1.5 - 2.2), slope, slope])
 
 
 def test_advantages_of_papers(papers):
@@ -268,7 +269,7 @@ def test_advantages_of_papers(papers):
     advantages = papers.pass_at_4.grpo_advantages(torch.eye(6)[0], 6, "none")
     expected = np.array([1.0, *[6 / 10] * 5]) - 10 / 15
     deviation = (10 / 15 * 5 / 15) ** 0.5
-    assert advantages.tolist() == pytest.approx(expected / deviation, abs=1e-3)
+    assert advantages.tolist() == approx(expected / deviation, abs=1e-3)
 
 
 def test_losses_of_papers(papers):
@@ -277,9 +278,9 @@ def test_losses_of_papers(papers):
     expected = {"two_sided": [-1, 1, -1.2, 3], "sapo": [-2, 2 / 1.05, -4, 4 / 1.05]}
     for name, losses in expected.items():
         found, _ = getattr(papers, name).clipped_policy_loss(logratio, signs, 0.2, 0.2)
-        assert found.tolist() == pytest.approx(losses)
+        assert found.tolist() == approx(losses)
         [gradient] = torch.autograd.grad(found.sum(), logratio)
-        assert gradient.tolist() == pytest.approx([-1, 1, 0, 0])
+        assert gradient.tolist() == approx([-1, 1, 0, 0])
     masked = papers.masked
     is_left = []
     for drift, advantage in (0.6, -1.0), (0.4, -1.0), (0.6, 1.0):
@@ -298,7 +299,7 @@ def test_remax(papers, run, world, monkeypatch):
         text = greedy.result.completions[i // 3]
         length = len(text) * (len(row["prompt"]) % 3)
         baseline = len(set(text)) + 0.3 * text.count("1") - 0.1 * length  # `letters`
-        assert row["advantage"] == pytest.approx(row["score"] - baseline, abs=1e-5)
+        assert row["advantage"] == approx(row["score"] - baseline, abs=1e-5)
 
 
 def test_gdpo(papers, run, world):
@@ -308,7 +309,7 @@ def test_gdpo(papers, run, world):
         part = torch.tensor([row[name] for row in rows])
         advantages += MODULES["grpo"].grpo_advantages(part, 3, "group")
     expected = (advantages / advantages.std()).tolist()
-    assert [row["advantage"] for row in rows] == pytest.approx(expected, abs=1e-3)
+    assert [row["advantage"] for row in rows] == approx(expected, abs=1e-3)
 
 
 def test_vapo(papers, run):
@@ -316,8 +317,8 @@ def test_vapo(papers, run):
     flags = dict(kl_coef=0.0, whiten_advantages=False, total_episodes=12)
     for row in run(papers.ppo, **flags).rollouts:
         count = len(row["token_ids"])
-        assert row["returns"] == pytest.approx([row["score"]] * count)
-        assert row["advantage"] == pytest.approx([0.0] * (count - 1) + [row["score"]])
+        assert row["returns"] == approx([row["score"]] * count)
+        assert row["advantage"] == approx([0.0] * (count - 1) + [row["score"]])
 
 
 def test_top_entropy_tokens(papers, run, world, monkeypatch):
@@ -353,7 +354,7 @@ def test_the_engine_makes_the_plain_run(script, run, tmp_path):
     for name in ("completion", "token_ids"):
         assert [row[name] for row in ran.rollouts] == [row[name] for row in plain.rollouts]
     norm = plain.metrics[0]["grad_norm"]
-    assert ran.metrics[0]["grad_norm"] == pytest.approx(norm, rel=1e-3)
+    assert ran.metrics[0]["grad_norm"] == approx(norm, rel=1e-3)
     weights = [conftest.weights_of(folder / "model") for folder in (ran.folder, plain.folder)]
     assert distance(*weights) < 1e-5
     assert vllm.engines[0].is_shut_down
