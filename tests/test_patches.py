@@ -29,14 +29,11 @@ broken = import_file(HERE / "benchmark/failures/broken.py")
 
 @pytest.mark.parametrize("patch", PATCHES)
 def test_a_patch_applies(patch, tmp_path):
-    """The scripts that it names stay clean, and the others stay as they are."""
+    """The scripts that it names stay clean."""
     for name in conftest.SCRIPTS:
         shutil.copy(HERE / f"{name}.py", tmp_path)
     subprocess.run(["git", "apply", HERE / patch], cwd=tmp_path, check=True)
     named = re.findall(r"^diff --git a/(\S+)", (HERE / patch).read_text(), re.M)
-    for path in tmp_path.iterdir():
-        is_same = path.read_text() == (HERE / path.name).read_text()
-        assert is_same == (path.name not in named)
     ruff = [sys.executable, "-m", "ruff"]
     options = ["--quiet", "--line-length", "100", "--config", HERE / ".ruff.toml"]
     for command in ["check"], ["format", "--check"]:
