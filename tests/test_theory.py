@@ -56,8 +56,8 @@ TRUE = gradient((LOG_P.exp() * REWARDS).sum())  # of the mean reward
 
 
 def ascent(advantages, probabilities, episodes=slice(None), logits=LOGITS):
-    """The direction in which rloo.py moves with one update per batch: minus the gradient of the mean
-    loss."""
+    """The direction in which rloo.py moves with one update per batch: minus the gradient of the
+    mean loss."""
     logprobs = token_logprobs(logits)[episodes]
     losses, *_ = rloo.rloo_loss(rloo.Args(), logprobs, None, advantages[:, None])
     return -gradient((probabilities * losses.squeeze(1)).sum(), logits)
@@ -73,7 +73,8 @@ def groups_of(k, p):
 
 @pytest.mark.parametrize("k", [2, 3])
 def test_a_baseline_of_the_others_has_no_bias(k):
-    """Sections 1 and 2. The group's mean makes the gradient shorter. The group's deviation turns it."""
+    """Sections 1 and 2. The group's mean makes the gradient shorter. The group's deviation turns
+    it."""
     assert TRUE.abs().max() > 0.1
     assert same(ascent(REWARDS, P), TRUE)
     assert same(ascent(torch.ones_like(P), P), torch.zeros_like(TRUE))  # the mean of grad log p
@@ -106,8 +107,8 @@ def test_the_best_constant_baseline():
 
 @pytest.mark.parametrize("script", [rloo, grpo, ppo])
 def test_ratios_correct_for_the_old_policy(script):
-    """Section 4. Without a clip, the mean over old completions has the gradient of the mean over new
-    ones. test_algorithms.py shows where the clip acts."""
+    """Section 4. Without a clip, the mean over old completions has the gradient of the mean over
+    new ones. test_algorithms.py shows where the clip acts."""
     losses, _ = script.clipped_policy_loss(LOG_P - OLD, REWARDS, 1e9, 1e9)
     assert same(-gradient((OLD.exp() * losses).sum()), TRUE)
     assert far(ascent(REWARDS, OLD.exp()), TRUE)
@@ -142,8 +143,8 @@ def test_gae_trades_bias_for_noise():
 
 @pytest.mark.parametrize("scores, beta", [(REWARDS, 2.0), (0 * REWARDS, 1.0)])
 def test_training_ends_at_the_optimum_under_the_kl(scores, beta):
-    """Section 6: at ref * exp(R / beta) / Z, where every advantage is 0. Section 7: with scores of 0,
-    at ref."""
+    """Section 6: at ref * exp(R / beta) / Z, where every advantage is 0. Section 7: with scores
+    of 0, at ref."""
     ref = token_logprobs(make_logits(8) / 2).sum(1)
     optimum = (ref + scores / beta).log_softmax(0)
     logits = make_logits(1).requires_grad_()
@@ -172,8 +173,8 @@ OTHER_GRADIENT = gradient(OTHER_KL)
     ],
 )
 def test_the_table_of_kl_estimates(name, mean, in_reward, in_loss):
-    """Of each estimate the mean, the gradient in the reward and that in the loss. A completion is one
-    action."""
+    """Of each estimate the mean, the gradient in the reward and that in the loss. A completion
+    is one action."""
     estimate = ppo.token_kl(LOG_P, REF, name)
     found_mean = (P * estimate).sum()
     found_in_reward = -ascent(-estimate.detach(), P)
@@ -202,7 +203,8 @@ def test_k3_in_the_loss():
 
 @pytest.mark.parametrize("estimator, power", [("k1", 1), ("k2", 2), ("k3", 2)])
 def test_near_the_reference_only_k1_pulls_back(estimator, power):
-    """In the reward, k2 and k3 vanish with the square of the distance. k1 vanishes with the distance."""
+    """In the reward, k2 and k3 vanish with the square of the distance. k1 vanishes with the
+    distance."""
 
     def pull(distance):
         logits = (make_logits(8) + distance * make_logits(4)).requires_grad_()

@@ -40,7 +40,8 @@ LATE = dict(k=3, total_episodes=45, kl_coef=0.0)  # four batches, the last one o
 
 
 def test_a_batch_comes_from_the_policy_of_one_iteration_before(late, run, world, updates):
-    """The prompts and all counts are those of the script. The loss has the ratio to the older policy."""
+    """The prompts and all counts are those of the script. The loss has the ratio to the older
+    policy."""
     plain = run(MODULES["grpo"], **LATE)
     updates.clear()
     ran = run(late, **LATE)
@@ -74,8 +75,8 @@ def test_a_batch_comes_from_the_policy_of_one_iteration_before(late, run, world,
 
 
 def test_the_ratio_may_be_left_out(late, run, updates):
-    """Then no ratio is clipped. In bfloat16 the ratio of a completion would be rounding alone, so it
-    is refused."""
+    """Then no ratio is clipped. In bfloat16 the ratio of a completion would be rounding alone,
+    so it is refused."""
     for line in run(late, **LATE, late_ratio=False).metrics:
         assert line["val/ratio"] == 1
         assert line["policy/clipfrac_avg"] == 0
@@ -114,7 +115,7 @@ import json, os, pathlib, signal
 folder = pathlib.Path(__file__).parent
 
 def talks(prompts, completions, number, **_):
-    """A text that depends on the conversation, of one to three tokens. None after an even number of tokens."""
+    """A text of one to three tokens, by the conversation. None after an even number of tokens."""
     with open(folder / ("calls_" + os.environ.get("RANK", "0")), "a") as file:
         file.write(json.dumps([prompts, completions]) + "\\n")
     texts = []
@@ -186,7 +187,8 @@ def is_grpo(script):
 
 
 def check_passes(rows, policy, reference, gradients, script):
-    """The log-probabilities, and the gradient, are those of plain passes over the policy's tokens."""
+    """The log-probabilities, and the gradient, are those of plain passes over the policy's
+    tokens."""
     models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in (policy, reference)]
     for row in rows:
         mask = torch.tensor(row["mask"])
@@ -218,7 +220,8 @@ def test_only_the_tokens_of_the_policy_are_trained(turns, flags, run, world, upd
 
 
 def test_an_episode_is_the_conversation(turns, flags, run, tmp_path):
-    """Ids are appended. A call has the episodes that go on. The policy has at most --max-turns turns."""
+    """Ids are appended. A call has the episodes that go on. The policy has at most --max-turns
+    turns."""
     rows = run(turns, **flags(), total_episodes=12, max_turns=2).rollouts
     [[prompts, asked]] = conversations(tmp_path)
     assert len(prompts) == len(asked) <= 12
@@ -282,7 +285,8 @@ def test_a_mistake_of_the_environment_is_clear(turns, flags, run, name):
 
 
 CHAT = (
-    "{% for m in messages %}{{ '=' if m['role'] == 'user' else '-' }}{{ m['content'] }}<eos>+{% endfor %}"
+    "{% for m in messages %}{{ '=' if m['role'] == 'user' else '-' }}"
+    "{{ m['content'] }}<eos>+{% endfor %}"
     "{{ mark or '-' if add_generation_prompt else '' }}"
 )
 
@@ -345,7 +349,8 @@ def test_two_processes_make_the_same_run(turns, flags, run, world, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on(turns, flags, run, world, tmp_path):
-    """kill -9 after the first iteration. The run that resumes is bit for bit the run that was never stopped."""
+    """kill -9 after the first iteration. The run that resumes is bit for bit the run that was
+    never stopped."""
     expected = result_of(run(turns, **flags(), save_every=1, total_episodes=36).folder)
     (tmp_path / "calls_0").unlink()
     again = base_flags(world) | flags("killed") | dict(save_every=1, total_episodes=36, resume=True)
