@@ -223,11 +223,10 @@ def test_a_large_run_is_cut_to_even_distances(save, open_page, monkeypatch, caps
     steps = {after - before for before, after in zip(iterations, iterations[1:])}
     assert max(steps) - min(steps) <= 1
     assert {card["iteration"] for card in data["cards"]} == set(iterations)
-    about = data["about"]
-    assert about in capsys.readouterr().out
-    count = len(episodes_of(data))
-    assert f"{count} of 800 episodes: {len(iterations)} of 100 iterations" in about
-    assert ("one group in" in about) == (part == 40)
+    said = f"{len(episodes_of(data))} of 800 episodes: {len(iterations)} of 100 iterations"
+    assert said in capsys.readouterr().out
+    assert said in data["about"]
+    assert ("one group in" in data["about"]) == (part == 40)
 
 
 def test_two_runs_and_held_out_prompts(save, open_page):
