@@ -160,7 +160,7 @@ def check_command(command: str, patches: list[str], load):
     patches: those that are applied before. The command may add one, or take one back.
     """
     for part in re.sub(r"\$\w+", "1", command).split(" && "):  # $RANK and its like are numbers
-        words = shlex.split(re.sub(r"\b([A-Z_]+=\S+|FLAGS$|\.\.\.$)", "", part))
+        words = shlex.split(re.sub(r"(?<!\S)([A-Z_]+=\S+|FLAGS|\.\.\.)(?!\S)", "", part))
         if words[:3] == ["git", "apply", "-R"]:
             patches[:] = [patch for patch in patches if patch not in words]
         elif words[:2] == ["git", "apply"]:
