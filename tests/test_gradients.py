@@ -29,7 +29,7 @@ def test_gradient_is_that_of_plain_passes(script, run, world, updates, tmp_path,
         path = save_model(tmp_path / policy, policy, eos_ids=MANY_EOS)
     flags = dict(total_episodes=24, batch_size=24, temperature=0.7)
     rows = run(script, model_path=path, **flags, per_device_train_batch_size=7).rollouts
-    assert len({len(row["token_ids"]) for row in rows}) > 2, "the test needs unequal lengths"
+    assert len({len(row["token_ids"]) for row in rows}) > 1, "the test needs unequal lengths"
     for row, logprobs in zip(rows, row_logprobs(path, rows, 0.7)):
         assert row["logprobs"] == approx(logprobs, abs=1e-5)
         assert row["ref_logprobs"] == approx(logprobs, abs=1e-5)
