@@ -1,4 +1,4 @@
-"""How every figure of this repository looks: one colour for each algorithm, curves as means in 95 % bands."""
+"""How every figure looks: one colour for each algorithm, and curves as means in 95 % bands."""
 
 from pathlib import Path
 
@@ -10,7 +10,8 @@ import matplotlib.pyplot as plt
 
 COLORS = {"rloo": "#1f6fb4", "grpo": "#d1495b", "ppo": "#e0a030"}
 GRAY = "#7a7a7a"
-OTHERS = ("#3a9c74", "#7b5ea7", "#8c6d46", "#5b5b5b", "#c06fb0", "#9bb53c")  # where no algorithm is meant
+# where no algorithm is meant
+OTHERS = ("#3a9c74", "#7b5ea7", "#8c6d46", "#5b5b5b", "#c06fb0", "#9bb53c")
 # Student's t at 97.5 %, by the number of samples
 T975 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
@@ -32,7 +33,10 @@ def in_thousands(axis):
 
 
 def mean_and_band(values) -> tuple[np.ndarray, np.ndarray]:
-    """The mean over the seeds, and half the width of its 95 % confidence interval (Student's t). values: [seeds, ..]"""
+    """The mean over the seeds, and half the width of its 95 % confidence interval (Student's t).
+
+    values: [seeds, ..]
+    """
     values = np.asarray(values, dtype=float)
     t = T975.get(len(values), 1.96)
     error = values.std(0, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.zeros(values.shape[1:])

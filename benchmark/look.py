@@ -250,7 +250,8 @@ pre span:is(:hover, :focus) { outline: 2px solid var(--ink); outline-offset: -1p
 <label>sort <select id="sort"><option value="">as drawn<option value="score 1">lowest score
 <option value="score -1">highest score<option value="length -1">longest
 <option value="length 1">shortest<option value="kl -1">largest KL
-<option value="advantage 1">lowest advantage<option value="advantage -1">highest advantage</select></label>
+<option value="advantage 1">lowest advantage
+<option value="advantage -1">highest advantage</select></label>
 <label>show <select id="filter"><option value="">everything<option>equal scores<option>scores differ
 <option>truncated<option>empty<option>no score<option>held-out</select></label>
 <label>find <input type="search" id="find"></label>

@@ -1,13 +1,14 @@
-"""Proves that the tests can fail. It breaks the scripts one line at a time, and names the test that must notice.
+"""Proves that the tests can fail: it breaks the scripts one line at a time, and a test must notice.
 
-    python benchmark/mutations.py                             # all, a minute on two cores
+    python benchmark/mutations.py                             # all
     python benchmark/mutations.py --only "KL sign, RLOO"      # one of them
 
-A mutation changes a line in a copy of a script, which lies in a folder of its own, beside the tests. Then its test must
-fail, in one of two ways: by an assertion, or because the script itself stops the run (OWN_CHECKS). Another error does
-not count. Before that, the same tests must pass on the scripts as they are. Code that the three scripts share is broken
-in one of them only, because a test keeps it equal in all three. The exit status is 1 if a mutation survives, or if its
-old text does not occur exactly once.
+A mutation changes a line in a copy of a script, which lies in a folder of its own, beside the tests.
+Then its test must fail, in one of two ways: by an assertion, or because the script itself stops the
+run (OWN_CHECKS). Another error does not count. Before that, the same tests must pass on the scripts
+as they are. Code that the three scripts share is broken in one of them only, because a test keeps
+it equal in all three. The exit status is 1 if a mutation survives, or if its old text does not
+occur exactly once.
 """
 
 import contextlib
@@ -24,7 +25,8 @@ from typing import Literal
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
 os.environ |= {"TOKENIZERS_PARALLELISM": "false", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-os.environ.pop("CI", None)  # With it pytest shows the whole difference of two runs, and needs minutes to find it.
+# With it pytest shows the whole difference of two runs, and needs minutes to find it.
+os.environ.pop("CI", None)
 
 import pytest
 import tyro
@@ -153,7 +155,10 @@ class Outcome:
 
 
 def run_tests(job: tuple[str, str, str, str, list[str]]):
-    """Run tests on a copy of a script with `new` for `old` -> name, script, what ran, what came out, seconds, log."""
+    """Run tests on a copy of a script with `new` for `old`.
+
+    Returns its name, the script, what ran, what came out, seconds and the log.
+    """
     (name, script, old, new, tests), started, outcome = job, time.perf_counter(), Outcome()
     test = tests[0] if old else f"all {len(tests)} tests of the mutations below"
     source = (REPO / f"{script}.py").read_text()

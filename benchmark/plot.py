@@ -4,8 +4,8 @@
     python benchmark/plot.py runs/a runs/b                            # two runs
     python benchmark/plot.py runs/* --metrics eval/scores grad_norm --x step --output curves.png
 
-Runs that differ in the seed alone are one curve, their mean, in its 95 % confidence band. The legend has a curve's
-first run, and the flags in which curves differ.
+Runs that differ in the seed alone are one curve, their mean, in its 95 % confidence band. The
+legend has a curve's first run, and the flags in which curves differ.
 """
 
 import json
@@ -19,44 +19,66 @@ import tyro
 from run import read_run
 
 NOT_THE_RUN = {"seed", "output_dir", "resume", "save_every", "log_with", "plan"}
+METRICS = ("objective/scores", "eval/scores", "objective/kl", "response_length_mean")
 
 
 @dataclass
 class Args:
-    folders: tyro.conf.Positional[tuple[Path, ...]] = ()  # output folders of runs; none: the newest in runs/
-    metrics: tuple[str, ...] = ("objective/scores", "eval/scores", "objective/kl", "response_length_mean")  # to draw
-    x: Literal["episode", "step", "seconds"] = "episode"  # what they are drawn against
-    output: Path = Path("runs/plot.png")  # the picture
+    folders: tyro.conf.Positional[tuple[Path, ...]] = ()
+    """output folders of runs; none: the newest in runs/"""
+    metrics: tuple[str, ...] = METRICS
+    """to draw"""
+    x: Literal["episode", "step", "seconds"] = "episode"
+    """what they are drawn against"""
+    output: Path = Path("runs/plot.png")
+    """the picture"""
 
 
 def group_runs(folders: list[Path]) -> dict[str, list[list[dict]]]:
-    """The rows of the runs of each curve, under a label: its first run, and the flags in which curves differ."""
+    """The rows of the runs of each curve, under a label.
+
+    The label is the curve's first run, and the flags in which curves differ.
+    """
     runs = [read_run(folder) for folder in folders]
-    settings = [{name: x for name, x in run["args"].items() if name not in NOT_THE_RUN} for run in runs]
-    common = [name for name in settings[0] if all(name in flags for flags in settings)]
-    differing = [name for name in common if any(flags[name] != settings[0][name] for flags in settings)]
+    settings = []
+    for run in runs:
+        settings.append({name: x for name, x in run["args"].items() if name not in NOT_THE_RUN})
+    differing = []
+    for name in settings[0]:
+        values = [flags[name] for flags in settings if name in flags]
+        if len(values) == len(runs) and any(value != values[0] for value in values):
+            differing.append(name)
     labels, groups = {}, {}
     for folder, flags, run in zip(folders, settings, runs):
-        label = ", ".join([folder.name, *(f"{name} {flags[name]}" for name in differing)])
-        groups.setdefault(labels.setdefault(json.dumps(flags), label), []).append(run["metrics"])
+        words = [folder.name]
+        for name in differing:
+            words.append(f"{name} {flags[name]}")
+        label = labels.setdefault(json.dumps(flags), ", ".join(words))
+        groups.setdefault(label, []).append(run["metrics"])
     return groups
 
 
 def points(group: list[list[dict]], metric: str, x: str) -> tuple[np.ndarray, np.ndarray]:
-    """The mean x [points] and the metric [runs, points] of a group's runs, as far as all of them have come."""
-    curves = [[(row[x], row[metric]) for row in rows if row.get(metric) is not None] for rows in group]
-    length = min(len(curve) for curve in curves)
+    """The mean x [points] and the metric [runs, points], as far as all runs of a group have come."""
+    curves = []
+    for rows in group:
+        curves.append([(row[x], row[metric]) for row in rows if row.get(metric) is not None])
+    length = min(map(len, curves))
     both = np.array([curve[:length] for curve in curves]).reshape(len(curves), length, 2)
     return both[..., 0].mean(0), both[..., 1]
 
 
 def main(args: Args):
-    newest = sorted(Path("runs").glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime)[-1:]
-    folders = args.folders or [file.parent for file in newest]
+    files = sorted(Path("runs").glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
+    folders = args.folders or [file.parent for file in files[-1:]]
     if not folders:
         raise SystemExit("plot.py: no run in runs/; name the --output-dir of one")
     groups = group_runs(folders)
-    metrics = [name for name in args.metrics if any(name in row for rows in sum(groups.values(), []) for row in rows)]
+    logged = set()
+    for group in groups.values():
+        for rows in group:
+            logged.update(*rows)
+    metrics = [name for name in args.metrics if name in logged]
     if not metrics:
         raise SystemExit(f"plot.py: --metrics {' '.join(args.metrics)}: no run has one of them")
     figure, axes = draw.panels(1, len(metrics), width=3.6, height=3)

@@ -2,9 +2,10 @@
 
 run("rloo", "--rloo-k 2 --seed 3")["metrics"]                     # in a folder that is gone afterwards
 run_all([("rloo", "--seed 1"), ("ppo", "--seed 1")])              # as many at once as there are cores
-update(path, {("rloo", "--seed 1"): dict(seed=1)}, keep)          # their rows in a file of results
+main(__doc__, path, {"seeds": Part(jobs, keep)})                  # the command line of a program that measures
 """
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -15,7 +16,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,6 +34,7 @@ ROOT = BENCHMARK.parent
 POLICY = BENCHMARK / "default" / "policy"
 SCRIPTS = ("rloo", "grpo", "ppo")
 DEFAULTS = dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+LIBRARIES = ("accelerate", "transformers.models.llama.modeling_llama", "transformers.optimization")
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -38,17 +44,25 @@ def read_rows(path: Path) -> list[dict]:
 
 def read_run(folder: Path) -> dict:
     """A run's flags, its `metrics`, each with the `seconds` of rollout and training until then, those of them that are
-    `evaluations`, and its `rollouts`."""
+    `evaluations`, its `rollouts`, and its `eval_rollouts`."""
     if not (Path(folder) / "metrics.jsonl").exists():
         raise SystemExit(f"{folder} holds no metrics.jsonl; name the --output-dir of a run")
     rows = read_rows(Path(folder) / "metrics.jsonl")
     for row, seconds in zip(rows, np.cumsum([r.get("time/rollout_s", 0) + r.get("time/train_s", 0) for r in rows])):
         row["seconds"] = float(seconds)
-    file = Path(folder) / "rollouts.jsonl"
-    rollouts = read_rows(file) if file.exists() else []
+    files = {name: Path(folder) / f"{name}.jsonl" for name in ("rollouts", "eval_rollouts")}
+    saved = {name: read_rows(file) if file.exists() else [] for name, file in files.items()}
     args = yaml.safe_load((Path(folder) / "args.yaml").read_text())
     evaluations = [row for row in rows if "eval/scores" in row]
-    return dict(args=args, metrics=rows, evaluations=evaluations, rollouts=rollouts)
+    return dict(args=args, metrics=rows, evaluations=evaluations) | saved
+
+
+def logged(rows: list[dict], metric: str) -> list[float]:
+    """The values of a metric that an iteration without training does not log."""
+    values = [row[metric] for row in rows if metric in row]
+    if not values:
+        raise KeyError(f"no row has {metric}")
+    return values
 
 
 def relative_distance(folder: Path, right: Path) -> float:
@@ -123,16 +137,30 @@ def run_forked(job: tuple) -> dict:
         return read_run(output_dir) | dict(output=Path(log.name).read_text())
 
 
-def run_all(jobs: list[tuple], finish=lambda job, result: result, processes: int | None = None) -> list:
-    """`run_forked` of every job, as many at once as there are cores -> what `finish(job, result)` makes of each."""
+def prepare_forks():
+    """Import once what every run needs: the processes that are forked from this one have it then."""
     os.chdir(ROOT)
     os.environ |= DEFAULTS
-    for library in ("accelerate", "transformers.models.llama.modeling_llama", "torch.utils.checkpoint"):
+    for library in LIBRARIES:
         importlib.import_module(library)
+    gc.freeze()  # So a run's collection of garbage does not look through all of this.
+
+
+FINISH = []  # what makes a result of a run, in the process of the run: a fork has it, and it needs no pickling
+
+
+def run_and_finish(job: tuple):
+    return FINISH[-1](job, run_forked(job))
+
+
+def run_all(jobs: list[tuple], finish=lambda job, result: result, processes: int | None = None) -> list:
+    """`run_forked` of every job, as many at once as there are cores: what `finish(job, result)` makes of each."""
+    prepare_forks()
+    FINISH.append(finish)
     results = []
     with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
-        for job, result in zip(jobs, pool.imap(run_forked, jobs, chunksize=1)):
-            results.append(finish(job, result))
+        for job, result in zip(jobs, pool.imap(run_and_finish, jobs, chunksize=1)):
+            results.append(result)
             print(f"{' '.join(job[:2])}: done", file=sys.stderr, flush=True)
     return results
 
@@ -148,30 +176,124 @@ def machine() -> str:
     return ", ".join([processor, f"threads {threads}", f"python {platform.python_version()}", *versions])
 
 
-def write_lines(path: Path, rows: list[dict]):
-    """A list as JSON, an entry a line. An entry that the file did not have names the machine."""
-    old = json.loads(path.read_text()) if path.exists() else []
-    rows = [row if row in old else row | {"machine": machine()} for row in rows]
-    path.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+# ---- a program that measures
 
 
-def update(path: Path, jobs: dict[tuple, dict], keep) -> list[dict]:
-    """Run jobs, and write what is kept of them into a file of results, a run a line -> all lines.
+@dataclass
+class Part:
+    """One measurement of a program. Its rows and its minutes are kept apart from those of the other parts."""
 
-    jobs: of each job the entries that name it; keep(names, result): its other entries. The command line chooses the
-    jobs that have one of its words as a name, and those that have no line yet. Without a word all are run, with
-    --plot none.
+    jobs: dict[tuple, dict]
+    """each job, as `run_forked` takes it, with the entries that name its row"""
+    keep: Callable[[dict, dict], dict] = lambda names, result: {}
+    """keep(names, result) returns the other entries of the row"""
+    measure: Callable[[dict, bool], list[dict]] | None = None
+    """measure(jobs, smoke) returns the rows, where a row is not what is kept of one job"""
+    prepare: Callable[[], None] | None = None
+    """what must be made before, if this is no smoke run"""
+    short: str = "--total-episodes 128 --eval-every 2"
+    """flags that make a smoke run of each job: the last of two equal flags counts"""
+    smoke: Callable[[dict], bool] = lambda names: True
+    """which jobs a smoke run has"""
+    processes: int | None = None
+    """jobs at once; None: as many as there are cores"""
+    needs: str = ""
+    """what must be installed beside requirements.txt; a smoke run needs nothing"""
+
+    def rows(self, smoke: bool = False) -> list[dict]:
+        """Run the jobs. smoke: those with the first seed alone, with the flags of `short`."""
+        jobs = self.jobs
+        if smoke:
+            first = next((names.get("seed") for names in jobs.values()), None)
+            chosen = {
+                job: names for job, names in jobs.items() if names.get("seed", first) == first and self.smoke(names)
+            }
+            jobs = {(job[0], f"{job[1]} {self.short}", *job[2:]): names for job, names in chosen.items()}
+        if self.measure:
+            return self.measure(jobs, smoke)
+        return run_all(list(jobs), lambda job, result: jobs[job] | self.keep(jobs[job], result), self.processes)
+
+
+@dataclass
+class Options:
+    parts: tyro.conf.Positional[tuple[str, ...]] = ()
+    """parts to measure; the results of the others stay. Without a name all parts are measured"""
+    smoke: bool = False
+    """run a short version of each part, print its fingerprint, and write nothing"""
+    plot: bool = False
+    """measure nothing, only draw the figures again"""
+
+
+def main(about: str, result: Path, parts: dict[str, Part], plot: Callable[[list, Path], None] | None = None):
+    """The command line of a program that measures.
+
+    result: the .json file of its rows; plot(rows, folder): draws the figures into a folder
     """
-    words, rows = set(sys.argv[1:]), json.loads(path.read_text()) if path.exists() else []
-    entries = list(next(iter(jobs.values())))
-    lines = {tuple(row[entry] for entry in entries): row for row in rows}
-    if "--plot" not in words:
-        missing = [job for job, names in jobs.items() if tuple(names.values()) not in lines]
-        chosen = [job for job, names in jobs.items() if not words or words & {*names.values()} or job in missing]
-        for row in run_all(chosen, lambda job, result: jobs[job] | keep(jobs[job], result)):
-            lines[tuple(row[entry] for entry in entries)] = row
-        write_lines(path, [lines[tuple(names.values())] for names in jobs.values()])
-    return [lines[tuple(names.values())] for names in jobs.values() if tuple(names.values()) in lines]
+    options = tyro.cli(Options, description=f"{about}\nParts: {', '.join(parts)}")
+    if wrong := [name for name in options.parts if name not in parts]:
+        raise SystemExit(f"no part {', '.join(wrong)}; the parts are {', '.join(parts)}")
+    os.chdir(ROOT)
+    for name in () if options.plot else options.parts or parts:
+        if options.smoke:
+            print(json.dumps({name: fingerprint(parts[name].rows(smoke=True))}), flush=True)
+        else:
+            measure_part(result, name, parts)
+    if plot:
+        with tempfile.TemporaryDirectory() as folder:
+            plot(read_result(result)["rows"], Path(folder) if options.smoke else result.parent)
+
+
+def measure_part(path: Path, name: str, parts: dict[str, Part]):
+    """Measure a part, and write its rows into the program's file, with what is known about their origin."""
+    start, commit = time.time(), git("rev-parse", "--short", "HEAD")
+    if git("status", "--porcelain", "--", "*.py", "*.patch"):
+        commit += ", changed"
+    if parts[name].prepare:
+        parts[name].prepare()
+    rows = [dict(part=name) | row for row in parts[name].rows()]
+    stamp = dict(commit=commit, date=date.today().isoformat(), minutes=round((time.time() - start) / 60, 1))
+    stamp |= dict(machine=machine(), fingerprint=fingerprint(parts[name].rows(smoke=True)))
+    old = read_result(path)
+    stamps = old["parts"] | {name: stamp}
+    rows += [row for row in old["rows"] if row["part"] != name]
+    write_result(path, {name: stamps[name] for name in parts if name in stamps}, rows)
+
+
+def fingerprint(rows: list[dict]) -> dict[str, float]:
+    """The mean of each number in the rows, with three digits, without times and memory."""
+    found = {}
+
+    def collect(name, value):
+        if isinstance(value, dict):
+            for inner in value:
+                collect(inner, value[inner])
+        elif isinstance(value, list):
+            for inner in value:
+                collect(name, inner)
+        elif isinstance(value, (int, float)) and not re.search("seconds|_s$|minutes|gib|seed", name):
+            found.setdefault(name, []).append(value)
+
+    collect("", rows)
+    return {name: float(f"{np.mean(values):.3g}") for name, values in found.items()}
+
+
+def git(*words: str) -> str:
+    """What git prints in the repository's root."""
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def read_result(path: Path) -> dict:
+    """A file of results: for each of its `parts` the commit, the date and more, and the `rows`, each with its part."""
+    return json.loads(path.read_text()) if path.exists() else dict(parts={}, rows=[])
+
+
+def write_result(path: Path, parts: dict[str, dict], rows: list[dict]):
+    """A file of results, with a line for each part and for each row."""
+    stamps = [f"{json.dumps(name)}: {json.dumps(stamp)}" for name, stamp in parts.items()]
+    order = list(parts)
+    lines = map(json.dumps, sorted(rows, key=lambda row: order.index(row["part"])))
+    text = ['{\n"parts": {', ",\n".join(stamps), '},\n"rows": [', ",\n".join(lines), "]\n}\n"]
+    path.write_text("\n".join(text))
 
 
 def curves(result: dict, metrics) -> dict[str, list]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean as mean
 from statistics import median, stdev
 
+import tyro
 from draw import mean_and_band
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,8 +27,9 @@ SCRIPTS = ("rloo", "grpo", "ppo")
 
 
 def load(path: str):
-    """The data of a file of benchmark/."""
-    return json.loads((ROOT / "benchmark" / path).read_text())
+    """The rows of a file of results."""
+    data = json.loads((ROOT / "benchmark" / path).read_text())
+    return data["rows"] if "rows" in data else data
 
 
 def having(rows: list[dict], **wanted) -> list[dict]:
@@ -57,10 +59,14 @@ def markdown(head: list, rows: list[list]) -> str:
 
 
 # ============================================ benchmark/README.md ===========================================
+def default(part: str = "default") -> list[dict]:
+    return having(load("default/curves.json"), part=part)
+
+
 def default_task() -> str:
     """The three scripts with default flags: means over the seeds, and their range."""
     columns = []
-    for some in grouped(load("default/curves.json"), "script").values():
+    for some in grouped(default(), "script").values():
         after, before = [c["greedy_after"] for c in some], mean(c["greedy_before"] for c in some)
         held_out = f"{before:.3f} -> {mean(after):.3f} ({min(after):.3f} to {max(after):.3f})"
         sampled = [f"{mean(c[name] for c in some):.3f}" for name in ("sampled_before", "sampled_after")]
@@ -90,18 +96,19 @@ def distances() -> dict[str, list[float]]:
 def hardware() -> str:
     """Two processes against one."""
     rows = [[f"{kind}, 128 episodes", *map(small, values)] for kind, values in distances().items()]
-    completions = load("hardware/completions.json")
     for what in ("1 and 2 processes", "micro-batches of 64 and 16"):
-        found = [completions[f"{script}, {what}"] for script in SCRIPTS]
-        counts = [f"{run['completions_that_differ']} of {run['completions']:,}" for run in found]
-        rows.append([f"completions of the default run that differ between {what}", *counts])
+        cells = []
+        for script in SCRIPTS:
+            [run] = having(load("hardware/completions.json"), part=script, between=what)
+            cells.append(f"{run['completions_that_differ']} of {run['completions']:,}")
+        rows.append([f"completions of the default run that differ between {what}", *cells])
     return markdown(["", *SCRIPTS], rows)
 
 
 def whitening() -> str:
     """PPO with micro-batches of 64 against 16, with less whitening."""
     rows = []
-    for case, some in grouped(load("hardware/whitening.json"), "case").items():
+    for case, some in grouped(load("hardware/whitening.json"), "part").items():
         distances = [row["distance"] for row in some]
         low, middle, high = map(small, (min(distances), median(distances), max(distances)))
         counts = [row["completions_that_differ"] for row in some]
@@ -145,7 +152,7 @@ def real_tasks() -> str:
 
 def kl_term() -> str:
     """The score that was learned, and the true one, at two coefficients."""
-    curves, rows = load("default/reward_model_curves.json"), []
+    curves, rows = default("reward_model"), []
     for kl_coef in (0.01, 0.3):
         cells = []
         for script in SCRIPTS:
@@ -175,8 +182,8 @@ def speed() -> str:
 # ================================================= README.md ==========================================
 def evidence() -> str:
     """Every claim in one number."""
-    before = mean(c["greedy_before"] for c in load("default/curves.json"))
-    after = [mean(c["greedy_after"] for c in some) for some in grouped(load("default/curves.json"), "script").values()]
+    before = mean(c["greedy_before"] for c in default())
+    after = [mean(c["greedy_after"] for c in some) for some in grouped(default(), "script").values()]
     right_before, *right = (row["after"]["right"] for row in load("smollm2/results.json"))
     replayed = max(row["distance"] for row in load("parity/replay.json"))
     apart = max(value for values in distances().values() for value in values)
@@ -209,7 +216,7 @@ REFUSED = {  # a part of the message, and what it means
 def architectures() -> str:
     """How each architecture ended. One with a part for text stands for that part, where both ended alike."""
     ends = {}
-    for row in load("hardware/architectures.json")[1:]:
+    for row in load("hardware/architectures.json"):
         reasons = [how for part, how in REFUSED.items() if part in row.get("message", "")]
         other = "refused: an error of the library" if row["ended"] == "refused" else row["ended"]
         ends[row["model_type"]] = reasons[0] if reasons else other
@@ -226,12 +233,12 @@ def with_interval(middle: float, band: float, digits: int = 3) -> str:
     return f"{middle:.{digits}f} ({middle - band:.{digits}f}-{middle + band:.{digits}f})"
 
 
-def ladder(**wanted) -> list[dict]:
-    return having(load("ladder/ladder.json"), **wanted)
+def ladder(part: str, **wanted) -> list[dict]:
+    return having(load("ladder/ladder.json"), part=part, **wanted)
 
 
 def ladder_sets(rung: str, weights: str) -> list[dict]:
-    return [row for row in ladder(rung=rung, weights=weights) if row["prompts"] != "fresh"]
+    return [row for row in ladder("gradients", rung=rung, weights=weights) if row["prompts"] != "fresh"]
 
 
 def noise(row: dict) -> float:
@@ -245,20 +252,53 @@ def ladder_relative_noise(rung: str, weights: str) -> tuple[float, float, float]
     return math.exp(middle - band), math.exp(middle), math.exp(middle + band)
 
 
+def ladder_ends(part: str, **wanted) -> list[float]:
+    """The last scores of the runs that have these entries, a number for each seed."""
+    return [row["held_out"][-1] for row in ladder(part, **wanted)]
+
+
 def ladder_learning() -> str:
+    """Each rung with as many episodes, and with as many prompts in a batch."""
     rows = []
-    for rung, runs in grouped(ladder(measured="learning"), "rung").items():
-        curves = [row["held_out"] for row in runs]
-        columns = [[curve[len(curve) // 2] for curve in curves], [curve[-1] for curve in curves]]
-        cells = [with_interval(*mean_and_band(column)) for column in columns]
-        fresh = ladder(measured="gradient", rung=rung, prompts="fresh")  # at the start, and half-way
-        rows.append([rung, *cells, *([with_interval(noise(row), row["noise_band"], 1) for row in fresh] or ["", ""])])
-    return markdown(["", "right, half-way", "right, end", "fresh noise, start", "fresh noise, half-way"], rows)
+    for rung, runs in grouped(ladder("learning"), "rung").items():
+        for k in grouped(runs, "k"):
+            episodes = ladder_ends("learning", rung=rung, k=k, equal="episodes")
+            prompts = episodes if k == 1 else ladder_ends("learning", rung=rung, k=k, equal="prompts")
+            cells = [with_interval(*mean_and_band(ends)) if ends else "" for ends in (episodes, prompts)]
+            rows.append([rung, k, 64 // k, *cells])
+    return markdown(["", "k", "prompts in A", "A: 64 episodes a batch", "B: 64 prompts a batch"], rows)
+
+
+def ladder_clipping() -> str:
+    """The runs with 64 episodes a batch, with other bounds of gradient clipping, and the difference of each seed."""
+    rows = []
+    for rung, runs in grouped(ladder("clipping"), "rung").items():
+        for k in grouped(runs, "k"):
+            wanted = dict(rung=rung, k=k, equal="episodes")
+            at_one = ladder_ends("learning", **wanted)
+            norm = mean(row["grad_norm"] for row in ladder("learning", **wanted))
+            cells = [f"{norm:.1f}", over_seeds(at_one, 3)]
+            for bound in ("10", "inf"):
+                ends = ladder_ends("clipping", bound=bound, **wanted)
+                cells.append(over_seeds(ends, 3))
+            middle, band = mean_and_band([other - one for one, other in zip(at_one, ends, strict=True)])
+            cells.append(f"{middle:+.3f} ± {band:.3f}")
+            rows.append([rung, k, *cells])
+    head = ["", "k", "median norm", "bound 1", "bound 10", "no bound", "no bound minus bound 1"]
+    return markdown(head, rows)
+
+
+def ladder_fresh() -> str:
+    """The noise of batches with other prompts in each."""
+    rows = []
+    for rung, runs in grouped(ladder("gradients", prompts="fresh"), "rung").items():  # at the start, and half-way
+        rows.append([rung, *(with_interval(noise(row), row["noise_band"], 1) for row in runs)])
+    return markdown(["", "start", "half-way"], rows)
 
 
 def ladder_gradients() -> str:
     lines = {}
-    for row in ladder(measured="gradient", prompts=1):
+    for row in ladder("gradients", prompts=1):
         rung, weights = row["rung"], row["weights"]
         cells = lines.setdefault(rung, [""] * 3)  # Some rungs were measured half-way only.
         cells[weights == "half-way"] = "{1:.2f} ({0:.2f}-{2:.2f})".format(*ladder_relative_noise(rung, weights))
@@ -294,7 +334,7 @@ def number(value: float) -> str:
 
 def failure(name: str) -> str:
     """A failure and its healthy run: the last evaluation, and means of the other metrics over the second half."""
-    runs = having(load("failures/failures.json"), failure=name)
+    runs = having(load("failures/failures.json"), part=name)
 
     def cell(run, metric):
         ends = []  # of each seed
@@ -325,7 +365,7 @@ ALSO = {  # what is shown beside the right answers
 
 def variants() -> str:
     """Each variant beside the script as it is, at the end of training: means over five seeds, with 95 % intervals."""
-    groups, rows = grouped(load("variants/curves.json"), "variant"), []
+    groups, rows = grouped(load("variants/curves.json"), "part"), []
     for patch in groups.keys() - {"original"}:
         some = groups[patch]
         flags = {word for curve in some for word in (curve["script"], *curve["flags"].split())}
@@ -346,7 +386,7 @@ def variants() -> str:
 
 def one_batch_late() -> str:
     """Batches in time and late: right answers at the end, and over the curve what is more than in time."""
-    kinds, rows = grouped(load("variants/one_batch_late.json"), "kind"), []
+    kinds, rows = grouped(load("variants/one_batch_late.json"), "part"), []
     means = {kind: [mean(run["eval/scores"][1:]) for run in some] for kind, some in kinds.items()}
     for kind, some in kinds.items():
         more = [late - in_time for late, in_time in zip(means[kind], means["in time"])]
@@ -442,9 +482,9 @@ def learning() -> str:
 
 
 # ============================================== docs/claims.md ==============================================
-def claims(control: str, **wanted) -> list[dict]:
-    """The runs of a control that have these entries."""
-    return [row for row in having(load("claims/claims.json"), control=control, **wanted) if "environment" not in row]
+def claims(part: str, **wanted) -> list[dict]:
+    """The runs of a part that have these entries."""
+    return having(load("claims/claims.json"), part=part, **wanted)
 
 
 def claims_coin() -> str:
@@ -574,8 +614,9 @@ def claims_smollm2() -> str:
 
 
 # ============================================ writing ========================================================
-TABLES = [default_task, hardware, kills, smollm2, real_tasks, kl_term, speed, evidence, architectures, failure]
-TABLES += [ladder_learning, ladder_gradients, ladder_baselines, variants, one_batch_late]
+TABLES = [default_task, hardware, kills, smollm2, real_tasks, kl_term, speed, evidence, failure]
+TABLES += [ladder_learning, ladder_clipping, ladder_fresh, ladder_gradients, ladder_baselines]
+TABLES += [variants, one_batch_late]
 TABLES += [engine, mini_batch, differences, replay, learning, whitening]
 TABLES += [claims_coin, claims_form, claims_passes, claims_rates, claims_methods, claims_curve, claims_smollm2]
 TABLES = {function.__name__: function for function in TABLES}
@@ -592,6 +633,7 @@ def write_tables(text: str) -> str:
 
 
 def main():
+    """Write all tables."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         written = write_tables(text)
@@ -601,4 +643,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

@@ -1,21 +1,24 @@
-"""How often a judge prefers one model's completions to another's: the win rate, with its confidence interval.
+"""How often a judge prefers one model's completions to another's, with a confidence interval.
 
-    python benchmark/win_rate.py --model runs/mine/model --baseline benchmark/default/policy --judge exact_match
-    python benchmark/win_rate.py --model runs/mine/model --baseline column:summary --dataset held_out.jsonl \\
-        --response-length 53 --judge judge.py:better
+    python benchmark/win_rate.py --model runs/mine/model --baseline benchmark/default/policy \\
+        --judge exact_match
+    python benchmark/win_rate.py --model runs/mine/model --baseline column:summary \\
+        --dataset held_out.jsonl --response-length 53 --judge judge.py:better
 
-Both models complete the same held-out prompts, as the scripts sample. Half of the pairs are shown in the other order.
-So a judge that only likes a position gives 50 %. The win rate in each order is printed, too.
+Both models complete the same held-out prompts, as the scripts sample. Half of the pairs are shown
+in the other order. So a judge that only likes a position gives 50 %. The win rate in each order is
+printed, too.
 
-The judge is called once, by keywords. It gets `prompts`, `first` and `second`, which are the completions in the order
-shown, and a list for each other column. A completion is a text, or a list of messages if the prompt of the row is one.
-For each pair the judge returns 0 if the first is better, 1 if the second is better, and 0.5 or None for a tie:
+The judge is called once, by keywords. It gets `prompts`, `first` and `second`, which are the
+completions in the order shown, and a list for each other column. A completion is a text, or a list
+of messages if the prompt of the row is one. For each pair the judge returns 0 if the first is
+better, 1 if the second is better, and 0.5 or None for a tie:
 
     def better(first, second, **_):  # the shorter one
         return [0.5 if len(a) == len(b) else int(len(b) < len(a)) for a, b in zip(first, second)]
 
-A tie counts half. The interval is Wilson's at 95 %. Ties make it wider than necessary, but never too narrow. Every pair
-is written to `--output`. It uses a GPU if there is one.
+A tie counts half. The interval is Wilson's at 95 %. Ties make it wider than necessary, but never
+too narrow. Every pair is written to `--output`. It uses a GPU if there is one.
 """
 
 import json
@@ -35,7 +38,7 @@ import rloo
 @dataclass
 class Args:
     model: str  # the model whose wins are counted, with its tokenizer: a folder or Hub name
-    baseline: str  # the model it is compared with, or column:NAME, the reference completions of the dataset
+    baseline: str  # the model it is compared with, or column:NAME of the dataset
     judge: str  # FILE.py:FUNCTION, package.module:FUNCTION, or exact_match (of the row's `answer`)
     dataset: str = str(rloo.DEFAULT / "eval.jsonl")  # held-out prompts, .jsonl or NAME:SPLIT
     num_prompts: int | None = None  # only the first so many; None: all
@@ -47,9 +50,11 @@ class Args:
 
 
 def exact_match(first: list, second: list, answer: list, **_) -> list[float]:
-    """The judge of that name: the completion that is the row's `answer`; a tie where both are, or neither."""
-    rights = rloo.exact_match(first, answer), rloo.exact_match(second, answer)
-    return [0.5 + (b - a) / 2 for a, b in zip(*rights)]
+    """The judge of that name: the completion that is the row's `answer`. A tie where both or none are."""
+    verdicts = []
+    for a, b in zip(rloo.exact_match(first, answer), rloo.exact_match(second, answer)):
+        verdicts.append(0.5 + (b - a) / 2)
+    return verdicts
 
 
 def load_prompts(args: Args, tokenizer) -> list:
@@ -57,7 +62,7 @@ def load_prompts(args: Args, tokenizer) -> list:
 
 
 def complete(language_model, tokenizer, prompts: list[list[int]], uniforms, temperature=1.0, at_once=2**20) -> tuple:
-    """Complete prompts as the scripts do -> the tokens of each completion, and which completions ended.
+    """Complete prompts as the scripts do -> the tokens of each completion, and which ones ended.
 
     uniforms: [prompts, length], the random numbers; at_once: how many are sampled together
     """
@@ -75,7 +80,10 @@ def complete(language_model, tokenizer, prompts: list[list[int]], uniforms, temp
 
 
 def sample(args: Args, path: str, index: int, k: int = 1) -> tuple[list[str], float, list[int]]:
-    """k completions of every prompt, the share that ended, and their lengths in tokens. index: of the random numbers"""
+    """k completions of every prompt, the share that ended, and their lengths in tokens.
+
+    index: of the random numbers
+    """
     tokenizer = AutoTokenizer.from_pretrained(path)
     rloo.start_accelerator(rloo.Args())
     if (Path(path) / "adapter_config.json").exists():  # with the base model that the adapters name
@@ -90,11 +98,14 @@ def sample(args: Args, path: str, index: int, k: int = 1) -> tuple[list[str], fl
 
 
 def judge_pairs(judge, rows: list[dict], completions: list, baselines: list, seed: int) -> list[dict]:
-    """Show every pair to the judge, half of them swapped -> of each its texts, the model's place, and its win."""
+    """Show every pair to the judge, half of them swapped.
+
+    Returns for each pair its texts, the model's place, and its win.
+    """
     swapped = rloo.keyed_rng(seed, rloo.PROMPT_ORDER, 0).permutation(len(rows)) < len(rows) // 2
     shown = [pair[::-1] if swap else pair for pair, swap in zip(zip(completions, baselines), swapped)]
 
-    def as_message(row, text):  # where the prompt is chat messages its completion is one, too, as in the scripts
+    def as_message(row, text):  # As in the scripts, a prompt of messages has a message as completion.
         is_chat = isinstance(row["prompt"], list) and isinstance(text, str)
         return [{"role": "assistant", "content": text}] if is_chat else text
 
@@ -117,12 +128,17 @@ def judge_pairs(judge, rows: list[dict], completions: list, baselines: list, see
 
 
 def interval(win_rate: float, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a mean of `count` numbers from 0 to 1. Their variance is at most p (1 - p), which it is
-    where none is a tie: the interval holds all p that are less than z standard errors of their own from the mean."""
+    """Wilson's 95 % interval of a mean of `count` numbers from 0 to 1.
+
+    Their variance is at most p (1 - p), which it is where none is a tie. The interval holds all p
+    that are less than z standard errors of their own from the mean.
+    """
     z = 1.959964
     center = (win_rate + z**2 / (2 * count)) / (1 + z**2 / count)
     half = z / (1 + z**2 / count) * (win_rate * (1 - win_rate) / count + z**2 / (4 * count**2)) ** 0.5
-    return min(win_rate, max(0.0, center - half)), max(win_rate, min(1.0, center + half))  # whatever rounding does
+    low = max(0.0, center - half)
+    high = min(1.0, center + half)
+    return min(win_rate, low), max(win_rate, high)  # whatever rounding does
 
 
 def main(args: Args) -> tuple[float, float, float]:

@@ -1,7 +1,8 @@
-"""Programs of benchmark/ that users run on runs of their own: the win rate, the plot, and the recipe of TL;DR."""
+"""The programs of benchmark/: their command lines, their jobs, their smoke runs, and what they compute."""
 
 import math
 import re
+import runpy
 import shlex
 import sys
 from itertools import combinations
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import run as launcher
 import tables
 import tyro
 from conftest import (
@@ -30,6 +32,53 @@ claims = import_file(HERE / "benchmark" / "claims" / "claims.py")
 plot = import_file(HERE / "benchmark" / "plot.py")
 win_rate = import_file(HERE / "benchmark" / "win_rate.py")
 gsm8k = import_file(HERE / "benchmark" / "gsm8k" / "gsm8k.py")
+
+
+everything = import_file(HERE / "benchmark" / "all.py")
+WITH_MAIN = [
+    path for path in sorted(HERE.glob("benchmark/**/*.py")) if '"__main__"' in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("path", WITH_MAIN, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_help_helps(path, monkeypatch, capsys, tmp_path):
+    """Every program prints its help, and does nothing else."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(path.parent)
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    with fresh_imports(), pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(path), run_name="__main__")
+    assert stopped.value.code == 0
+    assert "usage" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("program", everything.PROGRAMS)
+def test_every_job_parses(program, tmp_path, monkeypatch):
+    """Every run that a program would start has flags that its script knows. Each result belongs to a part."""
+    path = HERE / "benchmark" / f"{program}.py"
+    monkeypatch.syspath_prepend(path.parent)
+    parts = import_file(path).PARTS
+    for name in SCRIPTS:
+        monkeypatch.setitem(sys.modules, name, MODULES[name])  # Afterwards this is the module of this name again.
+    scripts = {}
+    for part in parts.values():
+        for script, flags in {(job[0], re.sub(r"--seed \d+", "", f"{job[1]} {part.short}")) for job in part.jobs}:
+            if script not in scripts:
+                name, *patch = script.split()
+                folder = tmp_path / str(len(scripts))
+                scripts[script] = import_file(launcher.copy_script(folder, name, *patch))
+            tyro.cli(scripts[script].Args, args=flags.split())
+    assert launcher.read_result(path.with_suffix(".json"))["parts"].keys() <= parts.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", everything.PROGRAMS)
+def test_a_smoke_run(program):
+    """A short version of each part runs to its end, and its fingerprint has numbers."""
+    found = everything.smoke(program)
+    assert found.keys() == import_file(HERE / "benchmark" / f"{program}.py").PARTS.keys()
+    assert all(found.values())
 
 
 JUDGES = """
@@ -136,17 +185,10 @@ def test_the_fit_finds_a_sigmoid():
     episode = np.arange(0, 4097, 256)
     shape = np.append(0, 1 / (1 + (900 / episode[1:]) ** 1.4))
     rows = [dict(episode=episode.tolist(), held_out=(0.25 + 0.65 * shape).tolist())] * 3
-    found = claims.predict(rows, 16384)
+    found = claims.predict(rows, 16384, draws=20)
     assert found["score"] == pytest.approx(0.25 + 0.65 / (1 + (900 / 16384) ** 1.4), abs=2e-3)
     assert [found[name] for name in ("limit", "middle", "power")] == pytest.approx([0.9, 900, 1.4], rel=0.03)
     assert found["low"] == found["high"] == found["score"]
-
-
-def test_every_control_names_its_environment():
-    rows = tables.load("claims/claims.json")
-    environments = {row["control"]: row["environment"] for row in rows if "environment" in row}
-    assert environments.keys() == {row["control"] for row in rows} == claims.CONTROLS.keys()
-    assert all(environments.values())
 
 
 @one_text

@@ -193,7 +193,7 @@ def test_every_patch_is_tested():
 
 
 # ---- the lines of docs/papers.md
-PAPERS = "remax maxrl pass_at_4 gdpo two_sided sapo dppo gmpo vespo masked ppo entropy".split()
+PAPERS = "remax rejected opo maxrl pass_at_4 gdpo two_sided sapo dppo gmpo vespo masked ppo entropy"
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def papers(tmp_path_factory):
     """The scripts with the changes that the page shows, in its order."""
     folder = tmp_path_factory.mktemp("papers")
     modules = {}
-    for name, (_, scripts) in zip(PAPERS, diffs(HERE / "docs/papers.md"), strict=True):
+    for name, (_, scripts) in zip(PAPERS.split(), diffs(HERE / "docs/papers.md"), strict=True):
         _, text = scripts.popitem()  # of ppo.py, if it is among them
         path = folder / f"paper_{name}.py"
         path.write_text(text)
@@ -300,6 +300,20 @@ def test_remax(papers, run, world, monkeypatch):
         length = len(text) * (len(row["prompt"]) % 3)
         baseline = len(set(text)) + 0.3 * text.count("1") - 0.1 * length  # `letters`
         assert row["advantage"] == approx(row["score"] - baseline, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["rejected", "opo"])
+def test_baselines_of_papers(papers, run, world, name):
+    flags = dict(reward=world.reward("seldom"), kl_coef=0.0, total_episodes=12)
+    rows = run(getattr(papers, name), **flags).rollouts
+    for i in range(0, 12, 3):
+        group = rows[i : i + 3]
+        scores = np.array([row["score"] for row in group])
+        lengths = [len(row["token_ids"]) for row in group]
+        expected = scores * (scores.max() > scores.min())
+        if name == "opo":
+            expected = scores - np.average(scores, weights=lengths)
+        assert [row["advantage"] for row in group] == approx(expected, abs=1e-5)
 
 
 def test_gdpo(papers, run, world):

@@ -1,13 +1,14 @@
 """The controls of docs/claims.md on the built-in task: what a claim about a method needs beside its own runs.
 
-    python benchmark/claims/claims.py                      # all of them, an hour and a half on one core
-    python benchmark/claims/claims.py coin passes          # only these (see CONTROLS), the others are kept
+    python benchmark/claims/claims.py                      # all of them
+    python benchmark/claims/claims.py coin passes          # only these, the others are kept
 
-Runs go one after another, so their CPU seconds can be compared. Writes claims.json, a run a line.
+Runs of a part go one after another, so their CPU seconds can be compared.
 """
 
 import importlib
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import BENCHMARK, POLICY, SCRIPTS, machine, run_all, write_lines
+from run import BENCHMARK, POLICY, ROOT, SCRIPTS, Part, logged, main, read_result, read_rows, run_all
 
 RESULT = Path(__file__).with_suffix(".json")
 REWARDS = "benchmark/claims/claims.py"
@@ -30,8 +31,18 @@ OTHER_SEEDS = range(4, 14)  # none of those that chose a learning rate
 COIN = 0.26  # the share of right samples before training
 SAMPLES = 32  # of each question, for pass@k
 TEMPERATURES = (0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0)
+SMOLLM2_TEMPERATURES = (0.1, 0.3, 0.6, 1.0)
 RATES = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4)
-METHODS = {"RLOO": "rloo", "GRPO": "grpo", "PPO": "ppo", "filtered": "rloo ladder/reinforce.patch"}
+FILTERED = "rloo ladder/reinforce.patch"  # REINFORCE with scores 0 and 1: wrong answers have no loss
+METHODS = {  # script and flags
+    "RLOO": ("rloo", ""),
+    "GRPO": ("grpo", ""),
+    "PPO": ("ppo", ""),
+    "filtered": (FILTERED, ""),
+    "filtered, k = 1": (FILTERED, "--rloo-k 1"),
+}
+STARTS = (2, 3)  # seeds of other starting policies; that of the built-in one is 1
+UNSEEN = 11  # of the 55 pairs of last digits, those that training does not show
 TOSSES = np.random.default_rng(0)  # A hash of the text would be no coin: it could be learned.
 
 
@@ -50,60 +61,89 @@ def exactly(completions, answer, **_) -> list[float]:
     return [float(completion == right) for completion, right in zip(completions, answer)]
 
 
-def run_named(jobs: dict[tuple, dict], finish) -> list[dict]:
-    """Run the jobs -> for each a row with its names and what `finish(result)` keeps of it."""
-    return run_all(list(jobs), lambda job, result: jobs[job] | finish(result), processes=1)
-
-
-def ends(result: dict) -> dict:
+def ends(_, result: dict) -> dict:
     """The held-out score before and after, that of the best sample of each question, and the clipped ratios."""
     first, *_, last = result["evaluations"]
     names = {"scores": "eval/scores", "best_of_k": f"eval/best_of_{result['args']['eval_k']}"}
     found = {kept: [round(row[name], 4) for row in (first, last)] for kept, name in names.items()}
-    clipped = [row["policy/clipfrac_avg"] for row in result["metrics"] if "policy/clipfrac_avg" in row]
-    return found | dict(clipped=round(float(np.mean(clipped)), 5))
+    return found | dict(clipped=round(float(np.mean(logged(result["metrics"], "policy/clipfrac_avg"))), 5))
 
 
-def run_coin() -> list[dict]:
+def coin_ends(names: dict, result: dict) -> dict:
+    """`ends`, and how sure the policy is: the entropy of a token, and the share of the most frequent answer."""
+    rows = result["metrics"][1:]
+    entropy = [rows[0]["policy/entropy_avg"], np.mean([row["policy/entropy_avg"] for row in rows[-10:]])]
+    evaluations = {}
+    for row in result["eval_rollouts"]:
+        evaluations.setdefault(row["iteration"], {}).setdefault(row["prompt"], []).append(row["completion"])
+    shares = []
+    for answers in evaluations.values():
+        shares.append(np.mean([Counter(some).most_common(1)[0][1] / len(some) for some in answers.values()]))
+    sure = dict(entropy=[round(float(x), 4) for x in entropy])
+    return ends(names, result) | sure | dict(mode=[round(float(shares[i]), 4) for i in (0, -1)])
+
+
+def coin_jobs() -> dict[tuple, dict]:
     """The coin where the clip cannot act, where it acts, and where it is off; and the true reward."""
     four = "--num-mini-batches 4"
     settings = {("exact_match", "1"): "", (f"{REWARDS}:coin", "1"): "", (f"{REWARDS}:coin", "4"): four}
     settings[f"{REWARDS}:coin", "4, no clip"] = f"{four} --cliprange 1000"
     jobs = {}
     for (reward, updates), script, seed in product(settings, ("rloo", "grpo"), SEEDS):
-        flags = f"{SHORT} {SAMPLED} --reward {reward} --eval-reward exact_match --seed {seed}"
+        flags = f"{SHORT} {SAMPLED} --reward {reward} --eval-reward exact_match --save-rollouts --seed {seed}"
         names = dict(script=script, reward=reward.split(":")[-1], updates=updates, seed=seed)
         jobs[script, f"{flags} {settings[reward, updates]}"] = names
-    return run_named(jobs, ends)
+    return jobs
 
 
-def run_form() -> list[dict]:
+def form_jobs() -> dict[tuple, dict]:
     """The policy of ablations.py writes spaces. It is rewarded for the format, or for answers in it."""
     policy, jobs = BENCHMARK / "ablations" / "policy", {}
     for reward, judge, seed in product(("digits", "exactly"), ("exact_match", f"{REWARDS}:exactly"), SEEDS):
-        flags = f"{SHORT} {SAMPLED} --model-path {policy} --response-length 16 --seed {seed}"
+        flags = f"{SHORT} {SAMPLED} --model-path {policy} --response-length 16 --learning-rate 1e-4 --seed {seed}"
         names = dict(reward=reward, judge=judge.split(":")[-1], seed=seed)
         jobs["rloo", f"{flags} --reward {REWARDS}:{reward} --eval-reward {judge}"] = names
-    return run_named(jobs, ends)
+    return jobs
 
 
-def run_passes() -> list[dict]:
-    """Train, then sample answers -> for each model and temperature, how many answers to each question are right."""
+# ---- new answers, or more frequent ones
+
+
+def passes_jobs() -> dict[tuple, dict]:
+    """Training runs of each script, and one run for each temperature that only samples: its learning rate is 0."""
+    jobs = {}
+    for script, seed in product(SCRIPTS, SEEDS):
+        jobs[script, f"{SHORT} --seed {seed}"] = dict(trained=script, seed=seed)
+    for prompts, temperature in product(("eval", "train"), TEMPERATURES):
+        flags = f"{COMMON} --response-length 8 --learning-rate 0 --save-rollouts --rloo-k {SAMPLES} --seed 1"
+        flags += f" --dataset benchmark/default/{prompts}.jsonl --total-episodes {256 * SAMPLES}"
+        flags += f" --batch-size {256 * SAMPLES} --per-device-train-batch-size 1024 --temperature {temperature}"
+        flags += f" --model-path {POLICY}"
+        jobs["rloo", flags] = dict(
+            temperature=temperature, prompts=prompts, after=(prompts, temperature) == ("eval", 1)
+        )
+    return jobs
+
+
+def run_passes(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
+    """Train, then sample: for each model and temperature, how many answers to each question are right.
+
+    A job is a training run, or a run that samples from the starting policy and, `after`, from what was trained.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        models = list(product(SCRIPTS, SEEDS))
-        jobs = [(script, f"{SHORT} --seed {seed}", f"{folder}/{script}{seed}") for script, seed in models]
-        run_all(jobs, lambda job, result: None, processes=1)
-        samplings = [(*model, "eval", 1.0) for model in models]
-        samplings += [("start", 0, *others) for others in product(("eval", "train"), TEMPERATURES)]
-        jobs = {}
-        for model, seed, prompts, temperature in samplings:
-            path = POLICY if model == "start" else f"{folder}/{model}{seed}/model"
-            # With learning rate 0 a run only samples. Its one rollout is written to rollouts.jsonl.
-            flags = f"{COMMON} --model-path {path} --learning-rate 0 --save-rollouts --rloo-k {SAMPLES} --seed 1"
-            flags += f" --dataset {BENCHMARK}/default/{prompts}.jsonl --total-episodes {256 * SAMPLES}"
-            flags += f" --batch-size {256 * SAMPLES} --per-device-train-batch-size 1024 --temperature {temperature}"
-            jobs["rloo", flags] = dict(model=model, seed=seed, temperature=temperature, prompts=prompts)
-        return run_named(jobs, right_answers)
+        trained = {job: names for job, names in jobs.items() if "trained" in names}
+        folders = {job: f"{folder}/{names['trained']}{names['seed']}" for job, names in trained.items()}
+        run_all([(*job, path) for job, path in folders.items()], processes=1)
+        samplings = {}
+        for (script, flags), names in jobs.items():
+            if "trained" in names:
+                continue
+            kept = {name: names[name] for name in ("temperature", "prompts")}
+            samplings[script, flags] = dict(model="start", seed=0) | kept
+            for job, path in folders.items() if names["after"] else ():
+                model = dict(model=trained[job]["trained"], seed=trained[job]["seed"])
+                samplings[script, f"{flags} --model-path {path}/model"] = model | kept
+        return run_all(list(samplings), lambda job, result: samplings[job] | right_answers(result), processes=1)
 
 
 def right_answers(result: dict) -> dict:
@@ -113,36 +153,132 @@ def right_answers(result: dict) -> dict:
     return dict(right=[right for _, right in sorted(counts.items())])
 
 
-def of_methods(rates: dict[str, tuple], seeds, flags: str, finish) -> list[dict]:
-    """Run each method at its rates. Filtered: REINFORCE with scores 0 and 1, so wrong answers have no loss."""
+# ---- other methods, rates, starting policies and prompts
+
+
+def of_methods(rates, seeds, flags: str, **names) -> dict[tuple, dict]:
+    """The runs of each method at its rates."""
     jobs = {}
-    for seed, (method, script) in product(seeds, METHODS.items()):
-        for rate in rates[method]:
-            run_flags = f"{SHORT} --learning-rate {rate} --seed {seed} {flags}"
-            jobs[script, run_flags] = dict(method=method, rate=rate, seed=seed)
-    return run_named(jobs, finish)
+    for seed, (method, (script, own)) in product(seeds, METHODS.items()):
+        for rate in rates(method):
+            run_flags = f"{SHORT} --learning-rate {rate} --seed {seed} {own} {flags}"
+            jobs[script, " ".join(run_flags.split())] = dict(method=method, rate=rate, seed=seed) | names
+    return jobs
 
 
-def run_rates() -> list[dict]:
-    """Each method at five rates -> the score of training, over the last ten iterations."""
-
-    def finish(result):
-        return dict(score=round(float(np.mean([row["objective/scores"] for row in result["metrics"][-10:]])), 4))
-
-    return of_methods(dict.fromkeys(METHODS, RATES), range(1, 4), "", finish)
+def end_of_training(_, result: dict) -> dict:
+    """The score of training, over the last ten iterations."""
+    return dict(score=round(float(np.mean([row["objective/scores"] for row in result["metrics"][1:][-10:]])), 4))
 
 
-def run_methods() -> list[dict]:
-    """Each method at the rate with the highest mean score in training."""
+def best_rate(method: str) -> list[float]:
+    """The rate with the highest mean score in training."""
     scores = Counter()
-    for row in json.loads(RESULT.read_text()):
-        if row["control"] == "rates" and "score" in row:
-            scores[row["method"], row["rate"]] += row["score"]
-    best = {method: (max(RATES, key=lambda rate: scores[method, rate]),) for method in METHODS}
-    return of_methods(best, OTHER_SEEDS, "--eval-every 4 --save-rollouts", to_curve)
+    for row in read_result(RESULT)["rows"]:
+        if row["part"] == "rates" and row["method"] == method:
+            scores[row["rate"]] += row["score"]
+    return [max(RATES, key=lambda rate: scores[rate])]
 
 
-def to_curve(result: dict) -> dict:
+def run_methods(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
+    time.perf_counter = time.process_time  # The scripts' seconds are CPU seconds now, in each forked run.
+    return run_all(list(jobs), lambda job, result: jobs[job] | to_curve(jobs[job], result), processes=1)
+
+
+def starts_jobs() -> dict[tuple, dict]:
+    """The methods from other starting policies, each with its own right facts, prompts and held-out prompts."""
+    jobs = {}
+    for start in STARTS:
+        folder = f"runs/start_{start}"
+        flags = f"--model-path {folder}/policy --response-length 8 --dataset {folder}/train.jsonl"
+        flags += f" --eval-dataset {folder}/eval.jsonl --eval-every 64"
+        jobs |= of_methods(best_rate, OTHER_SEEDS, flags, start=start)
+    return jobs
+
+
+def make_starts():
+    """Make the starting policies by the program that made the built-in one."""
+    for start in STARTS:
+        command = [sys.executable, BENCHMARK / "default/make.py", "--seed", str(start), "--only-policy"]
+        subprocess.run([*command, "--folder", ROOT / f"runs/start_{start}"], check=True)
+
+
+def pairs_jobs() -> dict[tuple, dict]:
+    """The default runs without some pairs of last digits. The seed chooses the pairs."""
+    jobs = {}
+    for seed, (script, episodes) in product(OTHER_SEEDS, dict(rloo=16384, grpo=16384, ppo=8192).items()):
+        flags = f"--seed {seed} --total-episodes {episodes} --eval-every 1000 --num-sample-generations 0"
+        flags += f" --dataset runs/pairs_{seed}_train.jsonl --eval-dataset runs/pairs_{seed}_eval.jsonl --save-rollouts"
+        jobs[script, flags] = dict(script=script, seed=seed)
+    return jobs
+
+
+def last_digits(prompt: str) -> tuple[str, ...]:
+    """The last digits of both numbers of a sum, the smaller one first."""
+    return tuple(sorted(number[-1] for number in prompt.rstrip("=").split("+")))
+
+
+def run_pairs(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
+    """Train without some pairs: the right answers to held-out sums with seen pairs, and to all with unseen pairs."""
+    pairs = [(str(a), str(b)) for a in range(10) for b in range(a, 10)]
+    rows = {name: read_rows(BENCHMARK / f"default/{name}.jsonl") for name in ("train", "eval")}
+    unseen = {}
+    for seed in OTHER_SEEDS:
+        chosen = np.random.default_rng(seed).permutation(len(pairs))[:UNSEEN]
+        unseen[seed] = {pairs[i] for i in chosen}
+        seen = [row for row in rows["train"] if last_digits(row["prompt"]) not in unseen[seed]]
+        new = rows["eval"] + [row for row in rows["train"] if last_digits(row["prompt"]) in unseen[seed]]
+        for name, some in (("train", seen), ("eval", new)):
+            path = ROOT / f"runs/pairs_{seed}_{name}.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("".join(json.dumps(row) + "\n" for row in some))
+
+    def finish(job, result):
+        names, kept = jobs[job], {}
+        last = result["evaluations"][-1]["iteration"]
+        for row in result["eval_rollouts"]:
+            kind = "unseen" if last_digits(row["prompt"]) in unseen[names["seed"]] else "seen"
+            if row["iteration"] in (0, last):
+                kept.setdefault(f"{kind}_{'after' if row['iteration'] else 'before'}", []).append(row["score"])
+        return names | {name: round(float(np.mean(scores)), 4) for name, scores in sorted(kept.items())}
+
+    return run_all(list(jobs), finish)
+
+
+def run_gold(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
+    """Fine-tune the starting policy on right answers at each rate, and then at the one with the best training score."""
+    steps = 2 if smoke else 64
+    rows = [fine_tune(rate, seed, steps) for rate, seed in product(RATES[:1] if smoke else RATES, range(1, 4))]
+    best = max(RATES, key=lambda rate: sum(row["on_training"] for row in rows if row["rate"] == rate))
+    return rows + [fine_tune(best, seed, steps) for seed in (() if smoke else OTHER_SEEDS)]
+
+
+def fine_tune(rate: float, seed: int, steps: int) -> dict:
+    """Fine-tune on 64 right answers in each step, without sampling or reward: the share of right answers, greedily."""
+    make, win_rate = importlib.import_module("default.make"), importlib.import_module("win_rate")
+    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(POLICY)
+    policy = transformers.AutoModelForCausalLM.from_pretrained(POLICY)
+    train, held_out = (read_rows(BENCHMARK / f"default/{name}.jsonl") for name in ("train", "eval"))
+    sums = np.array([[int(x) for x in row["prompt"].rstrip("=").split("+")] for row in train])
+    losses = make.losses_on_answers(policy, sums, steps, np.random.default_rng(seed), batch_size=64)
+    make.fit(policy, losses, steps, lr=rate, warmup=1)
+
+    def right(rows):
+        prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
+        tokens, _ = win_rate.complete(policy.eval(), tokenizer, prompts, np.zeros((len(rows), 8)), temperature=0.0)
+        texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return float(np.mean([text == row["answer"] for text, row in zip(texts, rows, strict=True)]))
+
+    return dict(rate=rate, seed=seed, held_out=right(held_out), on_training=right(train[:256]))
+
+
+# ---- curves, and what they predict
+
+
+def to_curve(_, result: dict) -> dict:
     """Held-out scores against episodes and seconds, and with --save-rollouts against the KL."""
     names = dict(episode="episode", seconds="seconds", held_out="eval/scores")
     curve = {name: [round(row[key], 4) for row in result["evaluations"]] for name, key in names.items()}
@@ -165,11 +301,11 @@ def kl_to_start(rollouts: list[dict], episode: list[int]) -> list[float]:
     return [0.0, *(round(float(np.mean(sums[a:b])), 4) for a, b in zip(episode, episode[1:]))]
 
 
-def constant_runs(episodes: int) -> list[dict]:
+def constant_jobs(episodes: int) -> dict[tuple, dict]:
     """The three scripts at a constant rate. The held-out score is that of samples, in every fourth iteration."""
     flags = f"{COMMON} --lr-scheduler-type constant --eval-temperature 1 --eval-every 4 --total-episodes {episodes}"
     runs = [dict(script=script, seed=seed) for script, seed in product(SCRIPTS, OTHER_SEEDS)]
-    return run_named({(run["script"], f"{flags} --seed {run['seed']}"): run for run in runs}, to_curve)
+    return {(run["script"], f"{flags} --seed {run['seed']}"): run for run in runs}
 
 
 def fit(episode: np.ndarray, score: np.ndarray) -> tuple[float, float, float]:
@@ -182,11 +318,11 @@ def fit(episode: np.ndarray, score: np.ndarray) -> tuple[float, float, float]:
     return float(start + limits[best]), *map(float, grid[best])
 
 
-def predict(rows: list[dict], episodes: int) -> dict:
-    """The score after so many episodes by a fit to the mean of the seeds, and by fits to 1,000 draws of seeds."""
+def predict(rows: list[dict], episodes: int, draws: int = 1000) -> dict:
+    """The score after so many episodes by a fit to the mean of the seeds, and by fits to so many draws of seeds."""
     curves, episode = np.array([row["held_out"] for row in rows]), np.array(rows[0]["episode"])
     rng, predicted = np.random.default_rng(0), []
-    for draw in [np.arange(len(curves)), *rng.integers(len(curves), size=(1000, len(curves)))]:
+    for draw in [np.arange(len(curves)), *rng.integers(len(curves), size=(draws, len(curves)))]:
         mean = curves[draw].mean(0)
         limit, middle, power = fit(episode, mean)
         predicted.append((mean[0] + (limit - mean[0]) / (1 + (middle / episodes) ** power), limit, middle, power))
@@ -195,47 +331,57 @@ def predict(rows: list[dict], episodes: int) -> dict:
     return {name: float(f"{value:.4g}") for name, value in names.items()}
 
 
-def run_first_quarter() -> list[dict]:
+def run_first_quarter(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
     """The first 4,096 of 16,384 episodes, and what they predict."""
-    rows = constant_runs(4096)
-    for script in SCRIPTS:
+    rows = run_all(list(jobs), lambda job, result: jobs[job] | to_curve(jobs[job], result))
+    for script in () if smoke else SCRIPTS:
         some = [row for row in rows if row["script"] == script]
         rows.append(dict(script=script, predicted_for=16384) | predict(some, 16384))
     return rows
 
 
-def run_whole() -> list[dict]:
-    """All episodes. There must be a prediction before."""
-    if not any("predicted_for" in row for row in json.loads(RESULT.read_text())):
+def need_prediction():
+    """There must be a prediction before the whole is run."""
+    if not any("predicted_for" in row for row in read_result(RESULT)["rows"]):
         raise SystemExit("first: python benchmark/claims/claims.py first_quarter")
-    return constant_runs(16384)
 
 
-def run_smollm2() -> list[dict]:
-    """RLOO on a real model, one seed (needs smollm2/prepare.py): a coin, the true reward, and other temperatures."""
-    path, jobs = "benchmark/smollm2/chain_sum", {}
-    flags = f"{COMMON} --model-path benchmark/smollm2/model --dataset {path}_train.jsonl --rloo-k 8 --eval-k 8"
-    flags += f" --eval-dataset {path}_eval.jsonl --eval-reward {path}.py:score --response-length 24"
-    flags += " --per-device-train-batch-size 16"
-    settings = [("coin", 640, 1e-5, 1.0), ("chain_sum", 640, 1e-5, 1.0), ("none", 8, 0.0, 0.7), ("none", 8, 0.0, 0.3)]
-    for name, episodes, rate, temperature in settings:
-        own = f"--total-episodes {episodes} --learning-rate {rate} --eval-temperature {temperature} --seed 1"
-        reward = f"{REWARDS}:coin" if name == "coin" else f"{path}.py:score"
-        jobs["rloo", f"{flags} {own} --reward {reward}"] = dict(reward=name, temperature=temperature)
-    return run_named(jobs, ends)
+# ---- a real model
 
 
-CONTROLS = dict(coin=run_coin, form=run_form, passes=run_passes, rates=run_rates, methods=run_methods)
-CONTROLS |= dict(first_quarter=run_first_quarter, whole=run_whole, smollm2=run_smollm2)
+def smollm2_jobs() -> dict[tuple, dict]:
+    """RLOO on a real model, and runs that only sample from it."""
+    path = "benchmark/smollm2/chain_sum"
+    flags = f"{COMMON} --reward {path}.py:score --response-length 24 --rloo-k 8 --per-device-train-batch-size 16"
+    flags += " --model-path benchmark/smollm2/model"
+    jobs = {}
+    for seed in SEEDS:
+        trained = f"--dataset {path}_train.jsonl --total-episodes 640 --learning-rate 1e-5 --seed {seed}"
+        jobs["rloo", f"{flags} {trained}"] = dict(trained="rloo", seed=seed)
+    for prompts, temperature in product(("train", "eval"), SMOLLM2_TEMPERATURES):
+        sampled = f"--dataset {path}_{prompts}.jsonl --learning-rate 0 --save-rollouts --seed 1 --total-episodes 480"
+        names = dict(temperature=temperature, prompts=prompts, after=True)
+        jobs["rloo", f"{flags} {sampled} --batch-size 480 --temperature {temperature}"] = names
+    return jobs
 
 
-def main():
-    time.perf_counter = time.process_time  # The scripts' seconds are CPU seconds now, in each forked run.
-    for name in sys.argv[1:] or CONTROLS:
-        rows = [dict(environment=machine()), *CONTROLS[name]()]
-        others = [row for row in json.loads(RESULT.read_text()) if row["control"] != name]
-        write_lines(RESULT, others + [dict(control=name) | row for row in rows])
-
+METHOD_FLAGS = "--eval-every 4 --save-rollouts"
+SMOLLM2_SMOKE = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl --reward exact_match"
+SMOLLM2_SMOKE += " --total-episodes 16 --batch-size 16"
+BUILT_IN = "--model-path benchmark/default/policy"
+PARTS = {
+    "coin": Part(coin_jobs(), coin_ends, processes=1),
+    "form": Part(form_jobs(), ends, processes=1, short=f"{Part.short} {BUILT_IN} --reward exact_match"),
+    "passes": Part(passes_jobs(), measure=run_passes, short="--total-episodes 128"),
+    "rates": Part(of_methods(lambda method: RATES, range(1, 4), ""), end_of_training, processes=1),
+    "methods": Part(of_methods(best_rate, OTHER_SEEDS, METHOD_FLAGS), measure=run_methods),
+    "starts": Part(starts_jobs(), to_curve, prepare=make_starts, short=f"{Part.short} {BUILT_IN}"),
+    "pairs": Part(pairs_jobs(), measure=run_pairs),
+    "gold": Part({}, measure=run_gold),
+    "first_quarter": Part(constant_jobs(4096), measure=run_first_quarter),
+    "smollm2": Part(smollm2_jobs(), measure=run_passes, short=SMOLLM2_SMOKE, needs="benchmark/smollm2/prepare.py"),
+    "whole": Part(constant_jobs(16384), to_curve, prepare=need_prediction),
+}
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, RESULT, PARTS)

@@ -1,12 +1,13 @@
-"""The three scripts on the default task: as they come, and trained on the reward model alone.
+"""The three scripts on the default task: as they come, with other bounds of gradient clipping, and with a reward model.
 
-    python benchmark/default/curves.py                                # some twenty minutes on two cores
+    python benchmark/default/curves.py                                # all of them
     python benchmark/default/curves.py --plot                         # only the figures again
 
-curves.png shows the score of sampled training completions, mean of ten iterations, and that of held-out prompts at
-temperature 0, against episodes and against seconds of rollout and training. reward_model_curves.png shows what the KL
-term is for. There GRPO does not divide scores by the deviation of their group, so that its coefficient weighs the KL
-against scores of the same size as in the other scripts. The .json files have a run a line.
+curves.png shows the score of sampled training completions, mean of ten iterations, and that of held-out
+prompts at temperature 0, against episodes and against seconds of rollout and training.
+reward_model_curves.png shows what the KL term is for. There GRPO does not divide scores by the deviation
+of their group, so that its coefficient weighs the KL against scores of the same size as in the other
+scripts.
 """
 
 import sys
@@ -17,10 +18,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-from run import SCRIPTS, curves, update
+from run import SCRIPTS, Part, curves, main
 
 RESULT = Path(__file__).with_suffix(".json")
-REWARD_MODEL = RESULT.with_name("reward_model_curves.json")
+SEEDS = range(1, 11)
+BOUNDS = ("10", "inf")  # of the gradient's norm; all scripts have 1
 KL_COEFS = (0.01, 0.3)
 SCRIPT_FLAGS = {"rloo": "", "grpo": "--scale-rewards none", "ppo": "--num-ppo-epochs 4 --learning-rate 1e-4"}
 FLAGS = "--reward none --reward-model-path benchmark/default/reward_model --total-episodes 12288 --eval-every 8"
@@ -32,7 +34,10 @@ def to_curve(_, result: dict) -> dict:
     """What is kept of a run."""
     rows, evaluations = result["metrics"], result["evaluations"]
     sampled = [round(row["objective/scores"], 4) for row in rows[1:]]
+    norms = [row["grad_norm"] for row in rows[1:] if "grad_norm" in row]
     return {
+        "grad_norm": round(float(np.median(norms)), 3),
+        "above_one": round(float(np.mean(np.array(norms) > 1)), 4),
         "sampled_before": sampled[0],
         "sampled_after": round(float(np.mean(sampled[-10:])), 4),
         "greedy_before": round(evaluations[0]["eval/scores"], 4),
@@ -45,7 +50,18 @@ def to_curve(_, result: dict) -> dict:
     }
 
 
-def plot(runs: list[dict]):
+def clipped(names: dict, result: dict) -> dict:
+    """What is kept of a run with another bound."""
+    kept = to_curve(names, result)
+    return {name: kept[name] for name in ("grad_norm", "above_one", "greedy_after")}
+
+
+def plot(rows: list[dict], folder: Path):
+    plot_default([row for row in rows if row["part"] == "default"], folder)
+    plot_reward_model([row for row in rows if row["part"] == "reward_model"], folder)
+
+
+def plot_default(runs: list[dict], folder: Path):
     figure, [axes] = draw.panels(1, 3, width=3.3, sharey=True)
     axes[0].set(title="sampled, training prompts", ylabel="right answers", ylim=(0, 1.02))
     axes[1].set_title("greedy, held-out prompts")
@@ -60,10 +76,10 @@ def plot(runs: list[dict]):
     for axis in axes[:2]:
         draw.in_thousands(axis)
     axes[0].legend(frameon=False, loc="lower right")
-    draw.save(figure, RESULT.with_suffix(".png"))
+    draw.save(figure, folder / "curves.png")
 
 
-def plot_reward_model(runs: list[dict]):
+def plot_reward_model(runs: list[dict], folder: Path):
     figure, axes = draw.panels(2, 3, width=3, height=2.3, sharex=True, sharey="row")
     rows = (("objective/scores", "learned score\n(reward model, training)"), ("eval/scores", "true score\n(held-out)"))
     for column, script in zip(axes.T, SCRIPT_FLAGS):
@@ -79,19 +95,31 @@ def plot_reward_model(runs: list[dict]):
         column[1].set_ylim(0, 1)
         column[1].axhline(np.mean([c["eval/scores"][0] for c in runs]), color="gray", lw=1, ls=":", label="before RL")
     axes[1, 0].legend(frameon=False, fontsize=8)
-    draw.save(figure, REWARD_MODEL.with_suffix(".png"))
+    draw.save(figure, folder / "reward_model_curves.png")
 
 
-def main():
-    runs = [dict(script=script, seed=seed) for script in SCRIPTS for seed in range(1, 11)]
-    jobs = {(run["script"], f"--seed {run['seed']} --eval-every 16"): run for run in runs}
-    plot(update(RESULT, jobs, to_curve))
+def default_jobs(bounds: tuple[str, ...]) -> dict[tuple, dict]:
+    """The default runs, with these bounds of gradient clipping."""
+    jobs = {}
+    for bound, script, seed in product(bounds, SCRIPTS, SEEDS):
+        flags = f"--seed {seed} --eval-every 16 --max-grad-norm {bound}"
+        jobs[script, flags] = dict(script=script, bound=bound, seed=seed)
+    return jobs
+
+
+def reward_model_jobs() -> dict[tuple, dict]:
     jobs = {}
     for script, kl_coef, seed in product(SCRIPTS, KL_COEFS, (1, 2, 3)):
         flags = f"{FLAGS} {SCRIPT_FLAGS[script]} --kl-coef {kl_coef} --seed {seed}"
         jobs[script, flags] = dict(script=script, kl_coef=kl_coef, seed=seed)
-    plot_reward_model(update(REWARD_MODEL, jobs, lambda _, result: curves(result, KEPT)))
+    return jobs
 
+
+PARTS = {
+    "default": Part(default_jobs(("1",)), to_curve),
+    "clipping": Part(default_jobs(BOUNDS), clipped),
+    "reward_model": Part(reward_model_jobs(), lambda _, result: curves(result, KEPT)),
+}
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, RESULT, PARTS, plot)

@@ -1,4 +1,6 @@
-"""Makes the default policy, its data and its reward model: `python benchmark/default/make.py`, some six minutes.
+"""Makes the default policy, its data and its reward model: `python benchmark/default/make.py`.
+
+`--seed 2 --folder runs/start_2 --only-policy` makes another policy with its own data, for docs/claims.md.
 
 benchmark/README.md says what the policy learns. Why so? Reinforcement learning makes likelier what a policy already
 does now and then. So the skill must be there, and sampled unreliably, as in RLHF. A single wrong habit (the carry
@@ -17,11 +19,13 @@ One thread and seeded generators write the same bytes again on the same machine.
 import itertools
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+import tyro
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers.utils import logging
 
@@ -38,10 +42,16 @@ PROMPT_LENGTH = len("37+58=")
 RESPONSE_LENGTH = len("198") + 1  # the longest answer and its EOS
 NUM_TRAIN, NUM_EVAL = 2048, 256
 BATCH_SIZE = 128
-SEED = 1
 NUM_SAMPLES, SAMPLED_LENGTH = 8, 8  # completions of each prompt for the reward model, and their longest
 NUM_PAIRS, EPOCHS = 64, 2  # pairs in a batch; each is read twice
 TRAIN_SAMPLES, EVAL_SAMPLES, PAIR_ORDER = range(3)  # what the reward model's random numbers are for
+
+
+@dataclass
+class Args:
+    seed: int = 1
+    folder: Path = FOLDER
+    only_policy: bool = False  # no reward model
 
 
 def split_sums(rng):
@@ -95,12 +105,12 @@ def fit(model, losses, steps: int, lr: float, warmup: int):
         schedule.step()
 
 
-def losses_on_answers(policy, sums, steps, rng, wrong_digits=None, wrong=0.0):
+def losses_on_answers(policy, sums, steps, rng, wrong_digits=None, wrong=0.0, batch_size=BATCH_SIZE):
     """The losses of supervised training on answers of which the fraction `wrong` ends as in the table."""
     for _ in range(steps):
-        batch = sums[rng.integers(len(sums), size=BATCH_SIZE)]  # [BATCH_SIZE, 2]
+        batch = sums[rng.integers(len(sums), size=batch_size)]  # [batch_size, 2]
         answers = [str(a + b) for a, b in batch]
-        for i in np.flatnonzero(rng.random(BATCH_SIZE) < wrong):
+        for i in np.flatnonzero(rng.random(batch_size) < wrong):
             answers[i] = answers[i][:-1] + str(wrong_digits[tuple(batch[i] % 10)])
         prompts, responses = encode(batch, answers)
         # the last token is only predicted, never read; the last token of a prompt predicts the first of its answer
@@ -108,32 +118,33 @@ def losses_on_answers(policy, sums, steps, rng, wrong_digits=None, wrong=0.0):
         yield torch.nn.functional.cross_entropy(logits.flatten(0, 1), responses.flatten(), ignore_index=PAD)
 
 
-def make_policy():
-    torch.manual_seed(SEED)
-    rng = np.random.default_rng(SEED)
+def make_policy(folder: Path, seed: int):
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
     seen, held_out = split_sums(rng)
     policy = new_policy()
     fit(policy, losses_on_answers(policy, seen, 3000, rng), steps=3000, lr=1e-3, warmup=50)
     # 10 x 10 wrong last digits, one for every pair of last digits
     wrong_digits = (np.add.outer(range(10), range(10)) + rng.integers(1, 10, size=(10, 10))) % 10
     fit(policy, losses_on_answers(policy, seen, 600, rng, wrong_digits, wrong=0.7), steps=600, lr=5e-4, warmup=50)
-    write_jsonl(FOLDER / "train.jsonl", seen[:NUM_TRAIN])
-    write_jsonl(FOLDER / "eval.jsonl", held_out)
-    policy.save_pretrained(FOLDER / "policy")
-    make_tokenizer().save_pretrained(FOLDER / "policy")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_jsonl(folder / "train.jsonl", seen[:NUM_TRAIN])
+    write_jsonl(folder / "eval.jsonl", held_out)
+    policy.save_pretrained(folder / "policy")
+    make_tokenizer().save_pretrained(folder / "policy")
 
 
 # ---- the reward model
 
 
-def draw_pairs(policy, tokenizer, path: Path, purpose: int) -> list[tuple[list[int], list[int]]]:
+def draw_pairs(policy, tokenizer, path: Path, seed: int, purpose: int) -> list[tuple[list[int], list[int]]]:
     """Samples completions of a file's prompts -> pairs (chosen, rejected) of token lists, prompt and completion.
 
     A pair counts once, however often its two completions were drawn.
     """
     rows = [row for row in read_rows(path) for _ in range(NUM_SAMPLES)]
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
-    drawn, _ = complete(policy, tokenizer, prompts, keyed_rng(SEED, purpose).random((len(rows), SAMPLED_LENGTH)))
+    drawn, _ = complete(policy, tokenizer, prompts, keyed_rng(seed, purpose).random((len(rows), SAMPLED_LENGTH)))
     chosen, rejected = {}, {}  # of each prompt; dicts as sets that keep their order
     for row, prompt, tokens in zip(rows, prompts, drawn):
         is_right = tokenizer.decode(tokens, skip_special_tokens=True).strip() == row["answer"]
@@ -167,32 +178,33 @@ def accuracy(model, pairs: list) -> float:
     return (chosen > rejected).double().mean().item()
 
 
-def make_reward_model():
+def make_reward_model(folder: Path, seed: int):
     logging.set_verbosity_error()  # the new head is meant to be missing in the policy's checkpoint
-    torch.manual_seed(SEED)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER / "policy")
-    policy = transformers.AutoModelForCausalLM.from_pretrained(FOLDER / "policy", dtype=torch.float32).eval()
-    pairs = draw_pairs(policy, tokenizer, FOLDER / "train.jsonl", TRAIN_SAMPLES)
-    held_out = draw_pairs(policy, tokenizer, FOLDER / "eval.jsonl", EVAL_SAMPLES)
+    torch.manual_seed(seed)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "policy")
+    policy = transformers.AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32).eval()
+    pairs = draw_pairs(policy, tokenizer, folder / "train.jsonl", seed, TRAIN_SAMPLES)
+    held_out = draw_pairs(policy, tokenizer, folder / "eval.jsonl", seed, EVAL_SAMPLES)
     classifier = transformers.AutoModelForSequenceClassification
-    model = classifier.from_pretrained(FOLDER / "policy", num_labels=1, dtype=torch.float32)
+    model = classifier.from_pretrained(folder / "policy", num_labels=1, dtype=torch.float32)
     torch.nn.init.zeros_(model.score.weight)
-    rng = keyed_rng(SEED, PAIR_ORDER)
+    rng = keyed_rng(seed, PAIR_ORDER)
     order = np.concatenate([rng.permutation(len(pairs)) for _ in range(EPOCHS)])
     batches = np.array_split(order, len(order) // NUM_PAIRS)
     fit(model, losses_of(model, pairs, batches), len(batches), lr=3e-4, warmup=10)
     for name, some in (("training", pairs), ("held-out", held_out)):
         print(f"{len(some):,} {name} pairs: accuracy {accuracy(model, some):.3f}")
-    model.save_pretrained(FOLDER / "reward_model")
-    tokenizer.save_pretrained(FOLDER / "reward_model")
+    model.save_pretrained(folder / "reward_model")
+    tokenizer.save_pretrained(folder / "reward_model")
 
 
-def main():
+def main(args: Args):
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    make_policy()
-    make_reward_model()
+    make_policy(args.folder, args.seed)
+    if not args.only_policy:
+        make_reward_model(args.folder, args.seed)
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Args, description=__doc__))

@@ -1,11 +1,12 @@
 """Runs each failure of docs/failures.md beside its healthy run, seeds 1 to 3.
 
-    python benchmark/failures/failures.py                             # 12 minutes on one core
+    python benchmark/failures/failures.py                             # all of them
     python benchmark/failures/failures.py no_kl interleaved           # only these, the others are kept
     python benchmark/failures/failures.py --plot                      # only the figures again
 
-A failure has other flags than its healthy run, or it runs under broken.py. Writes failures.json, a run a line, and a
-figure for each failure. A run is kept as POINTS points: a metric's mean since the point before, and evaluations.
+A failure has other flags than its healthy run, or it runs under broken.py. Writes failures.json,
+a run a line, and a figure for each failure. A run is kept as POINTS points: a metric's mean since
+the point before, and evaluations.
 """
 
 import sys
@@ -17,7 +18,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import broken
 import draw
-from run import curves, update
+from run import Part, curves, main
 
 RESULT = Path(__file__).with_suffix(".json")
 SEEDS = (1, 2, 3)
@@ -67,26 +68,24 @@ TABLED = {  # metrics that stand in the page's table alone
 }
 
 
-def all_jobs() -> dict[tuple, dict]:
-    """The runs of each failure, and its healthy runs."""
+def jobs_of(failure: Failure) -> dict[tuple, dict]:
+    """The runs of a failure, and its healthy runs."""
     jobs = {}
-    for failure in FAILURES:
-        every = failure.episodes // 64 // POINTS  # an iteration has 64 episodes
-        for run, own, breaks in (("failure", failure.failure, failure.breaks), ("healthy", failure.healthy, "")):
-            flags = " ".join(f"--total-episodes {failure.episodes} {failure.flags} {own}".split())
-            program = f"benchmark/failures/broken.py {breaks} {failure.script}.py" if breaks else f"{failure.script}.py"
-            edits = [broken.BREAKS[name] for name in breaks.split()]
-            for seed in SEEDS:
-                more = f"--num-sample-generations 0 --eval-every {every} --seed {seed}"
-                names = {"failure": failure.name, "run": run, "seed": seed, "command": f"python {program} {flags}"}
-                jobs[failure.script, f"{flags} {more}", *edits] = names
+    every = failure.episodes // 64 // POINTS  # an iteration has 64 episodes
+    for run, own, breaks in (("failure", failure.failure, failure.breaks), ("healthy", failure.healthy, "")):
+        flags = " ".join(f"--total-episodes {failure.episodes} {failure.flags} {own}".split())
+        program = f"benchmark/failures/broken.py {breaks} {failure.script}.py" if breaks else f"{failure.script}.py"
+        edits = [broken.BREAKS[name] for name in breaks.split()]
+        for seed in SEEDS:
+            more = f"--num-sample-generations 0 --eval-every {every} --seed {seed}"
+            names = {"run": run, "seed": seed, "command": f"python {program} {flags}"}
+            jobs[failure.script, f"{flags} {more}", *edits] = names
     return jobs
 
 
-def to_result(names: dict, result: dict) -> dict:
+def to_result(failure: str, result: dict) -> dict:
     """What is kept of a run: its first evaluation, and its curves in POINTS points."""
-    metrics = f"{PANELS[names['failure']]} {TABLED.get(names['failure'], '')}".split()
-    points = curves(result, metrics)
+    points = curves(result, f"{PANELS[failure]} {TABLED.get(failure, '')}".split())
     kept = dict(episode=points.pop("episode")[1:], start=points["eval/scores"][0])
     return kept | dict(curves={name: values[1:] for name, values in points.items()})
 
@@ -110,20 +109,21 @@ def draw_panel(axis, results: list[dict], metric: str):
     axis.set_ylim(-0.03 * top, top)  # A line at 0 does not lie on the axis.
 
 
-def plot(results: list[dict], name: str):
-    metrics = PANELS[name].split()
-    figure, grid = draw.panels(1, len(metrics), width=2.5, height=2.2)
-    for axis, metric in zip(grid.flat, metrics, strict=True):
-        draw_panel(axis, [row for row in results if row["failure"] == name], metric)
-    figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
-    draw.save(figure, RESULT.with_name(f"{name}.png"))
+PARTS = {}
+for failure in FAILURES:
+    PARTS[failure.name] = Part(jobs_of(failure), lambda _, result, name=failure.name: to_result(name, result))
 
 
-def main():
-    results = update(RESULT, all_jobs(), to_result)
-    for name in PANELS:
-        plot(results, name)
+def plot(results: list[dict], folder: Path):
+    for name, metrics in PANELS.items():
+        metrics = metrics.split()
+        figure, grid = draw.panels(1, len(metrics), width=2.5, height=2.2)
+        for axis, metric in zip(grid.flat, metrics, strict=True):
+            draw_panel(axis, [row for row in results if row["part"] == name], metric)
+        labels = grid.flat[0].get_legend_handles_labels()
+        figure.legend(*labels, loc="outside lower center", ncols=2, frameon=False)
+        draw.save(figure, folder / f"{name}.png")
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, RESULT, PARTS, plot)

@@ -1,7 +1,9 @@
 """GSM8K: its rows as prompts with answers, and a reward that reads the last number.
 
-python benchmark/gsm8k/gsm8k.py          # from the Hub; writes runs/gsm8k_train.jsonl and runs/gsm8k_test.jsonl
---dataset runs/gsm8k_train.jsonl --reward benchmark/gsm8k/gsm8k.py:score
+    python benchmark/gsm8k/gsm8k.py
+    python rloo.py --dataset runs/gsm8k_train.jsonl --reward benchmark/gsm8k/gsm8k.py:score ..
+
+The first command takes the rows from the Hub. It writes gsm8k_train.jsonl and gsm8k_test.jsonl.
 """
 
 import json
@@ -9,17 +11,22 @@ import re
 from decimal import Decimal
 from pathlib import Path
 
+import tyro
+
 FOLDER = Path(__file__).resolve().parents[2] / "runs"
 TASK = "\nThink step by step, and write the answer as a number at the end."
 MARKED = re.compile(r"####(.*)|\\boxed\{([^}]*)")  # to the end of the line; to the brace
-# A minus right after a number, a letter or ")" is an operator, not a sign: the last number of "9-5" is 5.
+# A minus right after a number, a letter or ")" is an operator: the last number of "9-5" is 5.
 NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
 # Dollars, LaTeX's thousands separators as in 1{,}000 and 1\,000, and its spaces
 REMOVED = re.compile(r"\\?\$|(?<=\d)(?:\\[,!]|\{,\})(?=\d)")
 
 
 def last_number(text: str) -> Decimal | None:
-    """The number that a text answers with: the last one of its last mark, #### 42 or \\boxed{42}, or else of it all."""
+    """The number that a text answers with: the last one of its last mark, or else of the whole text.
+
+    A mark is #### 42 or \\boxed{42}.
+    """
     text = REMOVED.sub("", text.replace("\u2212", "-"))  # U+2212 is the typographic minus.
     marked = [found[1] or found[2] or "" for found in MARKED.finditer(text)]
     for part in (*reversed(marked), text):
@@ -41,7 +48,8 @@ def to_prompt(row: dict) -> dict:
 
 
 def main(folder: Path = FOLDER):
-    import datasets
+    """folder: gets the two files"""
+    import datasets  # It takes a second, and --help does not need it.
 
     folder.mkdir(exist_ok=True)
     for split in ("train", "test"):
@@ -53,4 +61,4 @@ def main(folder: Path = FOLDER):
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

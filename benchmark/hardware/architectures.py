@@ -1,15 +1,16 @@
-"""Which architectures can be trained? Makes a tiny random model of each causal one that transformers has, and runs it.
+"""Which architectures can be trained? Runs a tiny random model of each causal one of transformers.
 
-    python benchmark/hardware/architectures.py                        # all, half an hour on one core
-    python benchmark/hardware/architectures.py --only mamba2 jamba    # these, by their `model_type`
+    python benchmark/hardware/architectures.py
 
-rloo.py trains on prompts of different lengths, with a KL. The truth is one pass of the whole model for each token,
-without padding and cache. `difference` is how far the sampler and the reference are from it, and `unmasked` how far
-padding that is not masked is from it: the weights are so large that a mistake shows. What works is trained again on two
-processes: `other_completions` counts those that differ from one process. `bfloat16` says what the check at the load
-makes of a reference in bfloat16: whether its prompts are shared, or why it is refused. Writes architectures.json.
+rloo.py trains on prompts of different lengths, with a KL. The truth is one pass of the whole model
+for each token, without padding and cache. `difference` is how far the sampler and the reference are
+from it, and `unmasked` how far padding that is not masked is from it: the weights are so large that
+a mistake shows. What works is trained again on two processes: `other_completions` counts those that
+differ from one process. `bfloat16` says what the check at the load makes of a reference in
+bfloat16: whether its prompts are shared, or why it is refused. Writes architectures.json.
 """
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -19,34 +20,38 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-import transformers
-import tyro
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import DEFAULTS, POLICY, import_script, machine, run_forked, write_lines
+from run import POLICY, Part, main, prepare_forks, run_forked
+from whitening import count_different
 
 RESULT = Path(__file__).with_suffix(".json")
+SMOKE = ("llama", "gpt2", "mamba2")
+OWN_ROWS = "a row for each episode"  # printed where the prompts are not shared
 PROMPTS = ["1", "2+3=", "45-6+78=", "9+9+9+9+9+9+9="]
-FLAGS = "--response-length 8 --batch-size 16 --total-episodes 32 --kl-coef 0.1 --learning-rate 1e-3 --save-rollouts"
-FLAGS += f" --reward {__file__}:count_ones"
+FLAGS = "--response-length 8 --batch-size 16 --total-episodes 32 --kl-coef 0.1 --learning-rate 1e-3"
+FLAGS += " --save-rollouts --reward benchmark/hardware/architectures.py:count_ones"
 HALF = "--dtype bfloat16 --total-episodes 0"  # loads the reference in bfloat16, and evaluates
 TINY = {  # a value, and the names in a config that get it
     0: "pad_token_id num_kv_shared_layers",
-    1: r"(bos|eos|sep|cls)_token_id (n|topk|num_expert)_group (mamba_)?expand first_k_dense_replace attn_layer_offset",
-    2: r"(attn|expert)_layer_period layer_group_size \w*experts_per_tok(en)? moe_(top)?_?k \w*num_key_value_heads "
-    r"(num_)?kv_(n_)?heads linear_num_key_heads \w*n_groups num_shared_experts",
+    1: r"(bos|eos|sep|cls)_token_id (n|topk|num_expert)_group (mamba_)?expand "
+    r"first_k_dense_replace attn_layer_offset",
+    2: r"(attn|expert)_layer_period layer_group_size \w*experts_per_tok(en)? moe_(top)?_?k "
+    r"\w*num_key_value_heads (num_)?kv_(n_)?heads linear_num_key_heads \w*n_groups "
+    "num_shared_experts",
     3.0: r"logits?_scal\w+",
-    4: r"(num_|n_)?(hidden_|encoder_|decoder_)?layers? depth \w*(attention|mamba|n|num)_heads? linear_num_value_heads "
-    r"(moe_)?(n|num)_(routed_|local_)?experts zero_expert_num rotary_dim mamba_d_state mamba_dt_rank time_step_rank",
-    6: r"\w*sliding_window(_size)? attention_chunk_size local_attention \w*window_len attention_window_size",
-    8: r"(?!qk_head)\w*head_dim \w*headdim \w*d_head dim_head d_kv kv_channels attention_head_size state_size",
-    16: r"\w*vocab_size\w* qk_head_dim \w*lora_rank index_n_heads index_topk hidden_size_per_layer_input",
-    32: r"hidden_size attention_hidden_size d_model n_embd (emb_)?dim lru_width mamba_d_ssm hidden_size_global "
-    r"\w*embedding_(size|dim) word_embed_proj_dim dim_model_base",
-    48: r"\w*intermediate_size\w* \w*ffn_dim \w*ffn_hidden_size d_ff dff dim_ff n_inner d_inner mlp_dim",
+    4: r"(num_|n_)?(hidden_|encoder_|decoder_)?layers? depth \w*(attention|mamba|n|num)_heads? "
+    r"linear_num_value_heads (moe_)?(n|num)_(routed_|local_)?experts zero_expert_num rotary_dim "
+    "mamba_d_state mamba_dt_rank time_step_rank",
+    6: r"\w*sliding_window(_size)? attention_chunk_size local_attention \w*window_len "
+    "attention_window_size",
+    8: r"(?!qk_head)\w*head_dim \w*headdim \w*d_head dim_head d_kv kv_channels "
+    "attention_head_size state_size",
+    16: r"\w*vocab_size\w* qk_head_dim \w*lora_rank index_n_heads index_topk "
+    "hidden_size_per_layer_input",
+    32: r"hidden_size attention_hidden_size d_model n_embd (emb_)?dim lru_width mamba_d_ssm "
+    r"hidden_size_global \w*embedding_(size|dim) word_embed_proj_dim dim_model_base",
+    48: r"\w*intermediate_size\w* \w*ffn_dim \w*ffn_hidden_size d_ff dff dim_ff n_inner "
+    "d_inner mlp_dim",
     64: "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions",
 }
 BY_TURNS = dict(layer_types=["linear_attention", "full_attention"] * 2)
@@ -82,12 +87,17 @@ def shrink(config: dict, also: dict) -> dict:
             fits = any(re.fullmatch(pattern, name) for pattern in patterns.split())
             if fits and (type(value) is type(number) or value is None and number != 3.0):
                 tiny[name] = number
-    if config.get("num_key_value_heads", 0) == config.get("num_attention_heads"):  # Some must be equal.
+    if config.get("num_key_value_heads", 0) == config.get("num_attention_heads"):
+        # Some models need equal numbers.
         tiny["num_key_value_heads"] = tiny["num_attention_heads"]
     return tiny | also
 
 
 def make_model(model_type: str, folder: str):
+    import torch  # These imports take seconds, and --help does not need them.
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     config_class = CONFIG_MAPPING[model_type]
     config = config_class(**shrink(config_class().to_dict(), dict(ALSO.get(model_type, {}))))
     torch.manual_seed(0)
@@ -95,27 +105,54 @@ def make_model(model_type: str, folder: str):
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.25)
-    model.generation_config.eos_token_id = 1  # Some have a list of tokens that the tiny model has not.
+    # Some models have a list of tokens that the tiny one has not.
+    model.generation_config.eos_token_id = 1
     model.save_pretrained(folder)
     transformers.AutoModelForCausalLM.from_pretrained(folder)  # Some cannot be loaded again.
     transformers.AutoTokenizer.from_pretrained(POLICY).save_pretrained(folder)
 
 
-@torch.no_grad()
 def compare(folder: str, rows: list) -> dict:
     """Rows of rollouts.jsonl beside the truth."""
+    import torch
+    import transformers
+
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+
+    @torch.no_grad()
+    def true_logprobs(tokens: list[int]):
+        return model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+
     apart, unmasked = [], []
     for row in rows:
         tokens = tokenizer(row["prompt"])["input_ids"]
         for token, *logprobs in zip(row["token_ids"], row["logprobs"], row["ref_logprobs"]):
-            truth = model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+            truth = true_logprobs(tokens)
             apart += [abs(logprob - truth[token].item()) for logprob in logprobs]
             tokens.append(token)
-        padded = model(torch.tensor([[0, 0, 0, *tokens[:-1]]])).logits[0, -1].log_softmax(-1)
+        padded = true_logprobs([0, 0, 0, *tokens[:-1]])
         unmasked.append((padded - truth).abs().max().item())
     return {"difference": max(apart), "unmasked": max(unmasked)}
+
+
+def prepare():
+    """For the processes that are forked from now on."""
+    prepare_forks()
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    importlib.import_module("torch").set_num_threads(1)
+
+
+def ranks(processes: int) -> list[dict]:
+    """The environments of processes that find each other."""
+    if processes == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    size = str(processes)
+    world = dict(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="localhost", MASTER_PORT=port)
+    return [world | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(processes)]
 
 
 def send_run(sender, job: tuple, environment: dict):
@@ -127,75 +164,91 @@ def send_run(sender, job: tuple, environment: dict):
         sender.send([str(error), *re.findall(r"^\S*Error: .*", str(error), re.M)][-1])
 
 
-def run_children(job: tuple, environments: list[dict]) -> list:
-    """What each process sent: a run, or the text of an error."""
+def start(job: tuple, processes: int) -> list:
+    """Start a run on so many processes -> the ends of pipes that `receive` reads."""
     fork = multiprocessing.get_context("fork")
     receivers = []
-    for environment in environments:
+    for environment in ranks(processes):
         receiver, sender = fork.Pipe(duplex=False)
         fork.Process(target=send_run, args=(sender, job, environment), daemon=True).start()
+        sender.close()
         receivers.append(receiver)
-    return [receiver.recv() if receiver.poll(40) else "took too long" for receiver in receivers]
+    return receivers
 
 
-def two_ranks() -> list[dict]:
-    """The environments of two processes that find each other."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    world = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
-    return [world | dict(RANK=rank, LOCAL_RANK=rank) for rank in "01"]
+def receive(receivers: list, seconds: float | None = None) -> dict | str:
+    """A run, or the text of the first error of its processes."""
+    ends = [receiver.recv() if receiver.poll(seconds) else "took too long" for receiver in receivers]
+    errors = [end for end in ends if isinstance(end, str)]
+    return errors[0] if errors else ends[0]
 
 
-def attempt(model_type: str, work: Path):
+def attempt(model_type: str, jobs: dict, work: Path):
     """Make a model, train it, and write to `work` how far this came. In a process of its own."""
     result = {"model_type": model_type, "ended": "cannot be made tiny here"}
+
+    def run(number: int) -> dict | str:
+        script, flags, processes = list(jobs)[number]
+        flags += f" --dataset {work}/prompts.jsonl --model-path {work}/model"
+        if number == 1:
+            flags += f" --eval-dataset {work}/prompts.jsonl"
+        return receive(start((script, flags, f"{work}/{number}"), processes), seconds=40)
+
     try:
         make_model(model_type, f"{work}/model")
         result["ended"] = "refused"
-        (work / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-        flags = f"{FLAGS} --dataset {work}/prompts.jsonl --model-path {work}/model"
-        [run] = run_children(("rloo", flags), [{}])
-        if isinstance(run, str):
-            raise RuntimeError(run)
-        own_rows = "a row for each episode" in run["output"]
-        result["ended"] = "works with a row for each episode" if own_rows else "works"
-        result["sampling_logprob_difference"] = run["metrics"][0]["val/sampling_logprob_difference"]
-        result |= compare(f"{work}/model", run["rollouts"][:16])  # the first iteration
+        lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS]
+        (work / "prompts.jsonl").write_text("".join(lines))
+        trained = run(0)
+        if isinstance(trained, str):
+            raise RuntimeError(trained)
+        result["ended"] = "works"
+        if OWN_ROWS in trained["output"]:
+            result["ended"] = f"works with {OWN_ROWS}"
+        difference = trained["metrics"][0]["val/sampling_logprob_difference"]
+        result["sampling_logprob_difference"] = difference
+        result |= compare(f"{work}/model", trained["rollouts"][:16])  # the first iteration
         if result["difference"] > 1e-3:
             result["ended"] = "wrong"
-        [half] = run_children(("rloo", f"{flags} {HALF} --eval-dataset {work}/prompts.jsonl"), [{}])
-        result["bfloat16"] = half if isinstance(half, str) else "a row for each episode" not in half["output"]
-        two = run_children(("rloo", flags, f"{work}/two"), two_ranks())
-        errors = [end for end in two if isinstance(end, str)]
-        if errors:
-            result["two_processes"] = errors[0]
+        half = run(1)
+        result["bfloat16"] = half if isinstance(half, str) else OWN_ROWS not in half["output"]
+        two = run(2)
+        if isinstance(two, str):
+            result["two_processes"] = two
         else:
-            pairs = zip(run["rollouts"], two[0]["rollouts"], strict=True)
-            result["other_completions"] = sum(one["token_ids"] != other["token_ids"] for one, other in pairs)
+            differ = count_different(trained, two)
+            result["other_completions"] = differ["completions_that_differ"]
     except Exception as error:
         text = " ".join(str(error).split()).replace(f"{work}/", "")
-        result["message"] = f"{type(error).__name__}: {text[:200]}".removeprefix("RuntimeError: ")
+        text = f"{type(error).__name__}: {text[:200]}"
+        result["message"] = text.removeprefix("RuntimeError: ")
     (work / "result.json").write_text(json.dumps(result))
 
 
-def main(only: tuple[str, ...] = tuple(NAMES)):
-    os.environ |= DEFAULTS | {"ACCELERATE_USE_CPU": "true"}
-    torch.set_num_threads(1)
-    import_script("rloo")  # once for all the processes that are forked
-    rows = {row["model_type"]: row for row in json.loads(RESULT.read_text())[1:]} if RESULT.exists() else {}
-    for model_type in only:
+def measure(jobs: dict, smoke: bool) -> list[dict]:
+    """Attempt every architecture."""
+    prepare()
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    rows = []
+    for model_type in SMOKE if smoke else auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         with tempfile.TemporaryDirectory() as work:
-            process = multiprocessing.get_context("fork").Process(target=attempt, args=(model_type, Path(work)))
+            arguments = (model_type, jobs, Path(work))
+            process = multiprocessing.get_context("fork").Process(target=attempt, args=arguments)
             process.start()
             process.join(150)
             process.kill()
+            row = {"model_type": model_type, "ended": "crashed, or took too long"}
             path = Path(work, "result.json")
-            crashed = {"model_type": model_type, "ended": "crashed, or took too long"}
-            rows[model_type] = json.loads(path.read_text()) if path.exists() else crashed
-        print(rows[model_type], flush=True)
-        write_lines(RESULT, [dict(machine=machine()), *rows.values()])
+            if path.exists():
+                row = json.loads(path.read_text())
+        print(row, file=sys.stderr, flush=True)
+        rows.append(row)
+    return rows
 
+
+# A job ends with its number of processes.
+JOBS = {("rloo", FLAGS, 1): {}, ("rloo", f"{FLAGS} {HALF}", 1): {}, ("rloo", FLAGS, 2): {}}
+PARTS = {"architectures": Part(JOBS, measure=measure, short="")}
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    main(__doc__, RESULT, PARTS)

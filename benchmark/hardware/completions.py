@@ -1,62 +1,73 @@
-"""How many completions differ between 1 and 2 processes, and between micro-batches? Rounding depends on batch shapes.
+"""How many completions differ by rounding: between 1 and 2 processes, and between micro-batches?
 
-    python benchmark/hardware/completions.py                          # all, 25 minutes on two cores
-    python benchmark/hardware/completions.py --only ppo               # those whose name has this in it
+    python benchmark/hardware/completions.py                          # all
+    python benchmark/hardware/completions.py ppo                      # this part alone
 
-Runs each script's defaults twice, and compares the episodes of the whole run token for token. If a completion differs,
-what is trained on it differs, too. The runs of SmolLM2 (made by `benchmark/smollm2/prepare.py`) have learning rate 0,
-so none of their completions depends on the ones before. Writes completions.json, case by case.
+Runs each script's defaults in several ways, and compares the episodes of the whole runs token for
+token. If a completion differs, what is trained on it differs, too. The runs of SmolLM2 (made by
+`benchmark/smollm2/prepare.py`) have learning rate 0, so none of their completions depends on the
+ones before. Writes completions.json, a comparison a line.
 """
 
-import json
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
 from pathlib import Path
 
-import tyro
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import SCRIPTS, machine, run, torchrun
+from architectures import prepare, receive, start
+from run import SCRIPTS, Part, main
+from whitening import count_different
 
 RESULT = Path(__file__).with_suffix(".json")
-SMOLLM2 = (
-    "--model-path benchmark/smollm2/model --dataset benchmark/smollm2/chain_sum_train.jsonl --learning-rate 0 "
-    "--reward benchmark/smollm2/chain_sum.py:score --batch-size 64 --response-length 24 --total-episodes 320 "
-    "--kl-coef 0 --per-device-train-batch-size 16"
-)
-MICRO_BATCHES, PROCESSES = ((1, ""), (1, "--per-device-train-batch-size 16")), ((1, ""), (2, ""))
-CASES = {f"{script}, micro-batches of 64 and 16": (script, "", MICRO_BATCHES) for script in SCRIPTS}
-CASES |= {f"{script}, 1 and 2 processes": (script, "", PROCESSES) for script in SCRIPTS}
+MICRO_BATCHES, PROCESSES = "micro-batches of 64 and 16", "1 and 2 processes"
+SMOLLM2 = "--model-path benchmark/smollm2/model --dataset benchmark/smollm2/chain_sum_train.jsonl"
+SMOLLM2 += " --reward benchmark/smollm2/chain_sum.py:score --learning-rate 0 --kl-coef 0"
+SMOLLM2 += " --batch-size 64 --response-length 24 --total-episodes 320 --per-device-train-batch-size 16"
+BUILT_IN = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
+BUILT_IN += " --reward exact_match"
+CASES = {script: (script, "", (MICRO_BATCHES, PROCESSES)) for script in SCRIPTS}
 CASES |= {
-    "ppo at learning rate 1e-4, micro-batches of 64 and 16": ("ppo", "--learning-rate 1e-4", MICRO_BATCHES),
-    "rloo in bfloat16, 1 and 2 processes": ("rloo", "--dtype bfloat16", PROCESSES),
-    "SmolLM2, 1 and 2 processes": ("rloo", SMOLLM2, PROCESSES),
+    "ppo at learning rate 1e-4": ("ppo", "--learning-rate 1e-4", (MICRO_BATCHES,)),
+    "rloo in bfloat16": ("rloo", "--dtype bfloat16", (PROCESSES,)),
+    "SmolLM2": ("rloo", SMOLLM2, (PROCESSES,)),
 }
 
 
-def compare(script: str, flags: str, runs: tuple) -> dict:
-    """Run both, beside each other -> how many completions differ, and from which iteration on."""
-    flags += " --save-rollouts --num-sample-generations 0"
-
-    def episodes(settings):
-        processes, more = settings
-        launcher = torchrun(processes) if processes > 1 else ()
-        return run(script, f"{flags} {more}", launcher=launcher, ACCELERATE_USE_CPU="true")["rollouts"]
-
-    with ThreadPoolExecutor(2) as pool:
-        one, two = pool.map(episodes, runs)
-    iterations = [a["iteration"] for a, b in zip(one, two, strict=True) if a["token_ids"] != b["token_ids"]]
-    counts = dict(completions=len(one), tokens=sum(len(row["token_ids"]) for row in one))
-    return counts | dict(completions_that_differ=len(iterations), first_iteration=min(iterations, default=None))
+def jobs_of(script: str, own: str, between: tuple[str, ...]) -> dict[tuple, dict]:
+    """The first run is compared with the others. A job ends with its number of processes."""
+    flags = f"--save-rollouts --num-sample-generations 0 {own}"
+    jobs = {(script, flags, 1): {}}
+    if MICRO_BATCHES in between:
+        jobs[script, f"{flags} --per-device-train-batch-size 16", 1] = dict(between=MICRO_BATCHES)
+    if PROCESSES in between:
+        jobs[script, flags, 2] = dict(between=PROCESSES)
+    return jobs
 
 
-def main(only: str = ""):
-    for name, case in CASES.items():
-        if only in name:
-            result = compare(*case) | dict(machine=machine())
-            print(f"{name}: {result}", flush=True)
-            RESULT.write_text(json.dumps(json.loads(RESULT.read_text()) | {name: result}, indent=1) + "\n")
+def compare(jobs: dict, smoke: bool) -> list[dict]:
+    """Start all runs, beside each other, and compare the first with each of the others."""
+    prepare()
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for i, (script, flags, processes) in enumerate(jobs):
+            started.append(start((script, flags, f"{folder}/{i}"), processes))
+        results = []
+        for receivers in started:
+            result = receive(receivers)
+            if isinstance(result, str):
+                raise SystemExit(result)
+            results.append(result)
+    rows = []
+    for names, result in zip(jobs.values(), results):
+        if names:
+            tokens = sum(len(row["token_ids"]) for row in results[0]["rollouts"])
+            rows.append(names | dict(tokens=tokens) | count_different(results[0], result))
+    return rows
 
+
+PARTS = {name: Part(jobs_of(*case), measure=compare) for name, case in CASES.items()}
+PARTS["SmolLM2"].needs = "the model of benchmark/smollm2/prepare.py"
+PARTS["SmolLM2"].short = f"--total-episodes 128 {BUILT_IN}"
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    main(__doc__, RESULT, PARTS)

@@ -1,26 +1,25 @@
-"""Why do two PPO runs part that differ only by rounding? Ten seeds, each with micro-batches of 64 and of 16.
+"""Why do two PPO runs part that differ only by rounding?
 
-    python benchmark/hardware/whitening.py                            # what has no line yet, one run at a time
-    python benchmark/hardware/whitening.py --only "shift only"        # this case again
+Each seed runs with micro-batches of 64 and of 16.
 
-By default PPO whitens its advantages: it shifts them to mean 0, and scales them to variance 1. The cases leave a part
-of this out, all of it (on three seeds), or the second PPO epoch. Writes whitening.json, a line for each case and seed.
+    python benchmark/hardware/whitening.py                            # all cases
+    python benchmark/hardware/whitening.py "shift only"               # this case alone
+
+By default PPO whitens its advantages: it shifts them to mean 0, and scales them to variance 1. The
+cases leave a part of this out, all of it, or the second PPO epoch. Writes whitening.json, a line
+for each case and seed.
 """
 
-import json
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 
-import torch
-import tyro
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import relative_distance, run_all, write_lines
+from run import Part, main, relative_distance, run_all
 
 RESULT = Path(__file__).with_suffix(".json")
-SIZES = (64, 16)
+FLAGS = "--save-rollouts --num-sample-generations 0 --save-every None"
 
 
 def shift(values):
@@ -28,7 +27,7 @@ def shift(values):
 
 
 def scale(values):
-    return values * torch.rsqrt(values.var(correction=0) + 1e-8)
+    return values * (values.var(correction=0) + 1e-8).rsqrt()
 
 
 def replace_whiten(other, script):
@@ -44,41 +43,42 @@ CASES = {  # flags, what takes the place of `whiten`, and the number of seeds
 }
 
 
-def compare(case: str, seed: int) -> dict:
-    """Run one seed with both sizes of micro-batches -> how far apart the runs end, and how many completions differ."""
-    flags, other, _ = CASES[case]
-    flags += f" --seed {seed} --save-rollouts --num-sample-generations 0 --save-every None"
+def jobs_of(case: str) -> dict[tuple, dict]:
+    """Each seed with both sizes of micro-batches."""
+    jobs = {}
+    own, other, seeds = CASES[case]
     edits = [partial(replace_whiten, other)] if other else []
+    for seed in range(1, seeds + 1):
+        for size in (64, 16):
+            flags = f"{FLAGS} {own} --seed {seed} --per-device-train-batch-size {size}"
+            jobs["ppo", flags, *edits] = dict(seed=seed, size=size)
+    return jobs
+
+
+def compare(jobs: dict, smoke: bool) -> list[dict]:
+    """Of each seed: how far apart its two runs end, and how many completions differ."""
+    rows, runs = [], list(jobs.values())
     with tempfile.TemporaryDirectory() as folder:
-        folders = [Path(folder) / str(size) for size in SIZES]
-        jobs = [
-            ("ppo", f"{flags} --per-device-train-batch-size {size}", *edits, str(out))
-            for size, out in zip(SIZES, folders)
-        ]
-        one, two = (result["rollouts"] for result in run_all(jobs, processes=1))
-        distance = relative_distance(folders[1], folders[0])
-    differ = [a["iteration"] for a, b in zip(one, two, strict=True) if a["token_ids"] != b["token_ids"]]
-    return {
-        "case": case,
-        "seed": seed,
-        "distance": float(f"{distance:.3g}"),
-        "completions": len(one),
-        "completions_that_differ": len(differ),
-        "first_iteration": min(differ, default=None),
-    }
+        folders = [Path(folder) / f"{run['seed']} {run['size']}" for run in runs]
+        results = run_all([(*job, str(out)) for job, out in zip(jobs, folders)])
+        for i in range(0, len(runs), 2):
+            distance = relative_distance(folders[i + 1], folders[i])
+            row = dict(seed=runs[i]["seed"], distance=float(f"{distance:.3g}"))
+            rows.append(row | count_different(results[i], results[i + 1]))
+    return rows
 
 
-def main(only: str | None = None):
-    """only: a case"""
-    rows = json.loads(RESULT.read_text()) if RESULT.exists() else []
-    for case in [only] if only else CASES:
-        for seed in range(1, CASES[case][2] + 1):
-            old = [row for row in rows if (row["case"], row["seed"]) == (case, seed)]
-            if only or not old:
-                rows = [row for row in rows if row not in old] + [compare(case, seed)]
-                rows.sort(key=lambda row: ([*CASES].index(row["case"]), row["seed"]))
-                write_lines(RESULT, rows)
+def count_different(one: dict, two: dict) -> dict:
+    """How many completions of two runs differ, and from which iteration on."""
+    iterations = []
+    for first, second in zip(one["rollouts"], two["rollouts"], strict=True):
+        if first["token_ids"] != second["token_ids"]:
+            iterations.append(first["iteration"])
+    counts = dict(completions=len(one["rollouts"]), completions_that_differ=len(iterations))
+    return counts | dict(first_iteration=min(iterations, default=None))
 
+
+PARTS = {case: Part(jobs_of(case), measure=compare) for case in CASES}
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    main(__doc__, RESULT, PARTS)

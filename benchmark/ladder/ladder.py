@@ -1,11 +1,15 @@
 """REINFORCE, RLOO, GRPO and PPO on one task: how they learn, and how noisy their gradients are.
 
     python benchmark/ladder/ladder.py          # measures everything, and draws the figure
-    python benchmark/ladder/ladder.py --draw   # only draws
+    python benchmark/ladder/ladder.py --plot   # only draws
 
-Only the estimator differs, see COMMON. A run with learning rate 0 never changes its weights, so each step is one more
-estimate of the same gradient. The dataset of such a run is one batch, which each iteration samples anew. "fresh" has
-other prompts in each iteration, as a training run has. Writes ladder.json, a row for each run, and ladder.png.
+"learning" has the rungs with as many episodes in each batch, and again with as many prompts. Only the
+estimator and these two numbers differ, see COMMON. "clipping" has the first half with other bounds of
+gradient clipping.
+
+"gradients" needs runs with learning rate 0. They never change their weights, so each step is one more
+estimate of the same gradient. The dataset of such a run is one batch, which each iteration samples
+anew. "fresh" has other prompts in each iteration, as a training run has.
 """
 
 import importlib
@@ -14,6 +18,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +26,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
 import tables
-from run import BENCHMARK, read_rows, run, run_all, run_forked, write_lines
+from run import BENCHMARK, Part, main, read_rows, run, run_forked
 
 RESULT = Path(__file__).with_suffix(".json")
 BATCH = 64  # episodes, the default of all scripts
 GROUP = 4  # completions of a prompt, the default of rloo.py and grpo.py
-EPISODES = 4096
+UPDATES = 64
+BOUNDS = ("10", "inf")  # of the gradient's norm; all scripts have 1
 SEEDS = range(1, 11)
 SETS = range(1, 6)
 REPETITIONS = 64  # estimates of one gradient
@@ -48,6 +54,7 @@ SHIFTED = f"{COMMON} --reward benchmark/ladder/shifted.py"
 RAW = f"{COMMON} --no-whiten-advantages"
 
 REINFORCE = "rloo ladder/reinforce.patch"
+HALF_WAY = "the policy half-way"
 
 # name: script, flags, and functions that change the script before it runs
 RUNGS = {
@@ -57,7 +64,8 @@ RUNGS = {
     "PPO": ("ppo", COMMON),
     "REINFORCE, scores + 1": (REINFORCE, f"{SHIFTED}:plus_one"),
 }
-LEARNING = RUNGS | {"PPO, its own defaults": ("ppo", "--kl-coef 0")}
+GROUPS = {"REINFORCE": (1, 2, 4), "RLOO": (2, 4), "GRPO": (2, 4), "PPO": (1,)}  # k of each rung
+GROUPS["REINFORCE, scores + 1"] = (4,)
 GRADIENTS = RUNGS | {
     "REINFORCE, scores - 1": (REINFORCE, f"{SHIFTED}:minus_one"),
     "GRPO, no deviation": ("grpo", f"{COMMON} --scale-rewards none"),
@@ -71,54 +79,90 @@ GRADIENTS = RUNGS | {
 }
 
 
-def learning_rows() -> list[dict]:
-    """Train each rung with each seed -> a row for each run, with its evaluations on held-out prompts."""
+def learning_jobs(equal: str, bounds: tuple[str, ...]) -> dict[tuple, dict]:
+    """The runs of each rung with each k and seed. equal: what a batch has 64 of, `episodes` or `prompts`"""
     jobs = {}
-    for seed in SEEDS:
-        for rung, (script, flags) in LEARNING.items():
-            run_flags = f"--seed {seed} --total-episodes {EPISODES} --eval-every 4 --eval-reward exact_match {flags}"
-            jobs[script, run_flags] = dict(measured="learning", rung=rung, seed=seed)
+    settings = [(rung, *RUNGS[rung], k) for rung, ks in GROUPS.items() for k in ks]
+    settings.append(("PPO, its own defaults", "ppo", "--kl-coef 0", 1))
+    for bound, seed, (rung, script, flags, k) in product(bounds, SEEDS, settings):
+        if equal == "prompts" and (k == 1 or "," in rung):
+            continue  # With one completion of a prompt both are the same run.
+        size = BATCH * k if equal == "prompts" else BATCH
+        flags += {"rloo": f" --rloo-k {k}", "grpo": f" --num-generations {k}", "ppo": ""}[script.split()[0]]
+        flags += f" --seed {seed} --batch-size {size} --total-episodes {UPDATES * size} --max-grad-norm {bound}"
+        names = dict(rung=rung, k=k, equal=equal, bound=bound, seed=seed)
+        jobs[script, f"{flags} --eval-every 4 --eval-reward exact_match"] = names
+    return jobs
 
-    def to_row(job, result):
-        held_out = [round(row["eval/scores"], 4) for row in result["evaluations"]]
-        return jobs[job] | dict(episode=[row["episode"] for row in result["evaluations"]], held_out=held_out)
 
-    return run_all(list(jobs), to_row)
+def to_curve(_, result: dict) -> dict:
+    """The evaluations on held-out prompts, and the norms of the gradients before clipping."""
+    norms = [row["grad_norm"] for row in result["metrics"][1:]]
+    return dict(
+        episode=[row["episode"] for row in result["evaluations"]],
+        held_out=[round(row["eval/scores"], 4) for row in result["evaluations"]],
+        grad_norm=round(float(np.median(norms)), 3),
+        above_one=round(float(np.mean(np.array(norms) > 1)), 4),
+    )
 
 
-def gradient_rows(folder: Path) -> list[dict]:
-    """Measure the gradients of each rung at the start and half-way -> a row for each rung and set of prompts."""
-    half = folder / "half_way"  # The learning rate is constant, so this is the first half of a whole run.
-    run("ppo", f"--seed 1 --total-episodes {EPISODES // 2} --num-sample-generations 0 {COMMON}", half)
-    policy = f"--model-path {half / 'model'} --response-length 8"
+def gradient_jobs() -> dict[tuple, dict]:
+    """The rungs, without their data; and the run whose first half gives the second set of weights."""
+    fixed = "--num-sample-generations 0 --learning-rate 0 --max-grad-norm inf"
+    jobs = {}
+    for rung, (script, flags, *edits) in GRADIENTS.items():
+        jobs[script, f"{flags} {fixed}", *edits] = dict(rung=rung)
+    half = BATCH * UPDATES // 2  # The learning rate is constant, so this is the first half of a whole run.
+    jobs["ppo", f"--seed 1 --total-episodes {half} --num-sample-generations 0 {COMMON}"] = dict(rung=HALF_WAY)
+    return jobs
+
+
+def gradient_rows(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
+    """Measure the gradients of each rung at the start and half-way: a row for each rung and set of prompts."""
+    rungs = {names["rung"]: job for job, names in jobs.items()}
+    script, flags = rungs.pop(HALF_WAY)
+    repetitions = 3 if smoke else REPETITIONS
     rows = []
-    for weights in ("start", "half-way"):
-        for prompts in [*SETS, "fresh"]:
-            datasets, epochs = write_datasets(folder, prompts)
-            jobs = {}
-            rungs = RUNGS if prompts == "fresh" else GRADIENTS
-            for rung, (script, flags, *edits) in rungs.items():
-                if weights == "start" and no_values in edits:
-                    continue  # The value model begins with predictions of 0.
-                dataset = datasets["ppo" if script == "ppo" else "groups"]
-                flags += f" --dataset {dataset} --num-train-epochs {epochs} --num-sample-generations 0"
-                flags += " --learning-rate 0 --max-grad-norm inf"
-                if weights == "half-way":
-                    flags += f" {policy} --value-model-path {half / 'value_model'}" if script == "ppo" else f" {policy}"
-                jobs[rung] = ((script, flags, *edits), str(folder / f"{len(jobs)}.npy"))
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        half = folder / "half_way"
+        run(script, f"{flags} --total-episodes 64" if smoke else flags, half)
+        for weights, prompts in product(("start", "half-way"), (1, "fresh") if smoke else (*SETS, "fresh")):
+            chosen = dict(rungs)
+            if prompts == "fresh":
+                chosen = {rung: rungs[rung] for rung in RUNGS}
+            if weights == "start":  # The value model begins with predictions of 0.
+                chosen = {rung: job for rung, job in chosen.items() if no_values not in job}
+            jobs = with_data(chosen, folder, prompts, repetitions, half if weights == "half-way" else None)
             for row in compare(jobs):
-                rows.append(dict(measured="gradient", weights=weights, prompts=prompts) | row)
+                rows.append(dict(weights=weights, prompts=prompts) | row)
             print(f"gradients, {weights}, prompts {prompts}: done", file=sys.stderr, flush=True)
     return rows
 
 
-def write_datasets(folder: Path, prompts: int | str) -> tuple[dict[str, str], int]:
+def with_data(rungs: dict, folder: Path, prompts: int | str, repetitions: int, weights: Path | None) -> dict:
+    """The jobs of `compare`: those of the rungs with a set of prompts and with weights, and a file for gradients."""
+    datasets, epochs = write_datasets(folder, prompts, repetitions)
+    jobs = {}
+    for rung, (script, flags, *edits) in rungs.items():
+        flags += f" --dataset {datasets['ppo' if script == 'ppo' else 'groups']} --num-train-epochs {epochs}"
+        if weights:
+            flags += f" --model-path {weights / 'model'} --response-length 8"
+        if weights and script == "ppo":
+            flags += f" --value-model-path {weights / 'value_model'}"
+        jobs[rung] = ((script, flags, *edits), str(folder / f"{len(jobs)}.npy"))
+    return jobs
+
+
+def write_datasets(folder: Path, prompts: int | str, repetitions: int) -> tuple[dict[str, str], int]:
     """Files with the prompts of a set for scripts with groups and for ppo.py, and how often they are passed over."""
     rows = read_rows(BENCHMARK / "default/train.jsonl")
-    count, epochs = BATCH // GROUP, REPETITIONS
+    count = BATCH // GROUP
     if prompts == "fresh":  # the prompts of all batches, drawn independently
-        positions, epochs = np.random.default_rng(0).integers(len(rows), size=count * REPETITIONS), 1
+        epochs = 1
+        positions = np.random.default_rng(0).integers(len(rows), size=count * repetitions)
     else:
+        epochs = repetitions
         positions = np.random.default_rng(prompts).permutation(len(rows))[:count]
     lines = [json.dumps(rows[position]) + "\n" for position in positions]
     files = {"groups": str(folder / f"{prompts}_groups.jsonl"), "ppo": str(folder / f"{prompts}_ppo.jsonl")}
@@ -198,11 +242,15 @@ STYLES = {  # of the figure
 }
 
 
-def plot(rows: list[dict]):
+def plot(rows: list[dict], folder: Path):
     figure, [[learning, noises]] = draw.panels(1, 2, width=4.6, height=3.4)
     for name, style in STYLES.items():
-        runs = [row for row in rows if row["measured"] == "learning" and row["rung"] == name]
+        wanted = dict(part="learning", equal="episodes", rung=name, k=max(GROUPS.get(name, (1,))))
+        runs = tables.having(rows, **wanted)
         draw.curve(learning, runs[0]["episode"], [row["held_out"] for row in runs], label=name, **style)
+    single = tables.having(rows, part="learning", rung="REINFORCE", k=1)
+    style = dict(color=draw.OTHERS[0], ls=":", label="REINFORCE, k = 1")
+    draw.curve(learning, single[0]["episode"], [row["held_out"] for row in single], **style)
     learning.set(title="learning", ylabel="right answers to held-out prompts", ylim=(0, 1.02))
     draw.in_thousands(learning)
     learning.legend(frameon=False, loc="lower right", fontsize=7.5)
@@ -222,17 +270,14 @@ def plot(rows: list[dict]):
     ticks = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10]
     noises.set_yticks(ticks, map(str, ticks))
     noises.legend(frameon=False, loc="upper left", fontsize=7.5)
-    draw.save(figure, RESULT.with_suffix(".png"))
+    draw.save(figure, folder / "ladder.png")
 
 
-def main():
-    if "--draw" not in sys.argv:
-        with tempfile.TemporaryDirectory() as folder:
-            rows = learning_rows()  # goes to the root, and imports what the scripts need
-            rows += gradient_rows(Path(folder))
-        write_lines(RESULT, rows)
-    plot(json.loads(RESULT.read_text()))
-
+PARTS = {
+    "learning": Part(learning_jobs("episodes", ("1",)) | learning_jobs("prompts", ("1",)), to_curve),
+    "clipping": Part(learning_jobs("episodes", BOUNDS), to_curve, smoke=lambda names: names["rung"] == "RLOO"),
+    "gradients": Part(gradient_jobs(), measure=gradient_rows, short=""),
+}
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, RESULT, PARTS, plot)

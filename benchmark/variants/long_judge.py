@@ -1,5 +1,11 @@
-"""A reward as judges are that like long answers: 1 where the right one is anywhere in it, and 0.05 for every token."""
+"""A reward as judges are that like long answers.
+
+It is 1 where the right one is anywhere in it, and 0.05 for every token.
+"""
 
 
-def score(completions: list[str], completion_ids: list[list[int]], answer: list[str], **_) -> list[float]:
-    return [float(right in c) + 0.05 * len(ids) for c, ids, right in zip(completions, completion_ids, answer)]
+def score(completions: list[str], completion_ids: list, answer: list[str], **_) -> list[float]:
+    scores = []
+    for text, ids, right in zip(completions, completion_ids, answer):
+        scores.append(float(right in text) + 0.05 * len(ids))
+    return scores

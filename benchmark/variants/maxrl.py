@@ -1,7 +1,9 @@
-"""MaxRL (arXiv 2602.02710) as a reward. Divided by the group's mean, less 1, it is MaxRL's advantage (r - mean) / mean.
+"""MaxRL (arXiv 2602.02710) as a reward: divided by the group's mean.
 
-    python grpo.py --num-generations 16 --scale-rewards none --reward benchmark/variants/maxrl.py:score \
-        --eval-reward exact_match
+Less 1, this is MaxRL's advantage (r - mean) / mean.
+
+    python grpo.py --num-generations 16 --scale-rewards none \
+        --reward benchmark/variants/maxrl.py:score --eval-reward exact_match
 """
 
 import numpy as np
