@@ -1,4 +1,6 @@
-"""What makes RLOO, GRPO and PPO: advantages, losses, KL, score scaling, dropped updates, and their metrics."""
+"""What makes RLOO, GRPO and PPO: advantages, losses, KL, score scaling, dropped updates, and their
+metrics.
+"""
 
 import math
 import statistics
@@ -14,187 +16,212 @@ from conftest import (
     encode,
     flat,
     import_file,
-    one_text,
     only,
     record_calls,
     save_classifier,
     save_model,
 )
 from plain import DENOMINATORS, plain_gradient, row_logprobs
+from pytest import approx
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 
 def test_metrics_of_the_rollout_are_those_of_its_episodes(script, run, world):
-    """KL, entropy, scores, and groups of equal scores in metrics.jsonl are those of rollouts.jsonl, without padding."""
-    flags = dict(ref_model_path=world.reference, kl_coef=0.1, reward=world.reward("seldom"))
-    ran = run(script, **flags, dataset=world.dataset(16), batch_size=24)
-    rows = ran.rollouts
+    """KL, entropy and scores in metrics.jsonl are those of rollouts.jsonl, without padding."""
+    ran = run(script, ref_model_path=world.reference, kl_coef=0.1)
     for line in ran.metrics:
-        episodes = [row for row in rows if row["iteration"] == line["iteration"]]
-        kl = np.mean([sum(row["logprobs"]) - sum(row["ref_logprobs"]) for row in episodes])
-        assert line["objective/kl"] == pytest.approx(kl, rel=1e-4) and abs(kl) > 0.5
-        assert line["objective/entropy"] == pytest.approx(np.mean([-sum(r["logprobs"]) for r in episodes]), rel=1e-4)
-        assert line["objective/scores"] == pytest.approx(np.mean([row["score"] for row in episodes]), rel=1e-4)
-        if script.__name__ == "ppo":
-            assert line["objective/non_score_reward"] == pytest.approx(-0.1 * line["objective/kl"], rel=1e-5)
-        if script.__name__ == "grpo":
-            groups = [{row["score"] for row in episodes[i : i + 3]} for i in range(0, len(episodes), 3)]
-            share = np.mean([len(scores) == 1 for scores in groups])
-            assert line["group/equal_scores_fraction"] == pytest.approx(share) and 0 < share < 1
+        rows = [row for row in ran.rollouts if row["iteration"] == line["iteration"]]
+        logprobs = np.mean([sum(row["logprobs"]) for row in rows])
+        kl = logprobs - np.mean([sum(row["ref_logprobs"]) for row in rows])
+        assert abs(kl) > 0.5
+        assert line["objective/kl"] == approx(kl, rel=1e-4)
+        assert line["objective/entropy"] == approx(-logprobs, rel=1e-4)
+        scores = [row["score"] for row in rows]
+        assert line["objective/scores"] == approx(np.mean(scores), rel=1e-4)
     model = AutoModelForCausalLM.from_pretrained(world.llama).eval()
     entropies = []
-    for row in rows[:24]:
+    for row in ran.rollouts[:12]:
         with torch.no_grad():
             logits = model(torch.tensor([encode(row["prompt"]) + row["token_ids"]])).logits[0]
         logprobs = logits.log_softmax(-1)[len(row["prompt"]) - 1 : -1]
         entropies += (-(logprobs.exp() * logprobs).sum(-1)).tolist()
-    assert ran.metrics[0]["policy/entropy_avg"] == pytest.approx(np.mean(entropies), rel=1e-4)
+    exact = np.mean(entropies)
+    assert ran.metrics[0]["policy/entropy_avg"] == approx(exact, rel=1e-4)
 
 
-def test_no_kl_loads_no_reference(script, run, world, monkeypatch):
-    """At kl_coef 0 no reference is loaded, and no KL is logged. With --ref-model-path both happen all the same."""
+@pytest.mark.parametrize("kl_coef, has_path, expected", [(0.0, False, 0), (0.1, False, 1), (0.0, True, 1)])
+def test_no_kl_loads_no_reference(script, run, world, monkeypatch, kl_coef, has_path, expected):
+    """At kl_coef 0 no reference is loaded, and no KL is logged, but with --ref-model-path."""
     loaded = record_calls(monkeypatch, script, "load_model")
-    for kl_coef, path, expected in ((0.0, None, 0), (0.1, None, 1), (0.0, world.reference, 1)):
-        loaded.clear()
-        ran = run(script, kl_coef=kl_coef, ref_model_path=path, total_episodes=12)
-        assert len(loaded) == (2 if script.__name__ == "ppo" else 1) + expected
-        assert ("objective/kl" in ran.metrics[0]) == bool(expected)
-        assert (ran.rollouts[0]["ref_logprobs"] is not None) == bool(expected)
+    path = world.reference if has_path else None
+    ran = run(script, kl_coef=kl_coef, ref_model_path=path, total_episodes=12)
+    models = 2 if script.__name__ == "ppo" else 1
+    assert len(loaded) == models + expected
+    assert ("objective/kl" in ran.metrics[0]) == bool(expected)
+    assert (ran.rollouts[0]["ref_logprobs"] is not None) == bool(expected)
 
 
-LEVELS = [("rloo", {}), ("grpo", {}), ("grpo", dict(importance_sampling_level="sequence")), ("ppo", {})]
+SEQUENCE = dict(importance_sampling_level="sequence")
+LEVELS = [("rloo", {}), ("grpo", {}), ("grpo", SEQUENCE), ("ppo", {})]
 
 
 @pytest.mark.parametrize("name, level", LEVELS, ids=["rloo", "grpo", "grpo-sequence", "ppo"])
 def test_metrics_of_updates_are_those_of_the_textbook(name, level, run, world, updates):
-    """Ratio, its variance, approximate KL, clip fraction and loss are computed here, by plain passes.
+    """Ratio, its variance, approximate KL, clip fraction and loss are computed here, by plain
+    passes.
 
-    The passes use the weights that the second update had. The means are over what the algorithm clips, which is a
-    token or an episode. The run has several micro-batches, which must change nothing."""
-    flags = dict(num_ppo_epochs=2, total_episodes=12, learning_rate=0.01, cliprange=0.1, kl_coef=0.0)
-    ran = run(MODULES[name], per_device_train_batch_size=5, **flags, **level)
-    [line], rows = ran.metrics, ran.rollouts
-    units, losses = [], []  # (log-ratio, advantage) of each unit; what the mean over the mini-batch is made of
-    for row, new in zip(rows, row_logprobs(world.llama, rows, weights=updates[1].weights)):
-        logratio, advantage = np.subtract(new, row["logprobs"]), row["advantage"]
+    The passes use the weights that the second update had. The means are over what the algorithm
+    clips, which is a token or an episode. The run has several micro-batches, which must change
+    nothing."""
+    ran = run(
+        MODULES[name],
+        per_device_train_batch_size=5,
+        num_ppo_epochs=2,
+        total_episodes=12,
+        learning_rate=0.01,
+        cliprange=0.1,
+        kl_coef=0.0,
+        **level,
+    )
+    logratios = []  # of each unit
+    advantages = []
+    losses = []  # The loss of the mini-batch is their mean.
+    first_losses = []
+    new_logprobs = row_logprobs(world.llama, ran.rollouts, weights=updates[1].weights)
+    for row, new in zip(ran.rollouts, new_logprobs):
+        logratio = np.subtract(new, row["logprobs"])
         if name == "rloo":
-            logratio = [sum(logratio)]
+            logratio = logratio.sum(keepdims=True)
         elif level:
-            logratio = [np.mean(logratio)]
-        pairs = list(zip(logratio, advantage if name == "ppo" else [advantage] * len(logratio), strict=True))
-        units += pairs
-        cut = [max(-a * math.exp(d), -a * min(max(math.exp(d), 0.9), 1.1)) for d, a in pairs]
-        losses += cut if name == "ppo" else [np.mean(cut)]
-    ratios, advantages = np.exp([d for d, _ in units]), np.array([a for _, a in units])
-    is_cut = (advantages > 0) & (ratios > 1.1) | (advantages < 0) & (ratios < 0.9)
-    assert is_cut.any() and not is_cut.all()
+            logratio = logratio.mean(keepdims=True)
+        advantage = np.broadcast_to(row["advantage"], logratio.shape)
+        ratio = np.exp(logratio)
+        loss = np.maximum(-advantage * ratio, -advantage * ratio.clip(0.9, 1.1))
+        logratios.extend(logratio)
+        advantages.extend(advantage)
+        losses.extend(loss if name == "ppo" else [loss.mean()])
+        first_losses.extend(-advantage if name == "ppo" else [-advantage[0]])
+    logratios = np.array(logratios)
+    advantages = np.array(advantages)
+    ratios = np.exp(logratios)
+    is_high = (advantages > 0) & (ratios > 1.1)
+    is_low = (advantages < 0) & (ratios < 0.9)
+    clipped = is_high.mean() + is_low.mean()
+    assert 0 < clipped < 1
+    [line] = ran.metrics
     if name == "grpo":
-        second = {"low": (is_cut & (advantages < 0)).mean(), "high": (is_cut & (advantages > 0)).mean()}
-        assert line["policy/clipfrac_low_avg"] == pytest.approx(second["low"] / 2)
-        assert line["policy/clipfrac_high_avg"] == pytest.approx(second["high"] / 2)
-    first = -np.mean(advantages if name != "grpo" else [row["advantage"] for row in rows])
-    assert line["val/ratio"] == pytest.approx((1 + ratios.mean()) / 2, rel=1e-5)
-    assert line["val/ratio_var"] == pytest.approx(ratios.var() / 2, rel=1e-3)
-    assert line["policy/approxkl_avg"] == pytest.approx(np.square(np.log(ratios)).mean() / 4, rel=1e-3)
-    assert line["policy/clipfrac_avg"] == pytest.approx(is_cut.mean() / 2)
-    assert line["loss/policy_avg"] == pytest.approx((first + np.mean(losses)) / 2, rel=1e-3, abs=1e-5)
+        assert line["policy/clipfrac_low_avg"] == approx(is_low.mean() / 2)
+        assert line["policy/clipfrac_high_avg"] == approx(is_high.mean() / 2)
+    assert line["val/ratio"] == approx((1 + ratios.mean()) / 2, rel=1e-5)
+    assert line["val/ratio_var"] == approx(ratios.var() / 2, rel=1e-3)
+    approximate_kl = np.square(logratios).mean() / 2
+    assert line["policy/approxkl_avg"] == approx(approximate_kl / 2, rel=1e-3)
+    assert line["policy/clipfrac_avg"] == approx(clipped / 2)
+    loss = (np.mean(first_losses) + np.mean(losses)) / 2
+    assert line["loss/policy_avg"] == approx(loss, rel=1e-3, abs=1e-5)
 
 
-def test_the_clip_cuts_where_it_helps(script):
-    """By hand: a positive advantage is clipped above 1 + high, a negative one below 1 - low. Each has its own limit.
+@pytest.mark.parametrize(
+    "advantage, logratio, high, loss, is_clipped",
+    [
+        (2.0, 0.5, 0.2, -2 * 1.2, True),
+        (2.0, 0.5, 0.9, -2 * math.exp(0.5), False),
+        (-2.0, -0.5, 0.9, 2 * 0.8, True),
+        # Above e^88 a float32 ratio is inf. With a negative advantage it stops the run.
+        (0.0, 200.0, 0.2, 0.0, False),
+        (1.0, 200.0, 0.2, -1.2, True),
+        (-1.0, 200.0, 0.2, math.inf, False),
+    ],
+)
+def test_the_clip_cuts_where_it_helps(script, advantage, logratio, high, loss, is_clipped):
+    """By hand: a positive advantage is clipped above 1 + high, a negative one below 1 - 0.2.
 
-    Above e^88 a float32 ratio is inf. Where it is clipped, or the advantage is 0, its gradient is 0 all the same. With
-    a negative advantage the loss is inf, and its gradient stops the run."""
-    logratio, advantages = torch.tensor([0.5, 0.5, -0.5, -0.5, 0.1]), torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0])
-    losses, cut = script.clipped_policy_loss(logratio, advantages, 0.2, 0.2)
-    expected = [-2 * 1.2, 2 * math.exp(0.5), -2 * math.exp(-0.5), 2 * 0.8, -2 * math.exp(0.1)]
-    assert losses.tolist() == pytest.approx(expected) and cut.tolist() == [True, False, False, True, False]
-    losses, cut = script.clipped_policy_loss(logratio, advantages, 0.2, 0.9)
-    assert losses.tolist() == pytest.approx([-2 * math.exp(0.5), *expected[1:]])
-    assert cut.tolist() == [False, False, False, True, False]
-    logratio = torch.full((2,), 200.0, requires_grad=True)
-    losses, cut = script.clipped_policy_loss(logratio, torch.tensor([0.0, 1.0]), 0.2, 0.2)
+    Where it is clipped, or the advantage is 0, the gradient is 0 also for a ratio of inf."""
+    logratio = torch.tensor([logratio], requires_grad=True)
+    losses, cut = script.clipped_policy_loss(logratio, torch.tensor([advantage]), 0.2, high)
+    assert losses.tolist() == approx([loss])
+    assert cut.tolist() == [is_clipped]
     losses.sum().backward()
-    assert losses.tolist() == pytest.approx([0.0, -1.2]) and cut.tolist() == [False, True]
-    assert logratio.grad.tolist() == [0.0, 0.0]
-    assert script.clipped_policy_loss(logratio, -torch.ones(2), 0.2, 0.2)[0].tolist() == [math.inf] * 2
+    assert (logratio.grad.item() == 0) == (is_clipped or advantage == 0)
 
 
 @only("rloo")
 def test_rloo_advantages_by_hand(script):
-    """Rewards 1, 2, 5, 8 and 2, 3, 6, 9; 3 right answers of 8; random rewards by a brute-force loop."""
-    advantages = script.rloo_advantages(torch.tensor([1.0, 2, 5, 8, 2, 3, 6, 9]), 4)
-    assert advantages.tolist() == pytest.approx([-4, -8 / 3, 4 / 3, 16 / 3, -4, -8 / 3, 4 / 3, 16 / 3])
-    right = script.rloo_advantages(torch.tensor([1.0, 1, 1, 0, 0, 0, 0, 0]), 8)
-    assert right.tolist() == pytest.approx([0.7143] * 3 + [-0.4286] * 5, abs=1e-4)
+    """Random rewards, by a loop over the others of a group. Equal rewards give advantages of 0."""
     for k in (2, 3, 7):
         rewards = torch.randn(4 * k, generator=torch.Generator().manual_seed(k))
         expected = []
         for i in range(4 * k):
-            others = [rewards[j].item() for j in range(4 * k) if j // k == i // k and j != i]
-            expected.append(rewards[i].item() - sum(others) / len(others))
+            group = range(i - i % k, i - i % k + k)
+            others = [rewards[j].item() for j in group if j != i]
+            expected.append(rewards[i].item() - statistics.mean(others))
         advantages = script.rloo_advantages(rewards, k)
-        assert advantages.tolist() == pytest.approx(expected, abs=1e-5)
-        assert advantages.view(4, k).sum(1).abs().max() < 1e-5
-    assert script.rloo_advantages(torch.tensor([0.1] * 7), 7).tolist() == [0.0] * 7  # whatever a mean rounds to
+        assert advantages.tolist() == approx(expected, abs=1e-5)
+    equal = torch.tensor([0.1] * 7)  # Their mean rounds to another number.
+    assert script.rloo_advantages(equal, 7).tolist() == [0.0] * 7
 
 
 @only("rloo", "grpo")
 def test_advantages_of_tokens_are_those_of_their_column(script):
-    """With a reward for each token, the tokens at one place of a group's completions are compared. One has no score."""
-    rewards = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))  # as many episodes as tokens
+    """With a reward for each token, the tokens at one place of a group's completions are compared.
+
+    One completion has no score."""
+    rewards = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
     rewards[1] = math.nan
-    rewards[:3, 2] = rewards[3:, 4] = 0.1  # equal
-    for more in [("group",), ("none",)] if script.__name__ == "grpo" else [()]:
-        of = getattr(script, f"{script.__name__}_advantages")
-        found, *columns = (of(part, 3, *more) for part in (rewards, *rewards.split(1, 1)))
-        assert torch.equal(found, torch.cat(columns, 1)) and (found == 0).sum() == 6 + 2 + 3
+    rewards[:3, 2] = 0.1
+    rewards[3:, 4] = 0.1
+    advantages = getattr(script, f"{script.__name__}_advantages")
+    for scale in [["group"], ["none"]] if script.__name__ == "grpo" else [[]]:
+        found = advantages(rewards, 3, *scale)
+        columns = [advantages(column, 3, *scale) for column in rewards.split(1, dim=1)]
+        assert torch.equal(found, torch.cat(columns, dim=1))
+        assert (found == 0).sum() == 6 + 2 + 3
 
 
 @only("rloo")
 @pytest.mark.parametrize("response_length", [6, 12])  # 12 is the batch size
 def test_a_reward_for_each_token(script, run, world, updates, tmp_path, response_length):
-    """The change that the docstring's table describes: advantages, loss and gradient are those of a plain computation.
+    """The change that the docstring's table describes: advantages, loss and gradient are those of a
+    plain computation.
 
     A token's reward is its id. What follows it in the completion is added to it."""
-    copy = changed_copy(script, tmp_path, "(logprobs - old_logprobs).sum(1, keepdim=True)", "logprobs - old_logprobs")
+    summed = "(logprobs - old_logprobs).sum(1, keepdim=True)"
+    copy = changed_copy(script, tmp_path, summed, "logprobs - old_logprobs")
     to_go = "(batch.tokens * batch.mask).double().flip(1).cumsum(1).flip(1)"
     copy = changed_copy(copy, tmp_path / "copy", "rewards = scores[:, None]", f"rewards = {to_go}")
-    flags = dict(kl_coef=0.0, total_episodes=12, response_length=response_length, per_device_train_batch_size=5)
-    flags |= dict(model_path=world.many_eos)
-    ran = run(import_file(copy.__file__), **flags)
-    rows, weights = ran.rollouts, []
-    to_go = [np.cumsum(row["token_ids"][::-1])[::-1].tolist() + [0] * 12 for row in rows]
+    ran = run(
+        import_file(copy.__file__),
+        model_path=world.many_eos,
+        kl_coef=0.0,
+        total_episodes=12,
+        response_length=response_length,
+        per_device_train_batch_size=5,
+    )
+    rows = ran.rollouts
+    to_go = torch.zeros(12, 12)
     for i, row in enumerate(rows):
-        others = [to_go[j] for j in range(i - i % 3, i - i % 3 + 3) if j != i]
-        expected = [own - (a + b) / 2 for own, a, b in zip(to_go[i], *others)][: len(row["token_ids"])]
-        assert row["advantage"] == pytest.approx(expected, abs=1e-4)
-        weights.append(torch.tensor(expected) / 12)
-    assert len({len(row["token_ids"]) for row in rows}) > 2
-    assert ran.metrics[0]["loss/policy_avg"] == pytest.approx(-sum(flat(weights)).item(), rel=1e-5)
-    assert distance(plain_gradient(ran.args.model_path, rows, weights), updates[0].gradients) < 1e-5
-
-
-@one_text
-def test_metrics_of_ratios_leave_padding_out(script):
-    """By hand, with a ratio for each token. With one ratio for a completion each counts once."""
-    logratio, mask = torch.tensor([[0.5, 0.0], [-0.1, 0.3]]), torch.tensor([[True, False], [True, True]])
-    for columns, counted, share in ((2, [0.5, -0.1, 0.3], 1 / 3), (1, [0.5, -0.1], 1 / 2)):
-        given = logratio[:, :columns]
-        found = {name: float(x) for name, x in script.ratio_metrics(given, given > 0.4, mask).items()}
-        ratios, squares = np.exp(counted), np.square(counted)
-        expected = {"val/ratio": ratios.mean(), "val/ratio_var": ratios.var(), "policy/clipfrac_avg": share}
-        assert found == pytest.approx(expected | {"policy/approxkl_avg": squares.mean() / 2})
+        for t in range(len(row["token_ids"])):
+            to_go[i, t] = sum(row["token_ids"][t:])
+    weights = []
+    for row, advantages in zip(rows, script.rloo_advantages(to_go, 3)):
+        expected = advantages[: len(row["token_ids"])]
+        assert row["advantage"] == approx(expected.tolist(), abs=1e-4)
+        weights.append(expected / 12)
+    assert len({len(weight) for weight in weights}) > 2
+    loss = -sum(flat(weights)).item()
+    assert ran.metrics[0]["loss/policy_avg"] == approx(loss, rel=1e-5)
+    assert distance(plain_gradient(world.many_eos, rows, weights), updates[0].gradients) < 1e-5
 
 
 @only("rloo")
 def test_large_scores_are_whitened(script, run, monkeypatch):
-    """The square of a score of 1e20 is no float32."""
-    large = [0.0, 1e20, 2e20]
-    monkeypatch.setattr(script, "load_reward", lambda *_: lambda prompts, **_: large * (len(prompts) // 3))
-    ran = run(script, whiten_advantages=True, total_episodes=12)  # with a KL, rewards are float32
-    assert [row["advantage"] for row in ran.rollouts] == pytest.approx([-(1.5**0.5), 0, 1.5**0.5] * 4)
+    """The square of a score of 1e20 is no float32. With a KL, rewards are float32."""
+    scores = [0.0, 1e20, 2e20] * 4
+    monkeypatch.setattr(script, "load_reward", lambda _: lambda **_: scores)
+    ran = run(script, whiten_advantages=True, total_episodes=12)
+    expected = [-(1.5**0.5), 0, 1.5**0.5] * 4
+    assert [row["advantage"] for row in ran.rollouts] == approx(expected)
     assert 0 < ran.metrics[0]["grad_norm"] < math.inf
 
 
@@ -203,27 +230,37 @@ def test_large_scores_are_whitened(script, run, monkeypatch):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo"])
 def test_grpo_losses_by_plain_passes(script, run, world, updates, loss_type, masked, level):
-    """The gradient of each loss type is that of plain passes. The k3 KL to another model is in the loss.
+    """The gradient of each loss type is that of plain passes. The k3 KL to another model is in it.
 
-    Masked episodes are left out of the numerator and of the denominator. The ratio is 1, and there a ratio of a whole
-    sequence gives every token the same share of A, as the ratio of a token does."""
-    flags = dict(loss_type=loss_type, mask_truncated_completions=masked, kl_coef=0.3, ref_model_path=world.reference)
-    flags |= dict(model_path=world.many_eos, total_episodes=24, batch_size=24, importance_sampling_level=level)
-    rows = run(script, **flags, per_device_train_batch_size=5).rollouts
-    for group in (rows[i : i + 3] for i in range(0, 24, 3)):  # statistics of all scores, masked or not
-        mean, deviation = (f([row["score"] for row in group]) for f in (statistics.mean, statistics.stdev))
-        for row in group:
-            assert row["advantage"] == pytest.approx((row["score"] - mean) / (deviation + 1e-4), abs=1e-4)
+    Masked episodes are left out of the numerator and of the denominator, but not out of the
+    statistics of their group. The ratio is 1, and there a ratio of a whole sequence gives every
+    token the same share of A, as the ratio of a token does."""
+    ran = run(
+        script,
+        loss_type=loss_type,
+        mask_truncated_completions=masked,
+        importance_sampling_level=level,
+        kl_coef=0.3,
+        ref_model_path=world.reference,
+        model_path=world.many_eos,
+        total_episodes=24,
+        batch_size=24,
+        per_device_train_batch_size=5,
+    )
+    rows = ran.rollouts
     kept = [row for row in rows if not masked or row["token_ids"][-1] in MANY_EOS]
     assert masked == (len(kept) < len(rows))
     all_tokens = sum(len(row["token_ids"]) for row in kept)
     weights = []
-    for row in kept:
-        tokens = len(row["token_ids"])
-        difference = torch.tensor(row["ref_logprobs"]) - torch.tensor(row["logprobs"])
-        kl_slope = 0.3 * (1 - difference.exp())
-        spread = torch.full((tokens,), row["advantage"])
-        weights.append((spread - kl_slope) / DENOMINATORS[loss_type](tokens, all_tokens, len(kept), 6))
+    for i, row in enumerate(rows):
+        scores = [other["score"] for other in rows[i - i % 3 : i - i % 3 + 3]]
+        advantage = (row["score"] - statistics.mean(scores)) / (statistics.stdev(scores) + 1e-4)
+        assert row["advantage"] == approx(advantage, abs=1e-4)
+        if row in kept:
+            difference = torch.tensor(row["ref_logprobs"]) - torch.tensor(row["logprobs"])
+            slope = advantage - 0.3 * (1 - difference.exp())
+            divisor = DENOMINATORS[loss_type](len(slope), all_tokens, len(kept), 6)
+            weights.append(slope / divisor)
     assert distance(plain_gradient(world.many_eos, kept, weights), updates[0].gradients) < 1e-4
 
 
@@ -232,194 +269,246 @@ def test_grpo_losses_by_plain_passes(script, run, world, updates, loss_type, mas
 def test_grpo_with_every_completion_truncated_learns_nothing(script, run, monkeypatch, updates, kl_coef):
     """All episodes are masked. The gradient is zero, and no metric is NaN."""
     monkeypatch.setattr(script, "find_eos_ids", lambda *_: [])
-    for flags in ({}, dict(num_mini_batches=2, num_ppo_epochs=2)):
-        metrics = run(script, mask_truncated_completions=True, kl_coef=kl_coef, **flags)[1]
-        assert all(math.isfinite(value) for row in metrics for value in row.values())
+    for count in (1, 2):
+        flags = dict(num_mini_batches=count, num_ppo_epochs=count)
+        ran = run(script, mask_truncated_completions=True, kl_coef=kl_coef, **flags)
+        for line in ran.metrics:
+            assert all(math.isfinite(value) for value in line.values())
     assert all(flat(update.gradients).abs().max() == 0 for update in updates)
 
 
 @only("grpo")
 def test_cispo_weighs_by_the_clipped_ratio(script, run, updates):
-    """The second update at two clips. With every ratio clipped to 1, CISPO is REINFORCE, where DAPO drops tokens."""
-    flags = dict(total_episodes=12, learning_rate=0.01, kl_coef=0.0, cliprange=0.0)
-    moved = run(script, loss_type="cispo", **flags)[2] / "model"  # the weights of the second update
-    gradients, cut = {}, {}
-    for loss_type in ("cispo", "dapo"):
-        for cliprange, high in ((0.0, 0.0), (1.0, 1e9)):
-            clips = dict(cliprange=cliprange, cliprange_high=high, loss_type=loss_type, num_ppo_epochs=2)
-            updates.clear()
-            ran = run(script, **flags | clips)
-            gradients[loss_type, cliprange] = updates[1].gradients
-            cut[loss_type, cliprange] = ran.metrics[0]["policy/clipfrac_avg"]
-    rows = ran.rollouts
-    all_tokens = sum(len(row["token_ids"]) for row in rows)
-    weights = [torch.full((len(row["token_ids"]),), row["advantage"] / all_tokens) for row in rows]
-    assert distance(plain_gradient(moved, rows, weights), gradients["cispo", 0.0]) < 1e-4
-    assert distance(gradients["dapo", 0.0], gradients["cispo", 0.0]) > 0.1
-    assert distance(gradients["dapo", 1.0], gradients["cispo", 1.0]) < 1e-4
-    assert cut["cispo", 0.0] > 1.5 * cut["dapo", 0.0] > 0 == cut["cispo", 1.0] == cut["dapo", 1.0]  # on both sides
+    """The second update at two clips. With every ratio clipped to 1, CISPO is REINFORCE, where DAPO
+    drops tokens."""
+    flags = dict(total_episodes=12, learning_rate=0.01, kl_coef=0.0)
+    moved = run(script, loss_type="cispo", **flags).folder / "model"  # after the first update
+
+    def second_update(loss_type, **clip):
+        updates.clear()
+        ran = run(script, loss_type=loss_type, num_ppo_epochs=2, **flags, **clip)
+        return ran, updates[1].gradients, ran.metrics[0]["policy/clipfrac_avg"]
+
+    ran, cispo, cispo_share = second_update("cispo", cliprange=0.0)
+    _, dapo, dapo_share = second_update("dapo", cliprange=0.0)
+    assert cispo_share > 1.5 * dapo_share > 0  # CISPO clips on both sides.
+    lengths = [len(row["token_ids"]) for row in ran.rollouts]
+    advantages = [torch.tensor(row["advantage"]) for row in ran.rollouts]
+    weights = [a.expand(n) / sum(lengths) for a, n in zip(advantages, lengths)]
+    assert distance(plain_gradient(moved, ran.rollouts, weights), cispo) < 1e-4
+    assert distance(dapo, cispo) > 0.1
+    wide = dict(cliprange=1.0, cliprange_high=1e9)
+    _, cispo, cispo_share = second_update("cispo", **wide)
+    _, dapo, dapo_share = second_update("dapo", **wide)
+    assert distance(dapo, cispo) < 1e-4
+    assert cispo_share == dapo_share == 0
 
 
 @only("ppo")
 @pytest.mark.parametrize("source, whiten", [("value_model_path", False), ("reward_model_path", True), (None, False)])
 def test_ppo_values_and_returns_by_plain_passes(script, run, world, updates, tmp_path, source, whiten):
-    """The value of a token is the head's output one position before it. After the last token it is 0.
+    """The value of a token is the head's output one position before it. After the last token it is
+    0.
 
-    The reward of a token is -kl_coef * KL. The last token of the completion, which is never padding, has the score.
-    Without a value model, the policy's trunk gets a head of zeros."""
+    The reward of a token is -kl_coef * KL. The last token of the completion, which is never
+    padding, has the score. Without a value model, the policy's trunk gets a head of zeros."""
     path, model = save_classifier(tmp_path / "value")
     if source is None:
         model.model = AutoModel.from_pretrained(world.pad_is_eos).eval()
         model.score.weight.data.zero_()
-    flags = {source: path} if source else {}
-    flags |= dict(vf_coef=0.5, total_episodes=12, gamma=0.8, lam=0.9, kl_coef=0.2, ref_model_path=world.reference)
-    flags |= dict(model_path=world.pad_is_eos, whiten_advantages=whiten, per_device_train_batch_size=5)
-    ran = run(script, **flags)
-    rows, ref_logprobs = ran.rollouts, row_logprobs(world.reference, ran.rollouts)
-    count, loss = sum(len(row["token_ids"]) for row in rows), 0.0
-    assert min(len(row["token_ids"]) for row in rows) < 6, "the test needs an episode that ended early"
-    for row, ref in zip(rows, ref_logprobs):
+    ran = run(
+        script,
+        model_path=world.pad_is_eos,
+        ref_model_path=world.reference,
+        vf_coef=0.5,
+        total_episodes=12,
+        gamma=0.8,
+        lam=0.9,
+        kl_coef=0.2,
+        whiten_advantages=whiten,
+        per_device_train_batch_size=5,
+        **({source: path} if source else {}),
+    )
+    rows = ran.rollouts
+    lengths = [len(row["token_ids"]) for row in rows]
+    assert min(lengths) < 6, "the test needs an episode that ended early"
+    loss = 0.0
+    for row, ref_logprobs in zip(rows, row_logprobs(world.reference, rows)):
         prompt = encode(row["prompt"])
         hidden = model.model(torch.tensor([prompt + row["token_ids"]])).last_hidden_state[0]
         values = model.score(hidden[len(prompt) - 1 : -1]).squeeze(-1)
-        assert row["values"] == pytest.approx(values.tolist(), abs=1e-5)
-        v, n = [*values.tolist(), 0.0], len(values)
-        rewards = -0.2 * np.subtract(row["logprobs"], ref)
+        assert row["values"] == approx(values.tolist(), abs=1e-5)
+        rewards = -0.2 * np.subtract(row["logprobs"], ref_logprobs)
         rewards[-1] += row["score"]
-        deltas = [rewards[t] + 0.8 * v[t + 1] - v[t] for t in range(n)]
-        advantages = [sum(0.72 ** (s - t) * deltas[s] for s in range(t, n)) for t in range(n)]
-        assert row["returns"] == pytest.approx([a + b for a, b in zip(advantages, v)], abs=1e-4)
-        assert whiten or row["advantage"] == pytest.approx(advantages, abs=1e-4)
-        loss = loss + 0.5 * (values - torch.tensor(row["returns"])).square().sum() / count
-    assert ran.metrics[0]["loss/value_avg"] == pytest.approx(loss.item(), rel=1e-4)
+        next_value = 0.0
+        advantage = 0.0
+        advantages = []
+        for reward, value in reversed(list(zip(rewards, values.tolist()))):
+            advantage = reward + 0.8 * next_value - value + 0.8 * 0.9 * advantage
+            advantages.insert(0, advantage)
+            next_value = value
+        returns = np.add(advantages, values.tolist())
+        assert row["returns"] == approx(returns, abs=1e-4)
+        assert whiten or row["advantage"] == approx(advantages, abs=1e-4)
+        loss += 0.5 * (values - torch.tensor(row["returns"])).square().sum() / sum(lengths)
+    assert ran.metrics[0]["loss/value_avg"] == approx(loss.item(), rel=1e-4)
     if whiten:  # over all tokens of the batch
         whitened = np.hstack([row["advantage"] for row in rows])
-        assert whitened.mean() == pytest.approx(0, abs=1e-6) and whitened.var() == pytest.approx(1, abs=1e-5)
+        assert whitened.mean() == approx(0, abs=1e-6)
+        assert whitened.var() == approx(1, abs=1e-5)
     (0.5 * loss).backward()
     expected = [parameter.grad for parameter in model.parameters()]
-    assert distance(expected, updates[0].gradients[-len(expected) - 1 : -1]) < 1e-5  # the last is the head's bias
+    found = updates[0].gradients[-len(expected) - 1 : -1]  # The last one is that of the head's bias.
+    assert distance(expected, found) < 1e-5
 
 
 @only("ppo")
 def test_ppo_writes_its_value_model(script, run, tmp_path):
-    """--value-model-path takes the folder value_model/ of a run: the next run begins with the values it ended with."""
-    flags = dict(learning_rate=0.01, kl_coef=0.0, total_episodes=24, batch_size=12)
-    first = run(script, **flags)[2]
-    trained = load_file(first / "value_model" / "value_head.safetensors")
-    assert trained["bias"].abs() > 1e-4 and trained["weight"].shape == (1, 16)
-    second = run(script, **flags, model_path=str(first / "model"), value_model_path=str(first / "value_model"))
-    row = second.rollouts[0]
-    tokens = torch.tensor([encode(row["prompt"]) + row["token_ids"]])
-    trunk = AutoModel.from_pretrained(first / "value_model").eval()
-    hidden = trunk(tokens).last_hidden_state[0, -len(row["token_ids"]) - 1 : -1]
-    expected = (hidden @ trained["weight"].T + trained["bias"]).squeeze(1)
-    assert row["values"] == pytest.approx(expected.tolist(), abs=1e-5)
-    assert not (run(script, **flags, lora_r=2)[2] / "value_model").exists()
-    path = save_model(tmp_path / "opt", "opt")  # Its trunk gives 8 numbers for a token, not hidden_size.
-    head = load_file(run(script, **flags, model_path=path)[2] / "value_model" / "value_head.safetensors")
-    assert head["weight"].shape == (1, 8)
+    """--value-model-path takes the folder value_model/ of a run: the next run begins with the
+    values it ended with."""
+    flags = dict(learning_rate=0.01, kl_coef=0.0, total_episodes=12)
+    first = run(script, **flags).folder
+    paths = dict(model_path=str(first / "model"), value_model_path=str(first / "value_model"))
+    second = run(script, **flags | paths | dict(learning_rate=0.0)).folder
+    for name in ("model.safetensors", "value_head.safetensors"):
+        written = [load_file(folder / "value_model" / name) for folder in (first, second)]
+        assert flat(written[0].values()).equal(flat(written[1].values()))
+    assert written[0]["bias"].abs() > 1e-4
+    assert not (run(script, **flags, lora_r=2).folder / "value_model").exists()
+    path = save_model(tmp_path / "opt", "opt")  # Its trunk gives 8 numbers for a token.
+    written = run(script, **flags, model_path=path).folder / "value_model"
+    assert load_file(written / "value_head.safetensors")["weight"].shape == (1, 8)
 
 
 @only("ppo")
 def test_ppo_value_loss_is_clipped_around_the_old_value(script):
     """0.5 * max((v - G)^2, (v_clipped - G)^2), by hand."""
-    values, old, returns = torch.tensor([1.0, 1.0, 0.1, -1.0]), torch.zeros(4), torch.tensor([2.0, 0.5, 0.0, 0.0])
-    losses, cut = script.clipped_value_loss(values, old, returns, 0.2)
-    assert losses.tolist() == pytest.approx([0.5 * 1.8**2, 0.5 * 0.5**2, 0.5 * 0.1**2, 0.5 * 1.0])
+    values = torch.tensor([1.0, 1.0, 0.1, -1.0])
+    returns = torch.tensor([2.0, 0.5, 0.0, 0.0])
+    losses, cut = script.clipped_value_loss(values, torch.zeros(4), returns, 0.2)
+    assert losses.tolist() == approx([0.5 * 1.8**2, 0.5 * 0.5**2, 0.5 * 0.1**2, 0.5])
     assert cut.tolist() == [True, False, False, False]
-    values, old = 0.05 * torch.randn((2, 1000), generator=torch.Generator().manual_seed(1))
-    assert not script.clipped_value_loss(values, old, returns[0], 1.0)[1].any()  # rounding decides nothing
+    values, old = 0.05 * torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))
+    _, cut = script.clipped_value_loss(values, old, returns[0], 1.0)
+    assert not cut.any()  # Rounding decides nothing.
+
+
+KL_ESTIMATES = {"k1": lambda d: d, "abs": abs, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
 
 
 @only("ppo")
-def test_ppo_kl_estimators(script, run, world):
-    """Each equals its formula, also in a run. test_theory.py shows of which the mean is the KL."""
-    p, q = torch.log_softmax(torch.randn(2, 5, generator=torch.Generator().manual_seed(0)), -1)
-    formulas = {"k1": lambda d: d, "abs": abs, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
-    differences = (p - q).tolist()
-    for estimator, formula in formulas.items():
-        got = script.token_kl(p, q, estimator).tolist()
-        assert got == pytest.approx([formula(d) for d in differences], rel=1e-5, abs=1e-6)
-        flags = dict(kl_estimator=estimator, kl_coef=0.3, ref_model_path=world.reference, total_episodes=12)
-        ran = run(script, **flags, temperature=0.7)
-        pairs = [zip(row["logprobs"], row["ref_logprobs"]) for row in ran.rollouts]
-        sums = [sum(formula(a - b) for a, b in row) for row in pairs]
-        assert ran.metrics[0]["objective/non_score_reward"] == pytest.approx(-0.3 * np.mean(sums), rel=1e-4)
+@pytest.mark.parametrize("estimator", KL_ESTIMATES)
+def test_ppo_kl_estimators(script, run, world, estimator):
+    """Each equals its formula. test_theory.py shows of which the mean is the KL."""
+    flags = dict(ref_model_path=world.reference, kl_coef=0.3, total_episodes=12, temperature=0.7)
+    ran = run(script, kl_estimator=estimator, **flags)
+    estimates = []
+    for row in ran.rollouts:
+        differences = np.subtract(row["logprobs"], row["ref_logprobs"])
+        estimates.append(sum(KL_ESTIMATES[estimator](d) for d in differences))
+    expected = -0.3 * np.mean(estimates)
+    assert ran.metrics[0]["objective/non_score_reward"] == approx(expected, rel=1e-4)
 
 
 @only("ppo")
 @pytest.mark.parametrize("target", [0.001, 1000.0])
 def test_ppo_adapts_the_kl_coefficient(script, run, world, target):
     """After each iteration kl_coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon."""
-    flags = dict(adaptive_kl=True, kl_coef=0.2, kl_target=target, kl_horizon=50, ref_model_path=world.reference)
-    ran = run(script, **flags, num_train_epochs=5, gamma=1.0, lam=1.0)
-    coefficient, episode, used = 0.2, 0, {}
-    for row in ran.metrics:
-        assert row["objective/kl_coef"] == pytest.approx(coefficient, rel=1e-6)
-        used[row["iteration"]] = coefficient
-        error = min(max(row["objective/kl"] / target - 1, -0.2), 0.2)
-        coefficient *= 1 + error * (row["episode"] - episode) / 50
-        episode = row["episode"]
+    ran = run(
+        script,
+        adaptive_kl=True,
+        kl_coef=0.2,
+        kl_target=target,
+        kl_horizon=50,
+        ref_model_path=world.reference,
+        num_train_epochs=5,
+        gamma=1.0,
+        lam=1.0,
+    )
+    coefficient = 0.2
+    episode = 0
+    used = {}
+    for line in ran.metrics:
+        assert line["objective/kl_coef"] == approx(coefficient, rel=1e-6)
+        used[line["iteration"]] = coefficient
+        error = min(max(line["objective/kl"] / target - 1, -0.2), 0.2)
+        coefficient *= 1 + error * (line["episode"] - episode) / 50
+        episode = line["episode"]
     assert abs(coefficient - 0.2) > 0.01
     for row in ran.rollouts:
         kl = sum(row["logprobs"]) - sum(row["ref_logprobs"])
-        assert row["returns"][0] == pytest.approx(row["score"] - used[row["iteration"]] * kl, rel=1e-4, abs=1e-4)
+        expected = row["score"] - used[row["iteration"]] * kl
+        assert row["returns"][0] == approx(expected, rel=1e-4, abs=1e-4)
 
 
 @only("ppo")
 def test_ppo_scales_scores_by_all_scores_so_far(script, run):
-    """--score-norm subtracts the mean of all scores so far. --score-scaling divides by their deviation. Then clip."""
-    still = dict(learning_rate=0.0, num_train_epochs=4)  # the same episodes in every run
-
-    def scores(**flags):
-        return [(r["iteration"], r["score"]) for r in run(script, **still, **flags).rollouts]
-
-    raw = scores()
-    settings = dict(score_norm=True, score_scaling=True)
-    for flags in (settings, {"score_norm": True}, {"score_scaling": True}, settings | {"score_clip": 0.5}):
-        for (iteration, score), (_, got) in zip(raw, scores(**flags), strict=True):
-            so_far = [s for i, s in raw if i <= iteration]
-            expected = score - (statistics.mean(so_far) if flags.get("score_norm") else 0)
-            expected /= statistics.pstdev(so_far) if flags.get("score_scaling") else 1
-            limit = flags.get("score_clip", math.inf)
-            assert got == pytest.approx(min(max(expected, -limit), limit), rel=1e-4, abs=1e-5)
+    """--score-norm subtracts the mean of all scores so far. --score-scaling divides by their
+    deviation. Then --score-clip clips."""
+    still = dict(learning_rate=0.0, batch_size=6)  # The episodes of all runs are the same.
+    raw = run(script, **still).rollouts
+    for has_norm, has_scaling, limit in (True, False, 99.0), (False, True, 99.0), (True, True, 0.5):
+        flags = dict(score_norm=has_norm, score_scaling=has_scaling, score_clip=limit)
+        scaled = run(script, **still, **flags).rollouts
+        for before, after in zip(raw, scaled, strict=True):
+            so_far = [row["score"] for row in raw if row["iteration"] <= before["iteration"]]
+            expected = before["score"]
+            if has_norm:
+                expected -= statistics.mean(so_far)
+            if has_scaling:
+                expected /= statistics.pstdev(so_far)
+            expected = min(max(expected, -limit), limit)
+            assert after["score"] == approx(expected, rel=1e-4, abs=1e-5)
 
 
 @only("ppo")
 def test_equal_scores_have_no_deviation_to_divide_by(script, run, world):
-    """All scores so far are 5. --score-scaling leaves them as they are, and does not divide by a rounding error."""
-    metrics = run(script, reward=world.reward("five"), score_scaling=True, batch_size=3)[1]
-    assert [row["objective/scores"] for row in metrics] == [5.0] * len(metrics)
+    """All scores so far are 5. --score-scaling does not divide them by a rounding error."""
+    ran = run(script, reward=world.reward("five"), score_scaling=True, batch_size=3)
+    assert {row["score"] for row in ran.rollouts} == {5.0}
 
 
 @only("ppo")
 def test_ppo_whitens_rewards_without_moving_their_mean(script, run, world):
-    """--whiten-rewards divides each token's distance from their mean by their population deviation."""
-    flags = dict(gamma=1.0, lam=1.0, whiten_advantages=False, kl_coef=0.2, ref_model_path=world.reference)
-    plain, whitened = (run(script, **flags, total_episodes=12, whiten_rewards=on).rollouts for on in (False, True))
-    before, after = (  # returns are rewards to go
-        np.hstack([np.append(-np.diff(row["returns"]), row["returns"][-1]) for row in rows])
-        for rows in (plain, whitened)
-    )
-    assert after == pytest.approx((before - before.mean()) / before.std() + before.mean(), rel=1e-4, abs=1e-5)
+    """--whiten-rewards divides each token's distance from their mean by their population
+    deviation."""
+    rewards = []
+    for whiten in (False, True):
+        ran = run(
+            script,
+            whiten_rewards=whiten,
+            gamma=1.0,
+            lam=1.0,
+            kl_coef=0.2,
+            ref_model_path=world.reference,
+            total_episodes=12,
+        )
+        # A return is the sum of the rewards to come.
+        of_rows = [np.append(row["returns"], 0.0) for row in ran.rollouts]
+        rewards.append(np.hstack([-np.diff(returns) for returns in of_rows]))
+    before, after = rewards
+    expected = (before - before.mean()) / before.std() + before.mean()
+    assert after == approx(expected, rel=1e-4, abs=1e-5)
 
 
 @only("ppo")
 @pytest.mark.parametrize("flag", ["target_kl", "ratio_threshold"])
 def test_ppo_counts_dropped_updates(script, run, updates, flag, recwarn):
-    """--target-kl ends the updates of an iteration. --ratio-threshold drops each update whose ratio is above it.
+    """--target-kl ends the updates of an iteration. --ratio-threshold drops each update whose ratio
+    is above it.
 
-    Dropped updates never reach the optimizer. They still count in `step`, in the schedule and in the log. This holds
-    also for the first update of a run."""
+    Dropped updates never reach the optimizer. They still count in `step`, in the schedule and in
+    the log. This holds also for the first update of a run."""
     flags = dict(num_ppo_epochs=3, num_mini_batches=2, learning_rate=0.01, num_train_epochs=3)
-    args, metrics, _ = run(script, **flags, **{flag: 1e-9}, per_device_train_batch_size=2)
-    steps, taken = 6, 1 if flag == "target_kl" else 0  # the first of an iteration has a KL of 0 and a ratio of 1
-    rates = np.linspace(args.learning_rate, 0, steps * len(metrics), endpoint=False)
-    assert len(updates) == taken * len(metrics)
-    assert [update.lr for update in updates] == pytest.approx(rates[::steps][: len(updates)])
-    for iteration, row in enumerate(metrics, start=1):
-        assert row["step"] == steps * iteration
-        assert row["policy/skipped_updates"] == steps - taken
-        assert row["lr"] == pytest.approx(rates[row["step"] - 1])
-        assert ("grad_norm" in row) == bool(taken)
+    ran = run(script, **flags, **{flag: 1e-9}, per_device_train_batch_size=2)
+    steps = 6
+    taken = 1 if flag == "target_kl" else 0  # The first has a KL of 0 and a ratio of 1.
+    rates = np.linspace(0.01, 0, steps * len(ran.metrics), endpoint=False)
+    taken_rates = rates[::steps] if taken else []
+    assert [update.lr for update in updates] == approx(taken_rates)
+    for iteration, line in enumerate(ran.metrics, start=1):
+        assert line["step"] == steps * iteration
+        assert line["policy/skipped_updates"] == steps - taken
+        assert line["lr"] == approx(rates[line["step"] - 1])
+        assert ("grad_norm" in line) == bool(taken)
     assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]

@@ -1,21 +1,38 @@
 """Gradients: equal to those of plain passes, passes that are not needed, norms."""
 
-import itertools
 import math
 
 import pytest
 import torch
-from conftest import compare_runs, distance, flat, one_text, only, record_calls, weights_of
-from plain import plain_gradient, token_weights
+from conftest import (
+    MANY_EOS,
+    WINDOWS,
+    compare_runs,
+    distance,
+    flat,
+    one_text,
+    only,
+    record_calls,
+    save_model,
+    weights_of,
+)
+from plain import plain_gradient, row_logprobs, token_weights
+from pytest import approx
 
 
-@pytest.mark.parametrize("policy", ["llama", "gpt2", "many_eos", "pad_is_eos", "emits_pad"])
-def test_gradient_is_that_of_plain_passes(script, run, world, updates, policy):
-    """The gradient of a single update is that of plain passes, which have no padding, no cache and no dropout."""
-    path = getattr(world, policy)
-    flags = dict(total_episodes=24, batch_size=24, temperature=0.7, per_device_train_batch_size=7)
-    rows = run(script, model_path=path, **flags).rollouts
-    assert len({len(row["token_ids"]) for row in rows}) > 2, "the test needs unequal lengths"
+@pytest.mark.parametrize("policy", ["llama", "gpt2", "many_eos", "pad_is_eos", "emits_pad", *WINDOWS])
+def test_gradient_is_that_of_plain_passes(script, run, world, updates, tmp_path, policy):
+    """The gradient of a single update is that of plain passes, which have no padding, no cache
+    and no dropout. So are the log-probabilities of the sampler and of the reference."""
+    path = getattr(world, policy, None)
+    if path is None:
+        path = save_model(tmp_path / policy, policy, eos_ids=MANY_EOS)
+    flags = dict(total_episodes=24, batch_size=24, temperature=0.7)
+    rows = run(script, model_path=path, **flags, per_device_train_batch_size=7).rollouts
+    assert len({len(row["token_ids"]) for row in rows}) > 1, "the test needs unequal lengths"
+    for row, logprobs in zip(rows, row_logprobs(path, rows, 0.7)):
+        assert row["logprobs"] == approx(logprobs, abs=1e-5)
+        assert row["ref_logprobs"] == approx(logprobs, abs=1e-5)
     expected = plain_gradient(path, rows, token_weights(script, rows), temperature=0.7)
     assert len(updates) == 1
     assert distance(expected, updates[0].gradients[: len(expected)]) < 1e-5
@@ -27,10 +44,8 @@ def make_every_episode_count(monkeypatch, script):
     function = getattr(script, name)
 
     def tiny_for_none(*args):
-        result = function(*args)
-        advantages = result[0] if isinstance(result, tuple) else result
-        advantages[advantages == 0] = 1e-30
-        return result
+        advantages = function(*args)
+        return advantages.where(advantages != 0, 1e-30)
 
     monkeypatch.setattr(script, name, tiny_for_none)
 
@@ -45,20 +60,31 @@ def trained_episodes(calls):
 def test_episodes_without_gradient_take_no_pass(script, run, world, monkeypatch, updates, size, num_ppo_epochs):
     """Without a KL in the loss, episodes with advantage 0 take no pass.
 
-    Gradients, weights and metrics are those of a run in which all episodes take a pass. Only the metrics of ratios are
-    over fewer episodes. No gradient is ever None."""
-    flags = dict(batch_size=24, num_train_epochs=4, kl_coef=0.0, reward=world.reward("seldom"), stop_token_id=5)
-    flags |= dict(num_ppo_epochs=num_ppo_epochs)
-    calls, runs = record_calls(monkeypatch, script, "token_logprobs"), []
-    for _ in range(2):
-        calls.clear(), updates.clear()
-        ran = run(script, per_device_train_batch_size=size, **flags)
-        runs.append((ran, trained_episodes(calls), itertools.chain(*(update.gradients for update in updates))))
-        make_every_episode_count(monkeypatch, script)
-    (ran, count, gradients), (other, all_count, all_gradients) = runs
-    assert all_count == num_ppo_epochs * ran.metrics[-1]["episode"] and count < 0.7 * all_count
+    Gradients, weights and metrics are those of a run in which all episodes take a pass. Only the
+    metrics of ratios are over fewer episodes. No gradient is ever None."""
+    flags = dict(
+        batch_size=24,
+        num_train_epochs=4,
+        kl_coef=0.0,
+        reward=world.reward("seldom"),
+        stop_token_id=5,
+        num_ppo_epochs=num_ppo_epochs,
+        per_device_train_batch_size=size,
+    )
+    calls = record_calls(monkeypatch, script, "token_logprobs")
+    ran = run(script, **flags)
+    gradients = [gradient for update in updates for gradient in update.gradients]
+    all_episodes = num_ppo_epochs * ran.metrics[-1]["episode"]
+    assert trained_episodes(calls) < 0.7 * all_episodes
+    make_every_episode_count(monkeypatch, script)
+    calls.clear()
+    updates.clear()
+    other = run(script, **flags)
+    assert trained_episodes(calls) == all_episodes
+    all_gradients = [gradient for update in updates for gradient in update.gradients]
     assert distance(all_gradients, gradients) < 1e-5
-    compare_runs(other.folder, ran.folder, without=("val/ratio", "val/samp", "policy/approx", "policy/clip"))
+    ratios = ("val/ratio", "val/samp", "policy/approx", "policy/clip")
+    compare_runs(other.folder, ran.folder, without=ratios)
 
 
 @only("rloo", "grpo")
@@ -74,14 +100,14 @@ def test_episodes_that_have_a_gradient_take_a_pass(script, run, world, monkeypat
 def test_all_advantages_zero_is_a_step_of_zero_gradients(script, run, world, monkeypatch, updates):
     """Each update takes one pass. Its gradients are 0 and not None, and its weights stay."""
     calls = record_calls(monkeypatch, script, "token_logprobs")
-    _, metrics, output_dir = run(script, reward=world.reward("five"), kl_coef=0.0, num_train_epochs=2)
-    assert len(updates) == len(metrics) == metrics[-1]["step"] and trained_episodes(calls) == len(updates)
+    ran = run(script, reward=world.reward("five"), kl_coef=0.0, num_train_epochs=2)
+    assert len(updates) == ran.metrics[-1]["step"] == trained_episodes(calls)
     assert all(flat(update.gradients).abs().max() == 0 for update in updates)
-    assert distance(weights_of(world.llama), weights_of(output_dir / "model")) == 0
-    for row in metrics:
-        assert row["grad_norm"] == row["loss/policy_avg"] == 0
-        assert not {"val/ratio", "val/ratio_var", "policy/approxkl_avg", "policy/clipfrac_avg"} & row.keys()
-        assert "val/sampling_logprob_difference" not in row
+    assert distance(weights_of(world.llama), weights_of(ran.folder / "model")) == 0
+    ratios = {"val/ratio", "val/ratio_var", "policy/approxkl_avg", "policy/clipfrac_avg"}
+    for line in ran.metrics:
+        assert line["grad_norm"] == line["loss/policy_avg"] == 0
+        assert not line.keys() & (ratios | {"val/sampling_logprob_difference"})
 
 
 @pytest.mark.parametrize("norm", [math.inf, math.nan])
@@ -89,18 +115,22 @@ def test_all_advantages_zero_is_a_step_of_zero_gradients(script, run, world, mon
 def test_a_gradient_norm_that_is_not_finite_stops_the_run(script, run, monkeypatch, updates, tmp_path, norm):
     """It stops before the weights move. The message names iteration and step."""
     norms = iter([1.0, 1.0, norm])
-    monkeypatch.setattr(script.accelerate.Accelerator, "clip_grad_norm_", lambda *args: torch.tensor(next(norms)))
+    accelerator = script.accelerate.Accelerator
+    monkeypatch.setattr(accelerator, "clip_grad_norm_", lambda *_: torch.tensor(next(norms)))
+    flags = dict(num_mini_batches=2, batch_size=6, num_train_epochs=2)
     with pytest.raises(RuntimeError, match=f"iteration 2, step 3: gradient norm {norm}"):
-        run(script, output_dir=str(tmp_path / "out"), num_mini_batches=2, batch_size=6, num_train_epochs=2)
-    assert len(updates) == 2 and not (tmp_path / "out" / "model").exists()
+        run(script, output_dir=str(tmp_path / "out"), **flags)
+    assert len(updates) == 2
+    assert not (tmp_path / "out" / "model").exists()
 
 
 @one_text
 def test_the_gradient_is_clipped_to_its_norm(script, run, updates):
-    """--max-grad-norm scales the whole gradient. grad_norm is the norm before that. inf clips nothing."""
-    metrics = run(script, total_episodes=12)[1]
-    [whole], norm = updates.copy(), metrics[0]["grad_norm"]
-    assert flat(whole.gradients).norm().item() == pytest.approx(norm, rel=1e-5)
-    metrics = run(script, total_episodes=12, max_grad_norm=norm / 4)[1]
-    assert metrics[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    assert distance([x / 4 for x in whole.gradients], updates[1].gradients) < 1e-4
+    """--max-grad-norm scales the whole gradient. grad_norm is the norm before that. inf clips
+    nothing."""
+    norm = run(script, total_episodes=12).metrics[0]["grad_norm"]
+    clipped = run(script, total_episodes=12, max_grad_norm=norm / 4)
+    assert clipped.metrics[0]["grad_norm"] == approx(norm, rel=1e-5)
+    whole, part = [flat(update.gradients) for update in updates]
+    assert whole.norm().item() == approx(norm, rel=1e-5)
+    assert distance([whole / 4], [part]) < 1e-4

@@ -1,4 +1,4 @@
-"""benchmark/ladder/: the measured gradients are right. test_patches.py tests the patch of REINFORCE."""
+"""benchmark/ladder/: the measured gradients are right. test_patches.py tests its patch."""
 
 import multiprocessing
 
@@ -12,7 +12,8 @@ ladder = import_file(HERE / "benchmark/ladder/ladder.py")
 
 
 def test_the_measured_gradients_are_right(world, tmp_path):
-    """With learning rate 0, both iterations have the gradient of their own completions and of the same weights."""
+    """With learning rate 0, both iterations have the gradient of their own completions and of
+    the same weights."""
     rloo = MODULES["rloo"]
     flags = base_flags(world) | dict(kl_coef=0.0, total_episodes=24, learning_rate=0.0)
     words = " ".join(command_line(with_group(rloo, flags)))
@@ -27,7 +28,8 @@ def test_the_measured_gradients_are_right(world, tmp_path):
 
 
 def test_moments_are_unbiased():
-    """Over many tries, the means of both estimates are the true squared length, 0.3, and the true variance, 6.25."""
+    """Over many tries, the means of both estimates are the true squared length, 0.3, and the
+    true variance, 6.25."""
     noise = np.random.default_rng(0).normal(size=(4000, 8, 4)) * [1, 2, 0.5, 1]
     found = [ladder.moments(gradients @ gradients.T) for gradients in noise + [0.3, -0.2, 0.1, 0.4]]
     assert np.mean(found, 0) == pytest.approx([0.3, 6.25], abs=0.05)

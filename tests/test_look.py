@@ -1,4 +1,4 @@
-"""The page of benchmark/look.py: what it holds of rollouts, and (slow) how it works in a browser."""
+"""The page of benchmark/look.py: what it holds of rollouts, and how it works in a browser."""
 
 import html
 import json
@@ -9,11 +9,10 @@ import re
 import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
 
 import pytest
 import yaml
-from conftest import HERE, import_file, make_tokenizer, read_jsonl
+from conftest import HERE, import_file, make_tokenizer, write_jsonl
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
@@ -30,7 +29,8 @@ SURROGATES = "\ud800 alone, and \udc00"  # UTF-8 has none, so they are in prompt
 
 def byte_tokenizer():
     """One token for each byte, so most tokens end within a character."""
-    backend = Tokenizer(BPE({x: i for i, x in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend = Tokenizer(BPE({byte: i for i, byte in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend)
@@ -38,10 +38,13 @@ def byte_tokenizer():
 
 def fallback_tokenizer():
     """Bytes and words, as in Llama. An invalid byte changes how the bytes before it are decoded."""
-    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "b", "▁▁"]
-    backend = Tokenizer(BPE({x: i for i, x in enumerate(words)}, [], unk_token="<unk>"))
-    bytes_to_text = [decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), *bytes_to_text, decoders.Strip(" ", 1, 0)])
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    words = ["<unk>", *bytes_, "▁", "▁a", "b", "▁▁"]
+    vocab = {word: i for i, word in enumerate(words)}
+    backend = Tokenizer(BPE(vocab, [], unk_token="<unk>"))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
@@ -51,10 +54,21 @@ TOKENIZER = byte_tokenizer()
 def episode(iteration, index, text, **changes):
     """A row of rollouts.jsonl."""
     ids = TOKENIZER(text)["input_ids"]
-    row = dict(iteration=iteration, index=index, prompt=f"{iteration}, {index // 2}")
-    row |= dict(completion=text, token_ids=ids, row=index, ended=True, columns={"answer": "7"})
-    row |= dict(score=float(index % 2), logprobs=[-0.5] * len(ids), advantage=0.25)
-    return row | dict(ref_logprobs=[-0.75] * len(ids)) | changes
+    row = dict(
+        iteration=iteration,
+        index=index,
+        prompt=f"{iteration}, {index // 2}",
+        completion=text,
+        token_ids=ids,
+        row=index,
+        ended=True,
+        columns={"answer": "7"},
+        score=float(index % 2),
+        logprobs=[-0.5] * len(ids),
+        ref_logprobs=[-0.75] * len(ids),
+        advantage=0.25,
+    )
+    return row | changes
 
 
 @pytest.fixture
@@ -67,31 +81,11 @@ def save(tmp_path):
         folder.mkdir(exist_ok=True, parents=True)
         flags = dict(model_path=str(tmp_path / "tokenizer"), rloo_k=2, eval_k=1)
         (folder / "args.yaml").write_text(yaml.safe_dump(flags))
-        (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        metrics = [{"iteration": i, "objective/scores": i / 4} for i in range(1, 4)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+        write_jsonl(folder / file, rows)
+        write_jsonl(folder / "metrics.jsonl", [{"iteration": 1, "objective/scores": 0.5}])
         return folder
 
     return save
-
-
-class Page(HTMLParser):
-    """The tags of a page, and the text of its scripts."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.scripts = [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag):
-        self.tags.append(f"/{tag}")
-
-    def handle_data(self, data):
-        if self.tags and self.tags[-1] == "script":
-            self.scripts.append(data)
 
 
 @pytest.fixture
@@ -102,25 +96,40 @@ def open_page(tmp_path):
         look.load_run.cache_clear()
         path = tmp_path / "deep" / "look.html"
         look.main(look.Args(folders, path))
-        return path, json.loads(Page(path.read_text(encoding="utf-8")).scripts[0])
+        text = path.read_bytes().decode()
+        nonce = re.search('<script nonce="(.*?)">', text)[1]
+        before, after = look.PAGE.replace("NONCE", nonce).split("DATA")
+        assert text.startswith(before) and text.endswith(after)
+        data = text[len(before) : -len(after)]
+        assert "<" not in data  # So nothing in it ends its element.
+        return path, json.loads(data)
 
     return open_page
 
 
-@pytest.mark.parametrize("make", [make_tokenizer, byte_tokenizer, fallback_tokenizer])
-def test_the_texts_of_the_tokens_join_to_the_whole(make):
-    tokenizer, rng = make(), random.Random(1)
-    # Whole characters are among the random tokens, and at the end one that is cut.
-    names = {
-        make_tokenizer: ["<eos>", "1"],
-        byte_tokenizer: TOKENIZER.tokenize("é😀a你😀")[:-1],
-        fallback_tokenizer: [f"<0x{byte:02X}>" for byte in "é😀a你😀".encode()[:-1]],
-    }
-    added = tokenizer.convert_tokens_to_ids(names[make])
+def episodes_of(data):
+    """Those of the first run."""
+    return [episode for card in data["cards"] for episode in card["groups"][0]]
+
+
+@pytest.mark.parametrize(
+    "tokenizer, last",
+    [
+        (make_tokenizer(), ["<eos>", "1"]),
+        # Whole characters, and one that is cut.
+        (TOKENIZER, TOKENIZER.tokenize("é😀a你😀")[:-1]),
+        (fallback_tokenizer(), [f"<0x{byte:02X}>" for byte in "é😀a你😀".encode()[:-1]]),
+    ],
+    ids=["characters", "bytes", "fallback"],
+)
+def test_the_texts_of_the_tokens_join_to_the_whole(tokenizer, last):
+    rng = random.Random(1)
+    last = tokenizer.convert_tokens_to_ids(last)
     for _ in range(400):
-        ids = rng.choices(range(len(tokenizer)), k=rng.randint(0, 12)) + added
+        ids = rng.choices(range(len(tokenizer)), k=rng.randint(0, 12)) + last
         texts = look.token_texts(lambda *ids: tokenizer.decode(ids), ids)
-        assert len(texts) == len(ids) and "".join(texts) == tokenizer.decode(ids)
+        assert len(texts) == len(ids)
+        assert "".join(texts) == tokenizer.decode(ids)
 
 
 def test_a_character_belongs_to_its_last_token():
@@ -137,104 +146,112 @@ def test_a_character_belongs_to_its_last_token():
 
 
 def test_the_page_shows_the_rollouts_of_a_run(script, run, open_page):
-    args, metrics, folder = run(script, total_episodes=24)
-    _, data = open_page(folder)
-    rollouts = read_jsonl(folder / "rollouts.jsonl")
-    episodes = [episode for card in data["cards"] for [group] in [card["groups"]] for episode in group]
+    ran = run(script, total_episodes=24)
+    _, data = open_page(ran.folder)
     tokenizer = make_tokenizer()
-    for row, shown in zip(rollouts, episodes, strict=True):
+    for row, shown in zip(ran.rollouts, episodes_of(data), strict=True):
         assert "".join(shown["texts"]) == tokenizer.decode(row["token_ids"])
         assert shown["score"] == pytest.approx(row["score"])
-        surprise = [-x for x in row["logprobs"]]
-        assert shown["numbers"]["-log p"] == pytest.approx(surprise, rel=0.01)
-        assert shown["numbers"]["advantage"] == pytest.approx(row["advantage"], rel=0.01)
-        assert ("value" in shown["numbers"]) == ("values" in row)
-        assert ("⚠ truncated" in shown["notes"]) == (row.get("ended") is False)
-    assert {len(card["groups"][0]) for card in data["cards"]} == {args.k}
-    curve = data["runs"][0]["curves"]["objective/scores"]
-    logged = [[row["iteration"], row["objective/scores"]] for row in metrics]
-    assert curve == [[x, pytest.approx(y, rel=0.01)] for x, y in logged]
+        numbers = shown["numbers"]
+        assert numbers["-log p"] == pytest.approx([-x for x in row["logprobs"]], rel=0.01)
+        assert numbers["advantage"] == pytest.approx(row["advantage"], rel=0.01)
+        assert ("value" in numbers) == ("values" in row)
+        assert ("⚠ truncated" in shown["notes"]) == (not row["ended"])
+    assert {len(card["groups"][0]) for card in data["cards"]} == {ran.args.k}
+    iterations, scores = zip(*data["runs"][0]["curves"]["objective/scores"])
+    assert iterations == (1, 2)
+    logged = [line["objective/scores"] for line in ran.metrics]
+    assert scores == pytest.approx(logged, rel=0.01)
 
 
 def test_what_the_model_writes_is_data(save, open_page):
-    """The page has no tag but its own, and its JSON gives back what was written."""
-    named = {f"{text} {SURROGATES}": {"nested": [text, math.nan]} for text in HOSTILE}
-    rows = [episode(1, 2 * i, text, columns=named) for i, text in enumerate(HOSTILE)]
-    for row in rows:
-        row["prompt"] = row["completion"] + SURROGATES
-    path, data = open_page(save(rows))
-    page = Page(path.read_text(encoding="utf-8"))
-    own = Page(look.PAGE)
-    assert page.tags == own.tags and len(page.scripts) == page.tags.count("script") == 2
+    """The data of the page is what was written."""
+    columns = {f"{text} {SURROGATES}": {"nested": [text, math.nan]} for text in HOSTILE}
+    rows = []
+    for i, text in enumerate(HOSTILE):
+        rows.append(episode(1, 2 * i, text, columns=columns, prompt=text + SURROGATES))
+    _, data = open_page(save(rows))
     assert [card["prompt"] for card in data["cards"]] == [row["prompt"] for row in rows]
-    texts = ["".join(card["groups"][0][0]["texts"]) for card in data["cards"]]
-    assert texts == HOSTILE
-    columns = ["row: 0", *(f"{name}: {value}" for name, value in named.items())]
-    assert data["cards"][0]["columns"] == columns
+    assert ["".join(episode["texts"]) for episode in episodes_of(data)] == HOSTILE
+    shown = [f"{name}: {value}" for name, value in columns.items()]
+    assert data["cards"][0]["columns"] == ["row: 0", *shown]
 
 
 def test_numbers_that_are_missing_or_not_finite(save, open_page):
-    """Half a line, as of a run that goes on, is left out. So are numbers that JSON does not have."""
-    rows = [episode(1, i, "abc") for i in range(6)]
-    rows[0] |= dict(score=None, ref_logprobs=None)
-    rows[1] |= dict(logprobs=[-math.inf, -1.0, math.nan], ended=False)
-    rows[2] |= dict(token_ids=[], logprobs=[], ref_logprobs=[], completion=" ", advantage=[])
-    rows[3] |= dict(advantage=[1.0, 2.0, 4.5], values=[0.1, 0.2, 0.3], returns=[1.0, 2.0, 3.0])
-    rows[4]["reward/right"], rows[4]["reward/long"] = 1.0, None
+    """Half a line, as of a run that goes on, is left out. So are numbers that JSON does not
+    have."""
+    rows = [
+        episode(1, 0, "abc", score=None, ref_logprobs=None),
+        episode(1, 1, "abc", logprobs=[-math.inf, -1.0, math.nan], ended=False),
+        episode(1, 2, "", completion=" ", advantage=[]),
+        episode(1, 3, "abc", advantage=[1.0, 2.0, 4.5], returns=[1.0, 2.0, 3.0]),
+        episode(1, 4, "abc", **{"reward/right": 1.0, "reward/long": None}),
+    ]
     folder = save(rows)
     for name in ("rollouts.jsonl", "metrics.jsonl"):
         with open(folder / name, "a") as file:
-            file.write((folder / name).read_text()[:20])
-    _, data = open_page(folder)
-    a, b, c, d, e, f = [x for card in data["cards"] for x in card["groups"][0]]
-    assert a["score"] is None and a["kl"] is None and a["notes"] == ["⚠ no score"]
-    assert b["numbers"]["-log p"] == [None, 1, None] and b["notes"] == ["⚠ truncated"]
-    assert c["texts"] == [] and c["notes"] == ["⚠ empty"] and c["advantage"] == 0
-    assert d["advantage"] == 2.5 and d["numbers"]["return"] == [1, 2, 3]
-    assert e["parts"] == {"right": 1, "long": None}
-    assert f["kl"] == 0.75 and f["notes"] == [] and f["numbers"]["log p - log p_ref"] == [0.25] * 3
+            file.write('{"iteration": 1, "in')
+    shown = episodes_of(open_page(folder)[1])
+    notes = [["⚠ no score"], ["⚠ truncated"], ["⚠ empty"], [], []]
+    assert [episode["notes"] for episode in shown] == notes
+    assert [episode["kl"] for episode in shown] == [None, None, 0, 0.75, 0.75]
+    assert [episode["advantage"] for episode in shown] == [0.25, 0.25, 0, 2.5, 0.25]
+    assert shown[1]["numbers"]["-log p"] == [None, 1, None]
+    assert shown[2]["texts"] == []
+    assert shown[3]["numbers"]["return"] == [1, 2, 3]
+    assert shown[4]["numbers"]["log p - log p_ref"] == [0.25] * 3
+    assert shown[4]["parts"] == {"right": 1, "long": None}
     # What the run writes while the page is made is not counted.
     folder = save([*rows, episode(2, 0, "a")])
-    assert look.make_page([folder], {(1, False, i) for i in range(3)}, 3)[1] == "6 of 6 episodes"
+    _, about = look.make_page([folder], {(1, False, i) for i in range(3)}, 3)
+    assert about == "5 of 5 episodes"
 
 
-def test_a_large_run_is_cut_to_even_distances(save, open_page, monkeypatch, capsys):
+@pytest.mark.parametrize("part, least", [(4, 15), (40, 4)])
+def test_a_large_run_is_cut_to_even_distances(save, open_page, monkeypatch, capsys, part, least):
     """First iterations are left out. Of the last eight, it is groups."""
-    rows = [episode(i, j, "x" * 40) for i in range(1, 101) for j in range(8)]
-    folder = save(rows)
-    whole = open_page(folder)[0].stat().st_size
+    folder = save([episode(i, j, "x" * 40) for i in range(1, 101) for j in range(8)])
+    path, _ = open_page(folder)
     assert "800 of 800 episodes;" in capsys.readouterr().out
-    for limit, least in ((whole // 4, 15), (len(look.PAGE) + whole // 40, 4)):
-        monkeypatch.setattr(look, "LIMIT", limit)
-        path, data = open_page(folder)
-        iterations, said = data["iterations"], data["about"]
-        assert limit / 2 < path.stat().st_size <= limit
-        assert least <= len(iterations) < 40
-        assert (iterations[0], iterations[-1]) == (1, 100)
-        steps = {after - before for before, after in zip(iterations, iterations[1:])}
-        assert max(steps) - min(steps) <= 1
-        shown = sum(len(card["groups"][0]) for card in data["cards"])
-        assert f"{shown} of 800 episodes: {len(iterations)} of 100 iterations" in said
-        assert {card["iteration"] for card in data["cards"]} == set(iterations)
-        assert said in capsys.readouterr().out
-    assert re.search("one group in [234]", said)
+    limit = len(look.PAGE) + path.stat().st_size // part
+    monkeypatch.setattr(look, "LIMIT", limit)
+    path, data = open_page(folder)
+    assert limit / 2 < path.stat().st_size <= limit
+    iterations = data["iterations"]
+    assert least <= len(iterations) < 40
+    assert (iterations[0], iterations[-1]) == (1, 100)
+    steps = {after - before for before, after in zip(iterations, iterations[1:])}
+    assert max(steps) - min(steps) <= 1
+    assert {card["iteration"] for card in data["cards"]} == set(iterations)
+    said = f"{len(episodes_of(data))} of 800 episodes: {len(iterations)} of 100 iterations"
+    assert said in capsys.readouterr().out
+    assert said in data["about"]
+    assert ("one group in" in data["about"]) == (part == 40)
 
 
 def test_two_runs_and_held_out_prompts(save, open_page):
-    """Groups of the same prompt share a card, and a prompt that only one run has is there as well."""
+    """Groups of the same prompt share a card. A prompt that only one run has is there as well."""
     first = save([episode(1, i, "a") for i in range(4)], "first")
     second = save([episode(1, i, "b", prompt=f"1, {i // 2 * 9}") for i in range(4)], "second")
     held_out = [episode(0, i, "c") for i in range(2)]
     for row in held_out:
-        del row["advantage"], row["ref_logprobs"]
+        del row["advantage"]
+        del row["ref_logprobs"]
     save(held_out, "second", "eval_rollouts.jsonl")
     _, data = open_page(first, second)
     assert [run["name"] for run in data["runs"]] == [str(first), str(second)]
-    shared, *others = data["cards"]
-    assert [[x["texts"] for x in group] for group in shared["groups"]] == [[["a"]] * 2, [["b"]] * 2]
-    assert [list(map(len, card["groups"])) for card in others] == [[2, 0], [0, 2], [0, 1], [0, 1]]
-    assert [card["heldOut"] for card in others] == [False, False, True, True]
     assert data["iterations"] == [0, 1]
+    cards = []
+    for card in data["cards"]:
+        texts = ["".join(x["texts"][0] for x in group) for group in card["groups"]]
+        cards.append((card["prompt"], card["heldOut"], *texts))
+    assert cards == [
+        ("1, 0", False, "aa", "bb"),
+        ("1, 1", False, "aa", ""),
+        ("1, 9", False, "", "bb"),
+        ("0, 0", True, "", "c"),
+        ("0, 0", True, "", "c"),
+    ]
 
 
 def test_without_rollouts_it_says_what_to_do(save, tmp_path, monkeypatch):
@@ -242,16 +259,19 @@ def test_without_rollouts_it_says_what_to_do(save, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="no run in runs/"):
         look.main(look.Args())
-    old, new = (save([episode(1, 0, "a")], f"runs/{name}") for name in "ab")
+    old = save([episode(1, 0, "a")], "runs/a")
     os.utime(old / "metrics.jsonl", (1, 1))
+    os.utime(old / "rollouts.jsonl", (1, 1))
+    new = save([episode(1, 0, "a")], "runs/b")
     look.main(look.Args())
-    assert '"name":"runs/b"' in (tmp_path / "runs/look.html").read_text(encoding="utf-8")
+    assert '"name":"runs/b"' in (tmp_path / "runs/look.html").read_text()
     (new / "rollouts.jsonl").write_text("")
     with pytest.raises(SystemExit, match="runs/b has no rollouts; run it with --save-rollouts"):
         look.main(look.Args())
     command = [sys.executable, "-X", "importtime", look.__file__, "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "--output" in shown.stdout and "transformers" not in shown.stderr
+    assert "--output" in shown.stdout
+    assert "transformers" not in shown.stderr
 
 
 BROWSER = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)
@@ -285,17 +305,17 @@ document.title = JSON.stringify(steps);
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium, a package of the distribution")
 def test_the_page_in_a_browser(save, open_page, tmp_path):
-    """The slider, the keys, sorting and filters work. Hostile text is text. The console is empty."""
+    """The slider, the keys, sorting and filters work. Hostile text is text. The console is
+    empty."""
     rows = []
     for iteration in (1, 2, 3):
-        texts = [x for text in HOSTILE for x in (text, text[::-1].strip())]
-        rows += [episode(iteration, i, text) for i, text in enumerate(texts)]
-    rows[-1]["ended"] = False
-    rows[-1] |= dict(score=-3.5)
-    for row, score in zip(rows[-4:-2], (2.0, None)):
-        row |= dict(score=score, advantage=0.0)
-    for row in rows:
-        row["prompt"] = HOSTILE[row["index"] // 2] + SURROGATES
+        for i, text in enumerate(HOSTILE):
+            prompt = text + SURROGATES
+            rows.append(episode(iteration, 2 * i, text, prompt=prompt))
+            rows.append(episode(iteration, 2 * i + 1, text[::-1].strip(), prompt=prompt))
+    rows[-1].update(ended=False, score=-3.5)
+    rows[-3].update(score=None, advantage=0.0)
+    rows[-4].update(score=2.0, advantage=0.0)
     path, _ = open_page(save(rows))
     page = path.read_text(encoding="utf-8")
     nonce = re.search('<script nonce="(.*?)">', page)[1]

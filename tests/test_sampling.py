@@ -1,31 +1,19 @@
-"""Sampling: the same as transformers' `generate`, the exact distribution, groups, ends of episodes, random numbers."""
+"""Sampling: the same as transformers' `generate`, the exact distribution, groups, ends of episodes,
+random numbers, and evaluations.
+"""
 
 import itertools
 import math
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    EOS,
-    MANY_EOS,
-    PAD,
-    USUAL,
-    VOCAB,
-    WINDOWS,
-    encode,
-    make_args,
-    make_model,
-    make_prompts,
-    one_text,
-    record_calls,
-)
+from conftest import EOS, MANY_EOS, PAD, USUAL, VOCAB, WINDOWS, encode, make_model, one_text, read_jsonl, record_calls
 from plain import sample
+from pytest import approx
 from transformers import AutoModelForCausalLM
 
-UNSCORED = "eval/num_unscored"
 PROMPTS = ["1", "23+45=", "0000-1111=22", "7="]
 
 
@@ -33,85 +21,84 @@ def random_uniforms(*shape, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).random(shape))
 
 
-def left_padded(prompts):
-    longest = max(map(len, prompts))
-    input_ids = torch.tensor([[PAD] * (longest - len(p)) + encode(p) for p in prompts])
-    return input_ids, torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-
-
 def lengths_of(samples):
     return (samples["tokens"] >= 0).sum(1).tolist()
+
+
+def greedy_tokens(model, prompt, length, eos_ids):
+    """The completion of transformers' `generate`, without what follows its end."""
+    ids = torch.tensor([encode(prompt)])
+    settings = dict(do_sample=False, max_new_tokens=length, pad_token_id=PAD)
+    tokens = model.generate(ids, attention_mask=ids >= 0, eos_token_id=eos_ids, **settings)
+    return tokens[0, len(prompt) :].tolist()
 
 
 @one_text
 @pytest.mark.parametrize("architecture", [*USUAL, *WINDOWS])
 def test_greedy_sampling_equals_generate(script, architecture):
-    """At temperature 0, with prompts of different lengths, `sample` gives what model.generate gives."""
+    """At temperature 0, with prompts of different lengths, `sample` gives what model.generate
+    gives."""
     model = make_model(architecture)
-    input_ids, mask = left_padded(PROMPTS)
-    settings = dict(do_sample=False, max_new_tokens=12, eos_token_id=[EOS, 6], pad_token_id=PAD)
-    expected = model.generate(input_ids, attention_mask=mask, **settings)[:, input_ids.shape[1] :]
-    got = sample(script, model, PROMPTS, random_uniforms(len(PROMPTS), 12), 0.0, [EOS, 6])
-    for row, n, right in zip(got["tokens"].tolist(), lengths_of(got), expected.tolist()):
-        assert row[:n] == right[:n] and set(right[n:]) <= {PAD}
-        assert n == 12 or row[n - 1] in (EOS, 6)
-    assert len({str(row) for row in expected.tolist()}) > 2, "the prompts must matter"
-
-
-def chi_square_excess(counts, probabilities):
-    """How far counts are from probabilities: chi-square, in standard deviations above its mean."""
-    expected = np.asarray(probabilities) * sum(counts)
-    counts, rare = np.asarray(counts, float), expected < 5
-    if rare.any():
-        counts = np.append(counts[~rare], counts[rare].sum())
-        expected = np.append(expected[~rare], expected[rare].sum())
-    degrees = len(counts) - 1
-    return (((counts - expected) ** 2 / np.maximum(expected, 1e-9)).sum() - degrees) / math.sqrt(2 * degrees)
+    eos_ids = [EOS, 6]
+    got = sample(script, model, PROMPTS, random_uniforms(len(PROMPTS), 12), 0.0, eos_ids)
+    completions = [row[row >= 0].tolist() for row in got["tokens"]]
+    assert completions == [greedy_tokens(model, prompt, 12, eos_ids) for prompt in PROMPTS]
+    assert len(set(map(str, completions))) > 2, "the prompts must matter"
 
 
 @torch.no_grad()
 def first_two_tokens(model, prompt, temperature):
-    """Exact probabilities of the first two tokens of a completion, by plain forward passes. After EOS comes 0."""
-    first = torch.softmax(model(torch.tensor([encode(prompt)])).logits[0, -1].double() / temperature, -1)
-    extended = torch.tensor([encode(prompt) + [token] for token in range(len(VOCAB))])
-    second = torch.softmax(model(extended).logits[:, -1].double() / temperature, -1)
+    """Exact probabilities of the first two tokens of a completion, by plain forward passes. After
+    EOS comes 0."""
+    prompt = encode(prompt)
+    first = model(torch.tensor([prompt])).logits[0, -1].double() / temperature
+    extended = torch.tensor([prompt + [token] for token in range(len(VOCAB))])
+    second = model(extended).logits[:, -1].double() / temperature
+    second = second.softmax(-1)
     second[EOS] = 0
     second[EOS, 0] = 1
-    return (first[:, None] * second).flatten().numpy()
+    return (first.softmax(-1)[:, None] * second).flatten().numpy()
 
 
 @one_text
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_sampling_follows_the_exact_distribution(script, architecture):
-    """The first two tokens of 4,000 episodes of each of two prompts come as often as plain forward passes say."""
-    model, count, temperature = make_model(architecture), 4000, 0.7
-    prompts = ["7=", "0000-1111=22"]
-    episodes = [prompt for prompt in prompts for _ in range(count)]
-    tokens = sample(script, model, episodes, random_uniforms(2 * count, 2), temperature, [EOS])["tokens"].clamp(min=0)
-    for i, prompt in enumerate(prompts):
-        pairs = tokens[i * count : (i + 1) * count] @ torch.tensor([len(VOCAB), 1])
-        exact = first_two_tokens(model, prompt, temperature)
-        counts = np.bincount(pairs, minlength=len(exact))
-        assert chi_square_excess(counts, exact) < 4
-        # the test can fail: these counts are not those of temperature 1
-        assert chi_square_excess(counts, first_two_tokens(model, prompt, 1.0)) > 10
+    """The first two tokens of 4,096 episodes come as often as plain forward passes say. Their
+    uniform numbers are a grid, so little is left to chance."""
+    model = make_model(architecture)
+    grid = (torch.arange(64, dtype=torch.float64) + 0.5) / 64
+    uniforms = torch.cartesian_prod(grid, grid)
+    for prompt in ("7=", "0000-1111=22"):
+        tokens = sample(script, model, [prompt] * 4096, uniforms, 0.7, [EOS])["tokens"]
+        pairs = tokens.clamp(min=0) @ torch.tensor([len(VOCAB), 1])
+        shares = np.bincount(pairs, minlength=len(VOCAB) ** 2) / 4096
+        assert np.abs(shares - first_two_tokens(model, prompt, 0.7)).max() < 1 / 64
+        # The test can fail: these are not the shares of temperature 1.
+        assert np.abs(shares - first_two_tokens(model, prompt, 1.0)).max() > 2 / 64
 
 
 @one_text
 def test_no_token_of_probability_zero_is_ever_drawn(script):
-    """The uniform numbers 0 and just below 1 pick the first and the last token whose probability is not 0."""
-    logits = torch.tensor([[-math.inf, 0.0, 1.0, -math.inf, 2.0, -math.inf, -math.inf]]).repeat(5, 1)
-    uniforms = torch.tensor([0.0, 1e-300, 1 - 1e-12, math.nextafter(1, 0), 0.5], dtype=torch.float64)
+    """The uniform numbers 0 and just below 1 pick the first and the last token whose probability is
+    not 0."""
+
+    def pick(logits, *uniforms):
+        p = logits.softmax(-1).expand(len(uniforms), -1)
+        return script.pick_tokens(p, torch.tensor(uniforms, dtype=torch.float64)).tolist()
+
+    below_one = math.nextafter(1, 0)
+    nothing = -math.inf
+    logits = torch.tensor([nothing, 0.0, 1.0, nothing, 2.0, nothing, nothing])
     for temperature in (0.3, 1.0, 3.0):
-        picked = script.pick_tokens((logits / temperature).softmax(-1), uniforms).tolist()
-        assert picked[:4] == [1, 1, 4, 4] and picked[4] in (1, 2, 4)
-    nearly_sure = torch.tensor([[20.0, 0.0, -20.0]]).softmax(-1)  # a float32 sum would give the first token all of it
-    assert script.pick_tokens(nearly_sure, torch.tensor([1 - 1e-9], dtype=torch.float64)).item() == 1
-    wide = torch.randn(50_000, generator=torch.Generator().manual_seed(0)) * 3
-    wide[-100:] = wide[:100] = -math.inf  # rows that pad a vocabulary
-    wide = wide.softmax(-1)[None]
-    assert script.pick_tokens(wide, uniforms[:1]).item() >= 100
-    assert script.pick_tokens(wide, uniforms[3:4]).item() < 49_900
+        picked = pick(logits / temperature, 0.0, 1e-300, 1 - 1e-12, below_one)
+        assert picked == [1, 1, 4, 4]
+    # A float32 sum would give the first token all of it.
+    assert pick(torch.tensor([20.0, 0.0, -20.0]), 1 - 1e-9) == [1]
+    wide = 3 * torch.randn(50_000, generator=torch.Generator().manual_seed(0))
+    wide[:100] = nothing  # These rows pad a vocabulary.
+    wide[-100:] = nothing
+    first, last = pick(wide, 0.0, below_one)
+    assert 100 <= first < last < 49_900
 
 
 @one_text
@@ -119,156 +106,170 @@ def test_entropies_are_exact_also_beside_tokens_of_probability_zero(script):
     """The entropy is -sum p log p. A token with p = 0 adds 0 to it, not NaN."""
     model = make_model("llama", tie_word_embeddings=False)
     head = model.lm_head.forward
-    model.lm_head.forward = lambda hidden: head(hidden).index_fill(-1, torch.tensor([3, 7]), -math.inf)
-    got = sample(script, model, PROMPTS, random_uniforms(4, 1), 0.7, [EOS])
-    for prompt, entropy in zip(PROMPTS, got["entropies"][:, 0].tolist()):
-        with torch.no_grad():
-            p = torch.softmax(model(torch.tensor([encode(prompt)])).logits[0, -1] / 0.7, -1).tolist()
-        assert entropy == pytest.approx(-sum(x * math.log(x) for x in p if x), rel=1e-5) and p.count(0.0) == 2
+    zero = torch.tensor([3, 7])
+    model.lm_head.forward = lambda hidden: head(hidden).index_fill(-1, zero, -math.inf)
+    [[entropy]] = sample(script, model, ["7="], random_uniforms(1, 1), 0.7, [EOS])["entropies"]
+    with torch.no_grad():
+        p = (model(torch.tensor([encode("7=")])).logits[0, -1] / 0.7).softmax(-1)
+    assert (p == 0).sum() == 2
+    assert entropy.item() == approx(-torch.xlogy(p, p).sum().item(), rel=1e-5)
 
 
 @one_text
 def test_a_prompt_runs_once_and_finished_rows_leave(script):
-    """The prompt of a group goes through the model once. After that, only the episodes that have not ended do."""
-    model, rows_in, eos_ids = make_model("llama"), [], [*MANY_EOS, 17]
-    model.register_forward_pre_hook(lambda module, args, kwargs: rows_in.append(len(args[0])), with_kwargs=True)
+    """The prompt of a group goes through the model once. After that, only the episodes that have
+    not ended do."""
+    model = make_model("llama")
+    rows_in = []
+
+    def count_rows(module, args, kwargs):
+        rows_in.append(len(args[0]))
+
+    model.register_forward_pre_hook(count_rows, with_kwargs=True)
+    eos_ids = [*MANY_EOS, 17]
     episodes = [prompt for prompt in PROMPTS for _ in range(5)]
     result = sample(script, model, episodes, random_uniforms(20, 8), 1.0, eos_ids)
     lengths = lengths_of(result)
     assert len(set(lengths)) > 4
-    assert rows_in == [4] + [sum(n > t for n in lengths) for t in range(1, max(lengths))]
-    last_tokens = [row[n - 1].item() for row, n in zip(result["tokens"], lengths)]
-    assert result["ended"].tolist() == [token in eos_ids for token in last_tokens]
-    for name, nothing in dict(tokens=-1, logprobs=0, entropies=0).items():
-        assert all((row[n:] == nothing).all() for row, n in zip(result[name], lengths)), name
-    assert all((row[:n] < 0).all() for row, n in zip(result["logprobs"], lengths))
+    later = range(1, max(lengths))
+    assert rows_in == [4] + [sum(length > t for length in lengths) for t in later]
+    for i, length in enumerate(lengths):
+        assert result["ended"][i] == (result["tokens"][i, length - 1] in torch.tensor(eos_ids))
+        assert (result["tokens"][i, length:] == -1).all()
+        assert (result["logprobs"][i, length:] == 0).all()
+        assert (result["entropies"][i, length:] == 0).all()
+        assert (result["logprobs"][i, :length] < 0).all()
 
 
 @one_text
 def test_an_episode_does_not_depend_on_its_neighbours(script):
-    """The same prompt and uniform numbers give the same completion alone, in a group, and in any order."""
-    model, uniforms = make_model("gpt2"), random_uniforms(12, 8, seed=1)
+    """The same prompt and uniform numbers give the same completion alone, in a group, and in any
+    order."""
+    model = make_model("gpt2")
+    uniforms = random_uniforms(12, 8, seed=1)
     episodes = [prompt for prompt in PROMPTS for _ in range(3)]
-    together = sample(script, model, episodes, uniforms, 0.7, [EOS, 5])
-    order = torch.tensor([7, 0, 3, 11, 1, 5])
-    mixed = sample(script, model, [episodes[i] for i in order], uniforms[order], 0.7, [EOS, 5])
-    alone = [sample(script, model, [episodes[i]], uniforms[i : i + 1], 0.7, [EOS, 5]) for i in range(12)]
+
+    def sample_these(indices):
+        prompts = [episodes[i] for i in indices]
+        return sample(script, model, prompts, uniforms[indices], 0.7, [EOS, 5])
+
+    together = sample_these(list(range(12)))
     assert len(set(lengths_of(together))) > 2
-    for name, rows in together.items():
-        torch.testing.assert_close(mixed[name], rows[order], atol=1e-5, rtol=0)
-        torch.testing.assert_close(torch.cat([one[name] for one in alone]), rows, atol=1e-5, rtol=0)
+    for indices in [7, 0, 3, 11, 1, 5], *([i] for i in range(12)):
+        found = sample_these(indices)
+        for name, rows in together.items():
+            torch.testing.assert_close(found[name], rows[indices], atol=1e-5, rtol=0)
 
 
-END_TOKENS = {"llama": {EOS}, "many_eos": {*MANY_EOS}, "emits_pad": {EOS, 7}, "pad_is_eos": {EOS}}
-
-
-@pytest.mark.parametrize("policy", END_TOKENS)
+@pytest.mark.parametrize(
+    "policy, stop_token_id, eos_ids",
+    [
+        ("llama", None, {EOS}),
+        ("llama", 9, {EOS, 9}),
+        ("many_eos", None, {*MANY_EOS}),
+        ("emits_pad", None, {EOS, 7}),
+        ("pad_is_eos", None, {EOS}),
+    ],
+)
 @one_text
-def test_an_episode_ends_with_its_first_eos(script, run, world, policy):
-    """The first EOS is the last token, whichever EOS it is. Only the longest length ends an episode without one."""
-    flags = dict(model_path=getattr(world, policy), total_episodes=48, batch_size=48)
-    ran = run(script, **flags)
-    [line], rows, eos_ids = ran.metrics, ran.rollouts, END_TOKENS[policy]
-    ended = [row["token_ids"][-1] in eos_ids for row in rows]
-    for row in rows:
-        assert not set(row["token_ids"][:-1]) & eos_ids
-        assert len(row["token_ids"]) == 6 or row["token_ids"][-1] in eos_ids
-        assert len(row["logprobs"]) == len(row["token_ids"])
-    assert any(ended) and not all(ended), "the test needs both"
-    assert line["val/num_eos_tokens"] == sum(ended)
-    assert line["response_length_mean"] == pytest.approx(np.mean([len(row["token_ids"]) for row in rows]))
-    assert len({row["token_ids"][-1] for row, end in zip(rows, ended) if end}) > (policy == "many_eos")
+def test_an_episode_ends_with_its_first_eos(script, run, world, policy, stop_token_id, eos_ids):
+    """The first EOS is the last token, whichever EOS it is: of the generation config, or
+    --stop-token-id. Only the longest length ends an episode without one."""
+    flags = dict(total_episodes=48, batch_size=48, stop_token_id=stop_token_id)
+    ran = run(script, model_path=getattr(world, policy), **flags)
+    lengths = []
+    ends = []
+    for row in ran.rollouts:
+        *tokens, last = row["token_ids"]
+        lengths.append(1 + len(tokens))
+        assert not eos_ids & set(tokens)
+        assert last in eos_ids or len(tokens) == 5
+        assert len(row["logprobs"]) == lengths[-1]
+        if last in eos_ids:
+            ends.append(last)
+    assert 0 < len(ends) < 48
+    assert len(set(ends)) > 1 or len(eos_ids) == 1 or policy == "emits_pad"
+    [line] = ran.metrics
+    assert line["val/num_eos_tokens"] == len(ends)
+    assert line["response_length_mean"] == approx(np.mean(lengths))
     if policy == "emits_pad":
-        assert any(PAD in row["token_ids"][:-1] for row in rows), "the policy must emit pad"
-
-
-@one_text
-def test_every_eos_is_found(script):
-    """They are in the model's generation config, the tokenizer, and --stop-token-id. Each may be absent."""
-
-    def found(generation_ids, tokenizer_id, stop):
-        policy = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=generation_ids))
-        policy.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=8))
-        return script.find_eos_ids(policy, SimpleNamespace(eos_token_id=tokenizer_id), stop)
-
-    assert found([1, 5], 7, 3) == [1, 3, 5, 7]
-    assert found(None, None, None) == []
-    assert found(0, None, None) == [0] and found([2], 2, 2) == [2]
+        assert any(PAD in row["token_ids"][:-1] for row in ran.rollouts)
 
 
 @one_text
 def test_random_numbers_are_functions_of_their_key(script):
-    """Three seeds and three purposes give nine different streams. The same key always gives the same numbers."""
-    purposes = (script.PROMPT_ORDER, script.SAMPLING, script.MINI_BATCHES)
-    assert len({*purposes, script.EVALUATION, script.NEW_WEIGHTS}) == 5
-    drawn = {}
-    for seed in (1, 2, 3):
-        for purpose in purposes:
-            drawn[seed, purpose] = tuple(script.keyed_rng(seed, purpose, 1).random(4))
-    assert len({x for numbers in drawn.values() for x in numbers}) == 36
-    np.random.seed(5), torch.manual_seed(5), random.seed(5)
-    for (seed, purpose), numbers in drawn.items():
-        assert tuple(script.keyed_rng(seed, purpose, 1).random(4)) == numbers
-        assert not set(script.keyed_rng(seed, purpose, 2).random(4)) & set(numbers)
+    """All seeds, purposes and iterations give different streams. The same key always gives the same
+    numbers."""
+    purposes = [script.PROMPT_ORDER, script.SAMPLING, script.MINI_BATCHES]
+    purposes += [script.EVALUATION, script.NEW_WEIGHTS]
+    keys = list(itertools.product([1, 2, 3], purposes, [1, 2]))
+    drawn = [script.keyed_rng(*key).random(4).tolist() for key in keys]
+    assert len({number for numbers in drawn for number in numbers}) == 3 * 5 * 2 * 4
+    np.random.seed(5)
+    torch.manual_seed(5)
+    random.seed(5)
+    assert [script.keyed_rng(*key).random(4).tolist() for key in keys] == drawn
 
 
 @one_text
 def test_every_iteration_draws_its_own_numbers(script, run, world, monkeypatch):
-    """No uniform number is used twice in a run, neither in a group, nor in another iteration or evaluation."""
+    """No uniform number is used twice in a run, neither in a group, nor in another iteration or
+    evaluation."""
     calls = record_calls(monkeypatch, script, "sample")
     run(script, num_train_epochs=3, eval_dataset=world.dataset(5, seed=9), eval_temperature=1.0)
-    numbers = [x for call in calls for x in call.inputs["uniforms"].flatten().tolist()]
-    assert len(calls) > 3 and len(set(numbers)) == len(numbers)
+    assert len(calls) > 3
+    numbers = torch.cat([call.inputs["uniforms"].flatten() for call in calls])
+    assert len(numbers.unique()) == len(numbers)
 
 
 @one_text
 def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
     """eval/scores is logged at the start, every eval_every iterations, and at the end.
 
-    It is the mean score of what transformers' `generate` gives."""
-    flags = dict(eval_dataset=world.dataset(5, seed=9), eval_every=2, batch_size=3, reward=world.reward("letters"))
-    _, metrics, output_dir = run(script, **flags)
+    The completions are those of transformers' `generate`. test_outputs.py shows that eval/scores is
+    the mean of their scores."""
+    flags = dict(eval_dataset=world.dataset(5, seed=9), eval_every=2, batch_size=3)
+    _, metrics, folder = run(script, **flags)
     last = metrics[-1]["iteration"]
-    expected = [i for i in range(last + 1) if i % 2 == 0 or i == last]
-    assert [row["iteration"] for row in metrics if "eval/scores" in row] == expected
-    assert set(metrics[0]) == {"iteration", "step", "episode", "epoch", "eval/scores", "eval/best_of_1", UNSCORED}
-    letters = script.load_reward(world.reward("letters"))
-    for row, path in ((metrics[0], world.llama), (metrics[-1], output_dir / "model")):
-        model, completions = AutoModelForCausalLM.from_pretrained(path).eval(), []
-        for prompt in make_prompts(5, seed=9):
-            ids = torch.tensor([encode(prompt)])
-            settings = dict(do_sample=False, max_new_tokens=6, eos_token_id=EOS, pad_token_id=PAD)
-            tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :]
-            completions.append("".join(VOCAB[t] for t in tokens if t not in (PAD, EOS)))
-        scores = letters(prompts=make_prompts(5, seed=9), completions=completions)
-        assert row["eval/scores"] == pytest.approx(np.mean(scores), rel=1e-5)
+    expected = {*range(0, last, 2), last}
+    assert {line["iteration"] for line in metrics if "eval/scores" in line} == expected
+    counts = {"iteration", "step", "episode", "epoch"}
+    scores = {"eval/scores", "eval/best_of_1", "eval/num_unscored"}
+    assert set(metrics[0]) == counts | scores
+    models = {0: world.llama, last: folder / "model"}
+    models = {i: AutoModelForCausalLM.from_pretrained(path).eval() for i, path in models.items()}
+    rows = read_jsonl(folder / "eval_rollouts.jsonl")
+    rows = [row for row in rows if row["iteration"] in models]
+    assert len(rows) == 2 * 5
+    for row in rows:
+        tokens = greedy_tokens(models[row["iteration"]], row["prompt"], 6, EOS)
+        assert row["token_ids"] == tokens
 
 
 @one_text
-def test_the_best_of_m_is_the_mean_over_all_choices(script, run, world, monkeypatch):
-    """m of the k scores of a prompt are chosen without replacement. Prompts with missing scores are left out."""
-    for k, counts in ((1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8])):
-        scores = torch.randn(4, k, generator=torch.Generator().manual_seed(k)).round(decimals=1).double()
-        scores[2, 0] = math.nan
-        with monkeypatch.context() as patch:
-            patch.setattr(script, "generate", lambda *_: None)
-            patch.setattr(script, "score_episodes", lambda *_: (scores.flatten(), {}))
-            metrics = script.evaluate(make_args(script, eval_k=k, eval_temperature=1.0), None, [], [], None, 0)
-        for m in counts:
-            choices = [max(group) for row in scores[[0, 1, 3]].tolist() for group in itertools.combinations(row, m)]
-            assert metrics.pop(f"eval/best_of_{m}") == pytest.approx(np.mean(choices))
-        assert set(metrics) == {"eval/scores", "eval/num_unscored"}
-    flags = dict(eval_dataset=world.dataset(5, seed=9), eval_k=4, eval_temperature=1.0, reward=world.reward("parts"))
-    for row in run(script, **flags)[1][::2]:
-        assert row["eval/best_of_1"] == pytest.approx(row["eval/scores"])
-        assert row["eval/best_of_1"] < row["eval/best_of_2"] < row["eval/best_of_4"]
-        assert row["eval/reward/length"] + row["eval/reward/ones"] == pytest.approx(row["eval/scores"])
-        assert 0 < row["eval/reward/ones"] < row["eval/reward/length"]
+@pytest.mark.parametrize("k, counts", [(4, [1, 2, 4]), (5, [1, 2, 4, 5])])
+def test_the_best_of_m_is_the_mean_over_all_choices(script, run, world, k, counts):
+    """m of the k scores of a prompt are chosen without replacement. test_missing_scores.py shows
+    what a missing score does."""
+    reward = world.reward("parts")
+    flags = dict(eval_dataset=world.dataset(5, seed=9), eval_temperature=1.0, total_episodes=0)
+    _, [line], folder = run(script, **flags, eval_k=k, reward=reward)
+    scores = [row["score"] for row in read_jsonl(folder / "eval_rollouts.jsonl")]
+    expected = {"eval/scores": np.mean(scores)}
+    for m in counts:
+        best = []
+        for i in range(0, 5 * k, k):
+            best += [max(choice) for choice in itertools.combinations(scores[i : i + k], m)]
+        expected[f"eval/best_of_{m}"] = np.mean(best)
+    found = {name: x for name, x in line.items() if name in expected or "best" in name}
+    assert found == approx(expected)
+    assert 0 < line["eval/reward/ones"] < line["eval/reward/length"]
+    assert line["eval/reward/length"] + line["eval/reward/ones"] == approx(line["eval/scores"])
 
 
 @one_text
 def test_evaluation_does_not_move_training(script, run, world):
     """A run with evaluations has the same episodes as a run without."""
     flags = dict(eval_dataset=world.dataset(5, seed=9), eval_every=1, eval_temperature=1.0)
-    runs = [run(script, batch_size=6, **more)[2] / "rollouts.jsonl" for more in ({}, flags)]
-    assert runs[0].read_text() == runs[1].read_text()
+    runs = [run(script, batch_size=6, **more) for more in ({}, flags)]
+    assert runs[0].rollouts == runs[1].rollouts

@@ -1,22 +1,21 @@
-"""Two patches that change when the policy samples: turns with an environment, and batches that are one update late."""
+"""Two patches that change when the policy samples: turns with an environment, and batches that are
+one update late.
+"""
 
 import json
 import shutil
-import subprocess
 
-import conftest
+import numpy as np
 import pytest
 import torch
 from conftest import (
     EOS,
-    HERE,
     MODULES,
     VOCAB,
     base_flags,
     compare_runs,
     distance,
     encode,
-    import_file,
     launch,
     make_args,
     make_tokenizer,
@@ -25,65 +24,62 @@ from conftest import (
     write_jsonl,
 )
 from plain import row_logprobs
+from pytest import approx
+from test_pages import patched
 from transformers import AutoModelForCausalLM
-
-VARIANTS = HERE / "benchmark" / "variants"
-
-
-def patched(patch, script, folder):
-    """The patched script as a module, from a folder of its own."""
-    folder.mkdir()
-    for name in conftest.SCRIPTS:
-        shutil.copy(HERE / f"{name}.py", folder)
-    (folder / "benchmark").symlink_to(HERE / "benchmark")
-    subprocess.run(["git", "apply", VARIANTS / patch], cwd=folder, check=True)
-    return import_file((folder / f"{script}.py").rename(folder / f"{script}_{patch.split('.')[0]}.py"))
 
 
 # ---- one batch late
 @pytest.fixture(scope="module")
 def late(tmp_path_factory):
-    return patched("one_batch_late.patch", "grpo", tmp_path_factory.mktemp("late") / "scripts")
+    folder = tmp_path_factory.mktemp("late")
+    return patched("grpo", ["benchmark/variants/one_batch_late.patch"], folder)
 
 
 LATE = dict(k=3, total_episodes=45, kl_coef=0.0)  # four batches, the last one of 9 episodes
-STEPS = ["iteration", "step", "episode", "epoch", "lr"]
 
 
 def test_a_batch_comes_from_the_policy_of_one_iteration_before(late, run, world, updates):
-    """The prompts and all counts are those of the script. The loss has the ratio to the older policy."""
+    """The prompts and all counts are those of the script. The loss has the ratio to the older
+    policy."""
     plain = run(MODULES["grpo"], **LATE)
     updates.clear()
     ran = run(late, **LATE)
-    assert [[row[name] for name in STEPS] for row in ran.metrics] == [
-        [row[name] for name in STEPS] for row in plain.metrics
-    ]
-    assert [row["prompt"] for row in ran.rollouts] == [row["prompt"] for row in plain.rollouts]
-    assert ["val/sampling_logprob_difference" in row for row in ran.metrics] == [True, False, False, False]
+    for line, other in zip(ran.metrics, plain.metrics, strict=True):
+        for name in ("iteration", "step", "episode", "epoch", "lr"):
+            assert line[name] == other[name]
+        is_first = line["iteration"] == 1
+        assert ("val/sampling_logprob_difference" in line) == is_first
+    prompts = [row["prompt"] for row in ran.rollouts]
+    assert prompts == [row["prompt"] for row in plain.rollouts]
     for iteration in range(1, 5):
         rows = [row for row in ran.rollouts if row["iteration"] == iteration]
         # An entry of `updates` has the weights before its step.
-        sampler, trainer = (updates[max(0, i)].weights for i in (iteration - 2, iteration - 1))
-        old, new = (row_logprobs(world.llama, rows, weights=weights) for weights in (sampler, trainer))
-        for row, of_row in zip(rows, old):
-            assert row["logprobs"] == pytest.approx(of_row, abs=1e-4)
-        ratios = torch.tensor([b - a for of in zip(old, new) for a, b in zip(*of)]).exp()
-        assert (iteration == 1) == bool((ratios - 1).abs().max() < 1e-3)
+        sampler = updates[max(0, iteration - 2)].weights
+        trainer = updates[iteration - 1]
         model = AutoModelForCausalLM.from_pretrained(world.llama).eval()
-        for parameter, weight in zip(model.parameters(), trainer):
+        for parameter, weight in zip(model.parameters(), trainer.weights):
             parameter.data = weight
-        for row, of_row in zip(rows, old):
-            logprobs = plain_logprobs(model, encode(row["prompt"]), row["token_ids"])
-            ratio = (logprobs - torch.tensor(of_row)).exp()
-            losses = torch.maximum(-row["advantage"] * ratio, -row["advantage"] * ratio.clamp(0.8, 1.2))
+        largest = 0.0
+        for row, old in zip(rows, row_logprobs(world.llama, rows, weights=sampler)):
+            assert row["logprobs"] == approx(old, abs=1e-4)
+            new = plain_logprobs(model, encode(row["prompt"]), row["token_ids"])
+            ratio = (new - torch.tensor(old)).exp()
+            largest = max(largest, (ratio - 1).abs().max())
+            clipped = ratio.clamp(0.8, 1.2)
+            losses = torch.maximum(-row["advantage"] * ratio, -row["advantage"] * clipped)
             (losses.mean() / len(rows)).backward()
-        assert distance([p.grad for p in model.parameters()], updates[iteration - 1].gradients) < 1e-3
+        assert (largest < 1e-3) == (iteration == 1)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        assert distance(gradients, trainer.gradients) < 1e-3
 
 
 def test_the_ratio_may_be_left_out(late, run, updates):
-    """Then no ratio is clipped. In bfloat16 the ratio of a completion would be rounding alone, so it is refused."""
-    ran = run(late, **LATE, late_ratio=False)
-    assert all(row["val/ratio"] == 1 and row["policy/clipfrac_avg"] == 0 for row in ran.metrics)
+    """Then no ratio is clipped. In bfloat16 the ratio of a completion would be rounding alone,
+    so it is refused."""
+    for line in run(late, **LATE, late_ratio=False).metrics:
+        assert line["val/ratio"] == 1
+        assert line["policy/clipfrac_avg"] == 0
     flags = dict(importance_sampling_level="sequence", dtype="bfloat16")
     make_args(late, **flags, late_ratio=False)
     with pytest.raises(ValueError, match="--no-late-ratio"):
@@ -94,19 +90,22 @@ def test_a_checkpoint_holds_the_batch(late, run, tmp_path, monkeypatch):
     """A run that is killed before any iteration goes on bit for bit, also after the last one."""
     flags = LATE | dict(save_every=1, num_mini_batches=2, resume=True)
     expected = result_of(run(late, **flags, output_dir=str(tmp_path / "whole")).folder)
-    for name, call in ("score_episodes", 2), ("score_episodes", 3), ("score_episodes", 4), ("finish", 1):
-        killed, calls, original = f"{name}{call}", [], getattr(late, name)
+    for name, count in ("score_episodes", 2), ("score_episodes", 4), ("finish", 1):
+        output_dir = str(tmp_path / f"{name}{count}")
+        calls = []
+        original = getattr(late, name)
 
-        def struck(*args, call=call, calls=calls, original=original):
+        def struck(*args, calls=calls, count=count, original=original):
             calls.append(args)
-            if len(calls) == call:
+            if len(calls) == count:
                 raise KeyboardInterrupt
             return original(*args)
 
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch:
             patch.setattr(late, name, struck)
-            run(late, **flags, output_dir=str(tmp_path / killed))
-        assert result_of(run(late, **flags, output_dir=str(tmp_path / killed)).folder) == expected
+            with pytest.raises(KeyboardInterrupt):
+                run(late, **flags, output_dir=output_dir)
+        assert result_of(run(late, **flags, output_dir=output_dir).folder) == expected
 
 
 # ---- turns with an environment
@@ -116,7 +115,7 @@ import json, os, pathlib, signal
 folder = pathlib.Path(__file__).parent
 
 def talks(prompts, completions, number, **_):
-    """A text that depends on the conversation, of one to three tokens. None after an even number of tokens."""
+    """A text of one to three tokens, by the conversation. None after an even number of tokens."""
     with open(folder / ("calls_" + os.environ.get("RANK", "0")), "a") as file:
         file.write(json.dumps([prompts, completions]) + "\\n")
     texts = []
@@ -154,20 +153,27 @@ def kinds(completion_ids, **_):
 '''
 
 
-@pytest.fixture(params=["grpo", "rloo"])
-def turns(request, tmp_path):
+@pytest.fixture(scope="module", params=["grpo", "rloo"])
+def turns(request, tmp_path_factory):
     """A patched script."""
-    (tmp_path / "talk.py").write_text(ENVIRONMENT)
-    return patched("turns.patch", request.param, tmp_path / "scripts")
+    folder = tmp_path_factory.mktemp("turns")
+    return patched(request.param, ["benchmark/variants/turns.patch"], folder)
 
 
 @pytest.fixture
 def flags(world, tmp_path):
-    """flags(name): those of a run with this environment, in which most episodes have several turns."""
+    """flags(name): those of a run with this environment. Most episodes have several turns."""
+    (tmp_path / "talk.py").write_text(ENVIRONMENT)
 
     def flags(name="talks"):
-        rewarded = dict(model_path=world.many_eos, reward=f"{tmp_path}/talk.py:kinds", response_length=14)
-        return rewarded | dict(environment=f"{tmp_path}/talk.py:{name}", ref_model_path=world.reference, k=3)
+        return dict(
+            model_path=world.many_eos,
+            ref_model_path=world.reference,
+            reward=f"{tmp_path}/talk.py:kinds",
+            environment=f"{tmp_path}/talk.py:{name}",
+            response_length=14,
+            k=3,
+        )
 
     return flags
 
@@ -176,77 +182,88 @@ def conversations(folder):
     return [json.loads(line) for line in (folder / "calls_0").read_text().splitlines()]
 
 
+def is_grpo(script):
+    return script.__name__.startswith("grpo")
+
+
 def check_passes(rows, policy, reference, gradients, script):
-    """The log-probabilities, and the gradient, are those of plain passes over the tokens of the policy."""
+    """The log-probabilities, and the gradient, are those of plain passes over the policy's
+    tokens."""
     models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in (policy, reference)]
     for row in rows:
         mask = torch.tensor(row["mask"])
         prompt = make_tokenizer()(row["prompt"])["input_ids"]
-        expected = [plain_logprobs(model, prompt, row["token_ids"]) for model in models]
-        for name, of_all in zip(("logprobs", "ref_logprobs"), expected):
-            assert row[name] == pytest.approx((of_all * mask).tolist(), abs=1e-4)
-        divisor = mask.sum() if script.__name__.startswith("grpo") else 1
-        (-row["advantage"] * (expected[0] * mask).sum() / divisor / len(rows)).backward()
-    assert distance([p.grad for p in models[0].parameters()], gradients) < 1e-4
+        logprobs, ref_logprobs = [mask * plain_logprobs(m, prompt, row["token_ids"]) for m in models]
+        assert row["logprobs"] == approx(logprobs.tolist(), abs=1e-4)
+        assert row["ref_logprobs"] == approx(ref_logprobs.tolist(), abs=1e-4)
+        divisor = mask.sum() if is_grpo(script) else 1
+        (-row["advantage"] * logprobs.sum() / divisor / len(rows)).backward()
+    found = [parameter.grad for parameter in models[0].parameters()]
+    assert distance(found, gradients) < 1e-4
 
 
-def test_only_the_tokens_of_the_policy_are_trained(turns, flags, run, world, updates, tmp_path):
-    """Those of the environment are read, and count nowhere: not in gradients, KL, entropy or lengths."""
-    kl_coef = 0.0 if turns.__name__.startswith("grpo") else 0.05
+def test_only_the_tokens_of_the_policy_are_trained(turns, flags, run, world, updates):
+    """Those of the environment are read, and count nowhere: not in gradients, KL, entropy or
+    lengths."""
+    kl_coef = 0.0 if is_grpo(turns) else 0.05
     ran = run(turns, **flags(), kl_coef=kl_coef, total_episodes=12)
-    rows, metrics = ran.rollouts, ran.metrics[0]
+    rows = ran.rollouts
+    [line] = ran.metrics
     check_passes(rows, world.many_eos, world.reference, updates[0].gradients, turns)
-    own = [[ratio for ratio, is_own in zip(row["logprobs"], row["mask"]) if is_own] for row in rows]
-    assert metrics["response_length_mean"] == pytest.approx(sum(map(len, own)) / 12)
-    assert metrics["objective/entropy"] == pytest.approx(-sum(map(sum, own)) / 12, rel=1e-4)
-    kl = sum(sum(row["logprobs"]) - sum(row["ref_logprobs"]) for row in rows) / 12
-    assert metrics["objective/kl"] == pytest.approx(kl, rel=1e-4)
-    assert metrics["val/sampling_logprob_difference"] < 1e-4
+    logprobs = np.mean([sum(row["logprobs"]) for row in rows])  # 0 for tokens of the environment
+    ref_logprobs = np.mean([sum(row["ref_logprobs"]) for row in rows])
+    assert line["response_length_mean"] == approx(np.mean([sum(row["mask"]) for row in rows]))
+    assert line["objective/entropy"] == approx(-logprobs, rel=1e-4)
+    assert line["objective/kl"] == approx(logprobs - ref_logprobs, rel=1e-4)
+    assert line["val/sampling_logprob_difference"] < 1e-4
     assert len({len(row["completion"]) for row in rows}) > 2  # One, two and more turns.
 
 
 def test_an_episode_is_the_conversation(turns, flags, run, tmp_path):
-    """Ids are appended. A call has the episodes that go on. The policy has at most --max-turns turns."""
+    """Ids are appended. A call has the episodes that go on. The policy has at most --max-turns
+    turns."""
     rows = run(turns, **flags(), total_episodes=12, max_turns=2).rollouts
-    calls = conversations(tmp_path)
-    assert [len(prompts) for prompts, _ in calls][0] <= 12 and len(calls) == 1
+    [[prompts, asked]] = conversations(tmp_path)
+    assert len(prompts) == len(asked) <= 12
     for row in rows:
-        roles = [message["role"] for message in row["completion"]]
-        assert roles == (["assistant", "user"] * 3)[: len(roles)] and len(roles) in (1, 3)
-        kept = "".join(VOCAB[token] for token in row["token_ids"] if token > EOS)
-        assert kept == "".join(message["content"] for message in row["completion"])
-        texts = "".join(VOCAB[token] for token, own in zip(row["token_ids"], row["mask"]) if not own)
-        assert texts == "".join(message["content"] for message in row["completion"][1::2])
-        asked = [chat for _, chats in calls for chat in chats if chat == row["completion"][: len(chat)]]
-        assert len(row["token_ids"]) <= 14 and len(asked) >= len(roles) // 2
-        assert row["ended"] or len(row["token_ids"]) >= 14 - 4  # A text of up to 4 tokens did not fit.
+        chat = row["completion"]
+        roles = [message["role"] for message in chat]
+        assert roles in (["assistant"], ["assistant", "user", "assistant"])
+        assert len(chat) == 1 or chat[:1] in asked
+        texts = [message["content"] for message in chat]
+        tokens = [VOCAB[token] for token in row["token_ids"]]
+        assert "".join(texts) == "".join(token for token in tokens if token[0] != "<")
+        others = [token for token, is_own in zip(tokens, row["mask"]) if not is_own]
+        assert "".join(others) == "".join(texts[1::2])
+        assert len(tokens) <= 14
+        assert row["ended"] or len(tokens) >= 14 - 4  # A text of up to 4 tokens did not fit.
 
 
 def test_an_environment_that_is_silent_changes_nothing(turns, flags, run):
-    """Bit for bit the run of the script without the patch, but for the form of completions, and the mask."""
-    results = []
-    for script in (MODULES[turns.__name__.split("_")[0]], turns):
-        own = flags("silent")
-        if script is not turns:
-            del own["environment"]
-        metrics, weights, rollouts = result_of(run(script, **own).folder)
-        rows = [json.loads(line) for line in rollouts.splitlines()]
-        for row in rows:
-            assert all(row.pop("mask", [True]))
-            if script is turns:
-                [message] = row["completion"]
-                row["completion"] = message["content"]
-        results.append((metrics, weights, rows))
-    assert results[0] == results[1]
-    assert result_of(run(turns, **own).folder)[:2] == results[0][:2]  # without an environment
+    """Bit for bit the run of the script without the patch, but for the form of completions, and the
+    mask."""
+    own = flags("silent")
+    metrics, weights, rollouts = result_of(run(turns, **own).folder)
+    del own["environment"]
+    plain = result_of(run(MODULES[turns.__name__.split("_")[0]], **own).folder)
+    assert (metrics, weights) == plain[:2]
+    for line, other in zip(rollouts.splitlines(), plain[2].splitlines(), strict=True):
+        row = json.loads(line)
+        assert all(row.pop("mask"))
+        [message] = row["completion"]
+        assert row | dict(completion=message["content"]) == json.loads(other)
+    assert result_of(run(turns, **own).folder)[:2] == plain[:2]  # without an environment
 
 
 def test_a_text_that_does_not_fit_cuts_the_episode_off(turns, flags, run):
     rows = run(turns, **flags("sometimes_long"), total_episodes=24).rollouts
-    cut = [row for row in rows if len(row["completion"][0]["content"]) % 2 and len(row["token_ids"]) < 14]
-    assert cut and len(cut) < 24
+    is_long = [len(row["completion"][0]["content"]) % 2 for row in rows]
+    cut = [row for row, long in zip(rows, is_long) if long and len(row["token_ids"]) < 14]
+    assert 0 < len(cut) < 24
     for row in cut:
-        assert not row["ended"] and all(row["mask"]) and len(row["completion"]) == 1
+        assert not row["ended"]
+        assert all(row["mask"])
+        assert len(row["completion"]) == 1
 
 
 MISTAKES = {
@@ -268,36 +285,48 @@ def test_a_mistake_of_the_environment_is_clear(turns, flags, run, name):
 
 
 CHAT = (
-    "{% for m in messages %}{{ '=' if m['role'] == 'user' else '-' }}{{ m['content'] }}<eos>+{% endfor %}"
+    "{% for m in messages %}{{ '=' if m['role'] == 'user' else '-' }}"
+    "{{ m['content'] }}<eos>+{% endfor %}"
     "{{ mark or '-' if add_generation_prompt else '' }}"
 )
 
 
 def test_the_template_wraps_a_text_in_a_chat(turns, flags, run, world, updates, tmp_path):
-    """The tokens of an episode are those of the rendered conversation. The end of a turn is there once: also where the
-    policy ends it with a token that the template does not write."""
-    policy, tokenizer = shutil.copytree(world.many_eos, tmp_path / "policy"), make_tokenizer()
+    """The tokens of an episode are those of the rendered conversation. The end of a turn is there
+    once: also where the policy ends it with a token that the template does not write."""
+    policy = shutil.copytree(world.many_eos, tmp_path / "policy")
+    tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(policy)
-    rows = [{"prompt": [{"role": "user", "content": text}], "answer": "1", "number": 1} for text in ("12", "3", "4+4")]
+    rows = []
+    for text in ("12", "3", "4+4"):
+        rows.append({"prompt": [{"role": "user", "content": text}], "answer": "1", "number": 1})
     rows[0]["chat_template_kwargs"] = {"mark": "f-"}
     own = flags() | dict(model_path=str(policy), dataset=write_jsonl(tmp_path / "chat.jsonl", rows), response_length=24)
     ran = run(turns, **own, kl_coef=0.0, total_episodes=24)
     ends = set()
     for row in ran.rollouts:
-        numbers = [i for i, token in enumerate(row["token_ids"]) if not row["mask"][i]]
-        text = "".join(VOCAB[row["token_ids"][i]] for i in numbers)
-        last = [row["token_ids"][i - 1] for i in numbers if row["mask"][i - 1]]
         marker = "f-" if row["row"] == 0 else "-"
-        texts = [message["content"] for message in row["completion"][1::2]]
-        assert text == "".join("<eos>" * (end != EOS) + f"+={x}<eos>+{marker}" for end, x in zip(last, texts))
-        ends |= set(last)
-    assert EOS in ends and len(ends) > 1
+        expected = ""
+        texts = iter(row["completion"][1::2])
+        text = ""
+        for i, token in enumerate(row["token_ids"]):
+            if row["mask"][i]:
+                continue
+            text += VOCAB[token]
+            end = row["token_ids"][i - 1]
+            if row["mask"][i - 1]:  # The text of the environment begins here.
+                ends.add(end)
+                expected += "" if end == EOS else "<eos>"
+                expected += f"+={next(texts)['content']}<eos>+{marker}"
+        assert text == expected
+    assert EOS in ends
+    assert len(ends) > 1
     check_passes(ran.rollouts[:12], str(policy), world.reference, updates[0].gradients, turns)
 
 
 def test_the_last_message_is_the_answer(turns):
-    chat = [{"role": r, "content": c} for r, c in (("assistant", "3"), ("user", "no"), ("assistant", "4"))]
+    chat = [{"role": "assistant", "content": text} for text in ("3", "4")]
     assert turns.exact_match([chat, chat, "4"], ["4", "3", 4]) == [1, 0, 1]
 
 
@@ -307,18 +336,21 @@ def test_two_processes_make_the_same_run(turns, flags, run, world, tmp_path):
     ran = run(turns, **flags(), per_device_rollout_batch_size=5)
     calls = conversations(tmp_path)
     (tmp_path / "calls_0").unlink()
-    both = base_flags(world) | flags()
-    finished = launch(turns, 2, tmp_path, both | dict(output_dir=tmp_path / "out"))
+    both = base_flags(world) | flags() | dict(output_dir=tmp_path / "out")
+    finished = launch(turns, 2, tmp_path, both)
     assert finished.returncode == 0, finished.stderr
     compare_runs(ran.folder, tmp_path / "out")
-    assert conversations(tmp_path) == calls and not (tmp_path / "calls_1").exists()
+    assert conversations(tmp_path) == calls
+    assert not (tmp_path / "calls_1").exists()
     finished = launch(turns, 2, tmp_path, both | flags("fails") | dict(output_dir=tmp_path / "failed"))
-    assert finished.returncode != 0 and "KeyError: 'the tool is gone'" in finished.stderr
+    assert finished.returncode != 0
+    assert "KeyError: 'the tool is gone'" in finished.stderr
 
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on(turns, flags, run, world, tmp_path):
-    """kill -9 after the first iteration. The run that resumes is bit for bit the run that was never stopped."""
+    """kill -9 after the first iteration. The run that resumes is bit for bit the run that was
+    never stopped."""
     expected = result_of(run(turns, **flags(), save_every=1, total_episodes=36).folder)
     (tmp_path / "calls_0").unlink()
     again = base_flags(world) | flags("killed") | dict(save_every=1, total_episodes=36, resume=True)
