@@ -273,6 +273,14 @@ def list_of_columns(prompts, completions, **_):
 def silent(prompts, **_):
     return [None] * len(prompts)
 
+def unsure(prompts, completions, **_):
+    """The reward `letters`, but None for a completion with an "a"."""
+    return [None if "a" in c else s for c, s in zip(completions, letters(prompts, completions))]
+
+def unsure_parts(prompts, completions, **_):
+    length = [None if len(c) < 4 else 0.5 * len(c) for c in completions]
+    return {"letters": unsure(prompts, completions), "length": length, "never": silent(prompts)}
+
 def five(prompts, **_):
     return [5] * len(prompts)
 
