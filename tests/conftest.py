@@ -284,6 +284,10 @@ def unsure_parts(prompts, completions, **_):
 def five(prompts, **_):
     return [5] * len(prompts)
 
+def large(prompts, **_):
+    """Three numbers, of which float32 knows only two."""
+    return [2.0**24 + i % 3 for i in range(len(prompts))]
+
 calls = 0
 
 async def answer():
