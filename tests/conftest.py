@@ -480,6 +480,25 @@ def refuses(run, tmp_path):
 
 
 @pytest.fixture
+def killed(run):
+    """killed(script, strike, **flags): the run of a forked process ends by SIGKILL. strike: a
+    function that prepares this there"""
+
+    def killed(script, strike, **flags):
+        child = os.fork()
+        if child == 0:
+            try:
+                strike()
+                run(script, **flags)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), "the moment never came"
+
+    return killed
+
+
+@pytest.fixture
 def updates(monkeypatch):
     """A list with an entry for each optimizer step: weights and gradients of all parameters, and
     the learning rate."""
@@ -664,6 +683,7 @@ def changed_copy(script, folder, old, new):
 
 # a `program` that shards the weights over CPU processes
 FSDP2 = HERE / "benchmark" / "hardware" / "fsdp2_cpu.py"
+KILLS = HERE / "benchmark" / "hardware" / "kill_and_resume.py"
 
 
 def launched(script, processes, folder, flags, **more):
