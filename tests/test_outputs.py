@@ -1,4 +1,4 @@
-"""What a run leaves: rows of its rollouts, checkpoints that load, and completions that a stop string ended."""
+"""What a run leaves: rows of its rollouts, checkpoints that load, and what a stop string ended."""
 
 import datetime
 from functools import partial
@@ -29,7 +29,8 @@ KEPT = dict(keep_checkpoints=3, save_every=1, num_train_epochs=7.0, response_len
 
 
 def test_a_row_of_the_dataset_can_be_joined(script, run, world, tmp_path):
-    """`row` counts dropped prompts, too. `columns` are the other columns. `ended` is not guessed from ids."""
+    """`row` counts dropped prompts, too. `columns` are the other columns. `ended` is not guessed
+    from ids."""
     rows = [{"prompt": "1" * length, "score": length} for length in (9, 1, 8, 2, 3)]
     found = run(
         script,
