@@ -22,20 +22,16 @@ def without_none(values):
 
 @only("grpo")
 def test_grpo_advantages_without_some_scores(script):
-    """By hand, for each --scale-rewards. Deviations are those of the scores that are there. The
-    last two groups have no two different scores."""
-    scores = [1.0, NAN, 2.0, 6.0, 5.0, NAN, NAN, 2.0, NAN, 7.0, NAN, NAN, 0.1, 0.1, NAN, NAN]
-    first = statistics.stdev([1, 2, 6])
-    second = statistics.stdev([5, 2])
-    both = statistics.stdev([1, 2, 6, 5, 2, 7, 0.1, 0.1])
-    for scale, a, b in (("none", 1, 1), ("group", first, second), ("batch", both, both)):
-        advantages = script.grpo_advantages(torch.tensor(scores), 4, scale).tolist()
-        expected = [-2 / a, 0, -1 / a, 3 / a, 1.5 / b, 0, 0, -1.5 / b]
-        assert advantages[:8] == pytest.approx(expected, rel=1e-4)
-        assert advantages[8:] == [0.0] * 8
-        # The whole batch has one score.
-        alone = script.grpo_advantages(torch.tensor([3.0, NAN, NAN, NAN]), 4, scale)
-        assert alone.tolist() == [0.0] * 4
+    """By hand. The deviation of the batch is that of the scores that are there. The last two groups
+    have no two different scores. A batch may have only one score."""
+    scores = [1.0, NAN, 2.0, 6.0, 5.0, NAN, NAN, 2.0, 0.1, 0.1, NAN, NAN, NAN, 7.0, NAN, NAN]
+    expected = [-2, 0, -1, 3, 1.5, 0, 0, -1.5] + [0] * 8
+    deviation = statistics.stdev([1, 2, 6, 5, 2, 0.1, 0.1, 7])
+    for scale, divisor in (("none", 1), ("batch", deviation)):
+        advantages = script.grpo_advantages(torch.tensor(scores), 4, scale) * divisor
+        assert advantages.tolist() == pytest.approx(expected, rel=1e-4)
+        alone = script.grpo_advantages(torch.tensor(scores[12:]), 4, scale)
+        assert alone.tolist() == [0] * 4
 
 
 def plain_advantages(script, rewards):
