@@ -349,8 +349,8 @@ def test_processes_share_every_episode_once(script, monkeypatch):
 
 # ===================================== 5  the schedule ======================================
 def schedule_rates(name, learning_rate, warmup_steps, steps):
-    """The learning rate of each update in a schedule over exactly `steps`, and the value at which it
-    stands then."""
+    """The learning rate of each update in a schedule over exactly `steps`, and the value at which
+    it stands then."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=learning_rate)
     scheduler = transformers.get_scheduler(name, optimizer, warmup_steps, steps)
     rates = []

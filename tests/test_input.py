@@ -404,8 +404,8 @@ def test_models_that_are_not_there(script, refuses, tmp_path):
 
 @one_text
 def test_a_folder_without_a_whole_model(script, refuses, world, tmp_path):
-    """The tokenizer is missing, or there are only LoRA adapters. The message names the flag and says
-    what to do."""
+    """The tokenizer is missing, or there are only LoRA adapters. The message names the flag and
+    says what to do."""
     no_tokenizer = Path(shutil.copytree(world.llama, tmp_path / "no_tokenizer"))
     for file in no_tokenizer.glob("tokenizer*"):
         file.unlink()

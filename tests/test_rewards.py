@@ -63,8 +63,8 @@ def chat_policy(world, folder):
 
 @one_text
 def test_a_reward_is_called_as_trl_calls_it(script, run, tmp_path, world):
-    """It is called once in an iteration, by keywords: prompts, completions, completion_ids, and each
-    other column.
+    """It is called once in an iteration, by keywords: prompts, completions, completion_ids, and
+    each other column.
 
     Every keyword has a list. completion_ids include the EOS. A column that a row lacks is None
     there. Where the prompt of a row is a list of messages, its completion is one, too."""
@@ -154,7 +154,8 @@ def changing(prompts, completions, completion_ids, tags, **_):
 
 @one_text
 def test_a_reward_may_change_what_it_gets(script, run, world, tmp_path):
-    """Each episode has its own copy. Neither its group nor a later draw of its prompt sees a change."""
+    """Each episode has its own copy. Neither its group nor a later draw of its prompt sees a
+    change."""
     (world.folder / "changing.py").write_text(CHANGING)
     rows = [{"prompt": prompt, "tags": ["a"] * 5} for prompt in ("1+1=", "2+2=")]
     flags = dict(dataset=write_jsonl(tmp_path / "tags.jsonl", rows))
