@@ -1,12 +1,13 @@
-"""What all tests share: the scripts as modules, tiny models and datasets, runs in this process and under a launcher.
+"""What all tests share: scripts as modules, tiny models and datasets, and runs of the scripts.
 
     pytest                 the fast tests; they need no GPU and no network
     pytest -m slow         the tests that start several programs or take long
     pytest -k rloo         the tests of one script
 
-The tests import the scripts. They never copy code from them. The models are tiny and random, and they are made here.
-Their weights are large enough that a wrong position, temperature or mask changes the results clearly. Some tests
-compute what a script should compute. They do so in the slowest and plainest way: one episode and one token at a time.
+The tests import the scripts. They never copy code from them. The models are tiny and random, and
+they are made here. Their weights are large enough that a wrong position, temperature or mask
+changes the results clearly. Some tests compute what a script should compute. They do so in the
+slowest and plainest way: one episode and one token at a time.
 """
 
 import contextlib
@@ -24,7 +25,9 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 # This must come before torch is imported. Each worker of the tests has one core.
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["ACCELERATE_USE_CPU"] = "true"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
@@ -35,6 +38,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GenerationConfig,
@@ -43,7 +47,8 @@ from transformers import (
 
 HERE = Path(__file__).resolve().parent.parent
 VOCAB = ["<pad>", "<eos>", *"0123456789+-= abcdef"]
-PAD, EOS = 0, 1
+PAD = 0
+EOS = 1
 
 # A launcher sets these variables. The tests begin without them.
 for name in ("ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "WORLD_SIZE", "RANK", "LOCAL_RANK"):
@@ -54,7 +59,7 @@ transformers.utils.logging.disable_progress_bar()
 
 def is_script(path):
     text = path.read_text(encoding="utf-8")
-    return bool(re.search(r"^class Args\b", text, re.M) and re.search(r"^def batch_arithmetic\(", text, re.M))
+    return "\nclass Args:" in text and "\ndef batch_arithmetic(" in text
 
 
 def import_file(path):
@@ -66,10 +71,12 @@ def import_file(path):
     return module
 
 
-# MODULES has every script in the folder by name, also your copy of one. SCRIPTS names the three of this repository.
+# MODULES has every script in the folder by name, also your copy of one. SCRIPTS names the three of
+# this repository.
 MODULES = {path.stem: import_file(path) for path in sorted(HERE.glob("*.py")) if is_script(path)}
 SCRIPTS = [name for name in ("rloo", "grpo", "ppo") if name in MODULES]
-gc.freeze()  # Here and below: otherwise the garbage collector looks through all objects at the end of each run.
+# Here and below: otherwise the garbage collector looks through all objects after each run.
+gc.freeze()
 
 
 @pytest.fixture(params=SCRIPTS)
@@ -79,23 +86,29 @@ def script(request):
 
 def only(*names):
     """Run a test on these scripts only, if they exist."""
-    return pytest.mark.parametrize("script", [MODULES[n] for n in names if n in MODULES], ids=lambda m: m.__name__)
+    modules = [MODULES[name] for name in names if name in MODULES]
+    return pytest.mark.parametrize("script", modules, ids=lambda module: module.__name__)
 
 
-one_text = only("rloo")  # For code that is the same text in all three scripts. test_scripts.py checks that it is.
+# For code that is the same text in all three scripts. test_scripts.py checks that it is.
+one_text = only("rloo")
 
 
 def group_flag(script):
-    """The name of the flag that the property `k` reads. None in PPO, where a group is one episode."""
-    found = re.search(r"^    k = property\(lambda self: self\.(\w+)\)", Path(script.__file__).read_text(), re.M)
+    """The flag that the property `k` reads. None in PPO, where a group is one episode."""
+    source = Path(script.__file__).read_text()
+    found = re.search(r"^    k = property\(lambda self: self\.(\w+)\)", source, re.M)
     return found and found[1]
 
 
 def with_group(script, flags):
-    """The same flags, but `k` has the name that it has in the script. PPO has no such flag, so `k` is left out."""
+    """The same flags, but `k` has its name in the script. PPO has none, so it is left out."""
     flags = dict(flags)
-    k, name = flags.pop("k", None), group_flag(script)
-    return flags | {name: k} if name and k is not None else flags
+    k = flags.pop("k", None)
+    name = group_flag(script)
+    if name is not None and k is not None:
+        flags[name] = k
+    return flags
 
 
 def make_args(script, **flags):
@@ -113,17 +126,16 @@ def write_jsonl(path, rows):
 
 def make_rows(prompts):
     """Rows of a dataset. The column `number` says which prompt it is."""
-    return [{"prompt": prompt, "answer": "1", "number": number} for number, prompt in enumerate(prompts)]
+    return [dict(prompt=prompt, answer="1", number=number) for number, prompt in enumerate(prompts)]
 
 
 def make_prompts(count, seed=0):
     """Different prompts of very different lengths, 1 to 16 characters."""
     rng = random.Random(seed)
-    prompts = []
+    prompts = {}
     while len(prompts) < count:
-        prompt = "".join(rng.choices("0123456789+-=", k=rng.randint(1, 16)))
-        prompts += [prompt] if prompt not in prompts else []
-    return prompts
+        prompts["".join(rng.choices("0123456789+-=", k=rng.randint(1, 16)))] = True
+    return list(prompts)
 
 
 def make_tokenizer(pad_token="<pad>"):
@@ -131,9 +143,11 @@ def make_tokenizer(pad_token="<pad>"):
     backend = Tokenizer(WordLevel({token: i for i, token in enumerate(VOCAB)}))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    names = ["input_ids", "attention_mask"]
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token=pad_token, eos_token="<eos>", model_input_names=names
+        tokenizer_object=backend,
+        pad_token=pad_token,
+        eos_token="<eos>",
+        model_input_names=["input_ids", "attention_mask"],
     )
 
 
@@ -141,42 +155,53 @@ def encode(text):
     return [VOCAB.index(character) for character in text]
 
 
-COMMON = dict(vocab_size=len(VOCAB), bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD, initializer_range=0.4)
+COMMON = dict(vocab_size=len(VOCAB), bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
+COMMON["initializer_range"] = 0.4
 SHAPE = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-SHAPE |= dict(max_position_embeddings=64)
+SHAPE["max_position_embeddings"] = 64
 GROUPED = SHAPE | dict(num_key_value_heads=1, head_dim=8)
-GPT2_SHAPE = dict(n_embd=16, n_layer=2, n_head=2, n_positions=64)
-BART_SHAPE = dict(d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2)
-VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-VISION |= dict(image_size=14, patch_size=7)
-MAMBA = dict(attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False)
-GEMMA3_LAYERS = ["sliding_attention", "full_attention"]
-ARCHITECTURES = {
-    "llama": (transformers.LlamaConfig, SHAPE),
-    "qwen3": (transformers.Qwen3Config, GROUPED),
-    "neox": (transformers.GPTNeoXConfig, SHAPE | dict(rotary_pct=1.0)),
+ARCHITECTURES = {  # what a config needs; its model_type is this name, where nothing else is said
+    "llama": SHAPE,
+    "qwen3": GROUPED,
+    "neox": SHAPE | dict(model_type="gpt_neox", rotary_pct=1.0),
     # This one has absolute positions, and every dropout is on.
-    "gpt2": (transformers.GPT2Config, GPT2_SHAPE | dict(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)),
+    "gpt2": dict(n_embd=16, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
     # These have attention windows that are shorter than prompts or capped logits.
-    "mistral": (transformers.MistralConfig, SHAPE | dict(num_key_value_heads=1, sliding_window=4)),
-    "gemma2": (transformers.Gemma2Config, GROUPED | dict(sliding_window=4)),
-    "gemma3": (transformers.Gemma3TextConfig, GROUPED | dict(sliding_window=4, layer_types=GEMMA3_LAYERS)),
+    "mistral": SHAPE | dict(num_key_value_heads=1, sliding_window=4),
+    "gemma2": GROUPED | dict(sliding_window=4),
+    "gemma3": GROUPED
+    | dict(model_type="gemma3_text", sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
     # Text gives no gradient to the weights for images.
-    "images": (transformers.Gemma3Config, dict(text_config=COMMON | GROUPED, vision_config=VISION)),
-    # Padding changes what BART's decoder gives. Jamba cannot go on from the cache of a shared prompt.
-    "bart": (transformers.BartConfig, BART_SHAPE | dict(max_position_embeddings=64, init_std=0.4)),
-    "jamba": (transformers.JambaConfig, GROUPED | MAMBA | dict(num_experts=2)),
-    # The trunk of this one gives 8 numbers for a token. The next one draws experts at random in train mode.
-    "opt": (transformers.OPTConfig, SHAPE | dict(word_embed_proj_dim=8, do_layer_norm_before=False, init_std=0.4)),
-    "phimoe": (transformers.PhimoeConfig, GROUPED | dict(num_local_experts=2, router_jitter_noise=0.5)),
-    "bert": (transformers.BertConfig, SHAPE),
-    "phi3": (transformers.Phi3Config, SHAPE | dict(num_key_value_heads=1)),
-    # These change what their head gives, each with the setting that does it. Its default may be 1; MPT has None.
-    "capped": (transformers.Gemma2Config, GROUPED | dict(final_logit_softcapping=2.0)),
-    "cohere": (transformers.CohereConfig, GROUPED | dict(logit_scale=0.25)),
-    "cohere2": (transformers.Cohere2Config, GROUPED | dict(logit_scale=3.0)),
-    "granite": (transformers.GraniteConfig, SHAPE | dict(logits_scaling=4.0)),
-    "mpt": (transformers.MptConfig, dict(d_model=16, n_heads=2, n_layers=2, max_seq_len=64)),
+    "images": dict(
+        model_type="gemma3",
+        text_config=COMMON | GROUPED,
+        vision_config=SHAPE | dict(num_hidden_layers=1, image_size=14, patch_size=7),
+    ),
+    # Padding changes what BART's decoder gives.
+    "bart": dict(
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        max_position_embeddings=64,
+        init_std=0.4,
+    ),
+    # Jamba cannot go on from the cache of a shared prompt.
+    "jamba": GROUPED | dict(attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False, num_experts=2),
+    # The trunk of this one gives 8 numbers for a token.
+    "opt": SHAPE | dict(word_embed_proj_dim=8, do_layer_norm_before=False, init_std=0.4),
+    # This one draws experts at random in train mode.
+    "phimoe": GROUPED | dict(num_local_experts=2, router_jitter_noise=0.5),
+    "bert": SHAPE,
+    "phi3": SHAPE | dict(num_key_value_heads=1),
+    # These change what their head gives, each with the setting that does it. Its default may be 1.
+    # MPT has None.
+    "capped": GROUPED | dict(model_type="gemma2", final_logit_softcapping=2.0),
+    "cohere": GROUPED | dict(logit_scale=0.25),
+    "cohere2": GROUPED | dict(logit_scale=3.0),
+    "granite": SHAPE | dict(logits_scaling=4.0),
+    "mpt": dict(d_model=16, n_heads=2, n_layers=2, max_seq_len=64),
 }
 
 
@@ -189,14 +214,10 @@ WINDOWS = slow("mistral", "gemma2", "gemma3")
 CHANGED_LOGITS = slow("capped", "cohere", "cohere2", "granite", "mpt")
 
 
-def make_config(architecture, **changes):
-    config_class, shape = ARCHITECTURES[architecture]
-    return config_class(**COMMON | shape | changes)
-
-
 def make_model(architecture, auto_class=AutoModelForCausalLM, seed=0, **changes):
     torch.manual_seed(seed)
-    return auto_class.from_config(make_config(architecture, **changes)).eval()
+    settings = COMMON | dict(model_type=architecture) | ARCHITECTURES[architecture] | changes
+    return auto_class.from_config(AutoConfig.for_model(**settings)).eval()
 
 
 def save_model(folder, architecture="llama", eos_ids=EOS, tokenizer=None, **config):
@@ -208,10 +229,10 @@ def save_model(folder, architecture="llama", eos_ids=EOS, tokenizer=None, **conf
     return str(folder)
 
 
-def save_classifier(folder, labels=1, pad_token_id=PAD, seed=3, tokenizer=None, architecture="llama", **config):
+def save_classifier(folder, architecture="llama", labels=1, seed=3, tokenizer=None, **config):
     """Save a reward model. Returns its folder and the model."""
-    config |= dict(num_labels=labels, pad_token_id=pad_token_id)
-    model = make_model(architecture, AutoModelForSequenceClassification, seed=seed, **config)
+    auto_class = AutoModelForSequenceClassification
+    model = make_model(architecture, auto_class, seed, num_labels=labels, **config)
     model.save_pretrained(folder)
     (tokenizer or make_tokenizer()).save_pretrained(folder)
     return str(folder), model
@@ -223,20 +244,28 @@ import numpy, torch
 
 def letters(prompts, completions, **_):
     """Other scores for each completion of a prompt, and for each prompt."""
-    return [len(set(c)) + 0.3 * c.count("1") - 0.1 * len(c) * (len(p) % 3) for p, c in zip(prompts, completions)]
+    scores = []
+    for prompt, text in zip(prompts, completions):
+        length = 0.1 * len(text) * (len(prompt) % 3)
+        scores.append(len(set(text)) + 0.3 * text.count("1") - length)
+    return scores
 
 def small(prompts, completions, **_):
     """A twentieth of `letters`."""
     return [score / 20 for score in letters(prompts, completions)]
 
 def seldom(prompts, completions, **_):
-    """Other scores for each completion of every third prompt. For the other prompts all scores are 0.1, and rounding
-    makes their mean another number."""
+    """Other scores for each completion of every third prompt. For the other prompts all scores are
+    0.1, and rounding makes their mean another number."""
     return [len(set(c)) if len(p) % 3 == 0 else 0.1 for p, c in zip(prompts, completions)]
 
 def ranks(completions, **_):
     """The place of each completion in its group of three."""
-    return [sum(other < c for other in completions[i - i % 3 : i - i % 3 + 3]) for i, c in enumerate(completions)]
+    places = []
+    for first in range(0, len(completions), 3):
+        group = completions[first : first + 3]
+        places += [sum(other < text for other in group) for text in group]
+    return places
 
 def squares(prompts, **_):
     """No score is the mean of its group."""
@@ -247,7 +276,8 @@ def number(number, **_):
     return [float(n) for n in number]
 
 def parts(completions, **_):
-    return {"length": [float(len(c)) for c in completions], "ones": numpy.array([c.count("1") for c in completions])}
+    ones = numpy.array([text.count("1") for text in completions])
+    return {"length": [float(len(text)) for text in completions], "ones": ones}
 
 def numpy_array(prompts, completions, **_):
     return numpy.array(letters(prompts, completions))
@@ -273,29 +303,52 @@ def list_of_columns(prompts, completions, **_):
 def silent(prompts, **_):
     return [None] * len(prompts)
 
+def unsure(prompts, completions, **_):
+    """The reward `letters`, but None for a completion with an "a"."""
+    return [None if "a" in c else s for c, s in zip(completions, letters(prompts, completions))]
+
+def unsure_parts(prompts, completions, **_):
+    length = [None if len(c) < 4 else 0.5 * len(c) for c in completions]
+    return {"letters": unsure(prompts, completions), "length": length, "never": silent(prompts)}
+
 def five(prompts, **_):
     return [5] * len(prompts)
+
+def large(prompts, **_):
+    """Three numbers, of which float32 knows only two."""
+    return [2.0**24 + i % 3 for i in range(len(prompts))]
 
 calls = 0
 
 async def answer():
     return [1.0]
 
-def second_call(value):
+FAULTS = {  # what a faulty reward returns in place of its scores
+    "nan": lambda scores: [*scores[1:], float("nan")],
+    "inf": lambda scores: [*scores[1:], float("inf")],
+    "huge": lambda scores: [*scores[1:], 1e39],
+    "none": lambda scores: [*scores[1:], None],
+    "text": lambda scores: [*scores[1:], "one"],
+    "rows": lambda scores: [{"score": score} for score in scores],
+    "wrong_count": lambda scores: scores[1:],
+    "forgotten": lambda scores: None,
+    "empty": lambda scores: {},
+    "reserved": lambda scores: {"reward_model": scores},
+    "unequal": lambda scores: {"a": scores, "b": scores[1:]},
+    "coroutine": lambda scores: answer(),
+}
+
+def second_call(fault):
     """A reward function that works at its first call and fails at its second."""
     def faulty(prompts, completions, **_):
         global calls
         calls += 1
-        values = letters(prompts, completions)
-        if calls == 2 and value == "raises":
+        scores = letters(prompts, completions)
+        if calls != 2:
+            return scores
+        if fault == "raises":
             raise KeyError("the verifier is gone")
-        if calls == 2 and value == "coroutine":
-            return answer()
-        faults = {"wrong count": values[1:], "empty": {}, "reserved": {"reward_model": values}, "forgotten": None}
-        faults |= {"unequal": {"a": values, "b": values[1:]}, "rows": [{"score": value} for value in values]}
-        if calls == 2:
-            return faults[value] if value in faults else values[:-1] + [value]
-        return values
+        return FAULTS[fault](scores)
     return faulty
 
 def stops_once(prompts, completions, **_):
@@ -308,10 +361,8 @@ def stops_once(prompts, completions, **_):
         raise KeyError("stopped")
     return letters(prompts, completions)
 
-nan, inf, huge, none = second_call(float("nan")), second_call(float("inf")), second_call(1e39), second_call(None)
-text, raises, wrong_count = second_call("one"), second_call("raises"), second_call("wrong count")
-empty, reserved, rows = second_call("empty"), second_call("reserved"), second_call("rows")
-unequal, forgotten, coroutine = second_call("unequal"), second_call("forgotten"), second_call("coroutine")
+for fault in [*FAULTS, "raises"]:
+    globals()[fault] = second_call(fault)
 '''
 
 
@@ -323,7 +374,8 @@ POLICIES = {  # the arguments of `save_model`
     "reference": dict(seed=1),
     "mild": dict(initializer_range=0.1, eos_ids=MANY_EOS),
     "many_eos": dict(eos_ids=MANY_EOS),
-    # <pad> is an ordinary token for these two policies. The first one emits it, the second one pads with its EOS.
+    # <pad> is an ordinary token for these two policies. The first one emits it, the second one pads
+    # with its EOS.
     "emits_pad": dict(seed=2, eos_ids=[EOS, 7]),
     "pad_is_eos": dict(pad_token_id=EOS, tokenizer=make_tokenizer("<eos>")),
 }
@@ -350,35 +402,40 @@ def reset_accelerate():
     PartialState._reset_state()
 
 
-PATH = {*sys.path, str(HERE), str(HERE / "tests")}
-
-
-def forget_imports():
-    """Remove the folders that runs added to `sys.path`, and the modules that were imported from them."""
-    added = set(sys.path) - PATH
-    for name, module in list(sys.modules.items()) if added else []:
-        if os.path.dirname(getattr(module, "__file__", None) or "/") in added:
-            del sys.modules[name]
-    sys.path[:] = [path for path in sys.path if path not in added]
-    importlib.invalidate_caches()
-
-
 @contextlib.contextmanager
 def fresh_imports():
-    """Inside, no module of another run's folders is known. Afterwards, none of this run's folders is."""
-    forget_imports()
+    """Afterwards, the folders that were added to `sys.path` inside are unknown, and so are the
+    modules that were imported from them."""
+    path = list(sys.path)
     try:
         yield
     finally:
-        forget_imports()
+        added = set(sys.path) - set(path)
+        sys.path[:] = path
+        for name, module in list(sys.modules.items()):
+            if os.path.dirname(getattr(module, "__file__", None) or "/") in added:
+                del sys.modules[name]
+        importlib.invalidate_caches()
 
 
 def base_flags(world):
-    """The flags of every run of these tests: a tiny policy, prompts of different lengths, and the reward `letters`."""
-    flags = dict(model_path=world.llama, dataset=world.dataset(7), reward=world.reward("letters"), batch_size=12)
-    flags |= dict(k=3, response_length=6, learning_rate=3e-3, num_train_epochs=1.0, num_sample_generations=1)
-    flags |= dict(num_ppo_epochs=1, num_mini_batches=1, kl_coef=0.05)
-    return flags | dict(save_rollouts=True, max_grad_norm=math.inf)
+    """The flags of every run: a tiny policy, prompts of different lengths, the reward `letters`."""
+    return dict(
+        model_path=world.llama,
+        dataset=world.dataset(7),
+        reward=world.reward("letters"),
+        batch_size=12,
+        k=3,
+        response_length=6,
+        learning_rate=3e-3,
+        num_train_epochs=1.0,
+        num_sample_generations=1,
+        num_ppo_epochs=1,
+        num_mini_batches=1,
+        kl_coef=0.05,
+        save_rollouts=True,
+        max_grad_norm=math.inf,
+    )
 
 
 class Run(NamedTuple):
@@ -394,8 +451,8 @@ def run(world, tmp_path):
     numbers = iter(range(100))
 
     def run(script, **flags):
-        flags = {"output_dir": str(tmp_path / f"run{next(numbers)}")} | base_flags(world) | flags
-        args = make_args(script, **flags)
+        output_dir = str(tmp_path / f"run{next(numbers)}")
+        args = make_args(script, **base_flags(world) | dict(output_dir=output_dir) | flags)
         reset_accelerate()
         with fresh_imports():
             script.main(args)
@@ -408,7 +465,8 @@ def run(world, tmp_path):
 
 @pytest.fixture
 def refuses(run, tmp_path):
-    """refuses(script, *words, **flags): the run must stop with these words in its message, and write nothing."""
+    """refuses(script, *words, **flags): the run must stop with these words in its message, and
+    write nothing."""
 
     def refuses(script, *words, error=Exception, **flags):
         out = tmp_path / "out"
@@ -422,15 +480,36 @@ def refuses(run, tmp_path):
 
 
 @pytest.fixture
+def killed(run):
+    """killed(script, strike, **flags): the run of a forked process ends by SIGKILL. strike: a
+    function that prepares this there"""
+
+    def killed(script, strike, **flags):
+        child = os.fork()
+        if child == 0:
+            try:
+                strike()
+                run(script, **flags)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), "the moment never came"
+
+    return killed
+
+
+@pytest.fixture
 def updates(monkeypatch):
-    """A list with an entry for each optimizer step: weights and gradients of all parameters, and the learning rate."""
+    """A list with an entry for each optimizer step: weights and gradients of all parameters, and
+    the learning rate."""
     record = []
 
     class Recorder(torch.optim.AdamW):
         def step(self, closure=None):
-            parameters = [p for group in self.param_groups for p in group["params"]]
-            weights, gradients = zip(*((p.detach().clone(), p.grad.clone()) for p in parameters))
-            record.append(SimpleNamespace(weights=weights, gradients=gradients, lr=self.param_groups[0]["lr"]))
+            [group] = self.param_groups
+            weights = [parameter.detach().clone() for parameter in group["params"]]
+            gradients = [parameter.grad.clone() for parameter in group["params"]]
+            record.append(SimpleNamespace(weights=weights, gradients=gradients, lr=group["lr"]))
             return super().step(closure)
 
     monkeypatch.setattr(torch.optim, "AdamW", Recorder)
@@ -438,12 +517,14 @@ def updates(monkeypatch):
 
 
 def record_calls(monkeypatch, owner, name):
-    """Wrap a function so that its arguments and results are recorded. Returns the list of the records."""
-    calls, function = [], getattr(owner, name)
+    """Wrap a function so that its calls are recorded. Returns the list of the records."""
+    calls = []
+    function = getattr(owner, name)
 
-    def wrapped(*args, **kwargs):
-        result = function(*args, **kwargs)
-        calls.append(SimpleNamespace(args=args, inputs=kwargs, result=result, training=torch.is_grad_enabled()))
+    def wrapped(*args, **inputs):
+        result = function(*args, **inputs)
+        training = torch.is_grad_enabled()
+        calls.append(SimpleNamespace(args=args, inputs=inputs, result=result, training=training))
         return result
 
     monkeypatch.setattr(owner, name, wrapped)
@@ -465,41 +546,55 @@ def weights_of(path):
 
 
 def plain_logprobs(model, prompt_ids, token_ids, temperature=1.0):
-    """Log-probabilities [tokens] of one completion, by one pass over all positions without padding and cache."""
-    logits = model(torch.tensor([list(prompt_ids) + list(token_ids)])).logits[0].float() / temperature
+    """Log-probabilities [tokens] of one completion, by one pass over all positions without padding
+    and cache."""
+    logits = model(torch.tensor([[*prompt_ids, *token_ids]])).logits[0].float() / temperature
     logprobs = torch.log_softmax(logits, -1)[len(prompt_ids) - 1 : -1]
     return logprobs.gather(-1, torch.tensor(token_ids)[:, None]).squeeze(1)
 
 
 TIMES = {"eps", "time/rollout_s", "time/train_s"}
-UNEVEN_NAMES = TIMES | {"val/sampling_logprob_difference"}  # Times differ, and this metric is only rounding.
 
 
 def compare_runs(output_dir, other_dir, without=()):
-    """Fail unless two runs have the same completions, and the same metrics and weights up to rounding.
+    """Fail unless two runs have the same completions, and the same metrics and weights up to
+    rounding.
 
     without: beginnings of the names of metrics that may differ"""
-    folders = Path(output_dir), Path(other_dir)
-    rollouts = [[(r["prompt"], r["token_ids"]) for r in read_jsonl(folder / "rollouts.jsonl")] for folder in folders]
-    assert rollouts[0] == rollouts[1]
-    for row, other in zip(*(read_jsonl(folder / "metrics.jsonl") for folder in folders), strict=True):
-        names, others = ({name for name in of if not name.startswith(tuple(without))} for of in (row, other))
-        assert names == others
-        for name in names - UNEVEN_NAMES:
-            assert row[name] == pytest.approx(other[name], rel=1e-4, abs=5e-6), (row["iteration"], name)
-    start = yaml.safe_load((folders[0] / "args.yaml").read_text())["model_path"]
-    start, end, other_end = (flat(weights_of(path)) for path in (start, *(folder / "model" for folder in folders)))
+    output_dir = Path(output_dir)
+    other_dir = Path(other_dir)
+    for file in ("rollouts.jsonl", "metrics.jsonl"):
+        pairs = zip(read_jsonl(output_dir / file), read_jsonl(other_dir / file), strict=True)
+        for row, other in pairs:
+            if file == "rollouts.jsonl":
+                assert row["prompt"] == other["prompt"]
+                assert row["token_ids"] == other["token_ids"]
+                continue
+            for name in row.keys() | other.keys():
+                # The last metric is only rounding.
+                may_differ = (*TIMES, "val/sampling_logprob_difference", *without)
+                if not name.startswith(may_differ):
+                    close = pytest.approx(other.get(name), rel=1e-4, abs=5e-6)
+                    assert row.get(name) == close, (row["iteration"], name)
+    args = yaml.safe_load((output_dir / "args.yaml").read_text())
+    start = flat(weights_of(args["model_path"]))
+    end = flat(weights_of(output_dir / "model"))
+    other_end = flat(weights_of(other_dir / "model"))
     moved = (end - start).norm()
     assert moved > 1e-3
     assert (end - other_end).norm() / moved < 1e-3
 
 
 def result_of(output_dir):
-    """Everything that a run computed: its files without times and paths, and the bytes of its weights."""
-    rows = read_jsonl(output_dir / "metrics.jsonl")
-    lines = [{name: x for name, x in row.items() if name not in TIMES} for row in rows]
+    """Everything that a run computed: its files without times and paths, and the bytes of its
+    weights."""
+    lines = read_jsonl(output_dir / "metrics.jsonl")
+    for line in lines:
+        for name in TIMES & line.keys():
+            del line[name]
     weights = {file.name: file.read_bytes() for file in (output_dir / "model").glob("*.safetensors")}
-    return lines, weights, "".join(file.read_text() for file in sorted(output_dir.glob("*rollouts.jsonl")))
+    rollouts = "".join(file.read_text() for file in sorted(output_dir.glob("*rollouts.jsonl")))
+    return lines, weights, rollouts
 
 
 def contents(folder):
@@ -509,7 +604,8 @@ def contents(folder):
 PROBE = '''
 import atexit, json, os, pathlib
 
-from __main__ import transformers  # The script's: transformers replaces its own module while it loads a model.
+# The script's: transformers replaces its own module while it loads a model.
+from __main__ import transformers
 from accelerate.state import PartialState
 from rewards import letters
 
@@ -518,15 +614,18 @@ get_scheduler = transformers.get_scheduler
 
 def probed_get_scheduler(*args, **kwargs):
     scheduler = get_scheduler(*args, **kwargs)
-    atexit.register(lambda: (folder / f"last_lr_{rank}").write_text(repr(scheduler.get_last_lr()[0])))
+    file = folder / f"last_lr_{rank}"
+    atexit.register(lambda: file.write_text(repr(scheduler.get_last_lr()[0])))
     return scheduler
 
 transformers.get_scheduler = probed_get_scheduler
 
 def probe(prompts, completions, **_):
-    """The reward `letters`. Each call writes a line: the process, and how many completions it scored."""
+    """The reward `letters`. Each call writes a line: the process, and how many completions it
+    scored."""
     state = PartialState()
-    call = dict(rank=rank, count=len(prompts), world_size=state.num_processes, type=str(state.distributed_type))
+    call = dict(rank=rank, count=len(prompts), world_size=state.num_processes)
+    call["type"] = str(state.distributed_type)
     with open(folder / "calls.jsonl", "a") as file:
         file.write(json.dumps(call) + "\\n")
     return letters(prompts, completions)
@@ -546,26 +645,34 @@ def command_line(flags):
     words = []
     for name, value in flags.items():
         name = name.replace("_", "-")
-        words += [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", str(value)]
     return words
 
 
 def launch(script, processes, folder, flags, program=None, **environment):
-    """Run a script in `folder` as a program of its own, and wait for its end. Several processes run under torchrun.
+    """Run a script in `folder` as a program of its own, and wait for its end. Several processes run
+    under torchrun.
 
-    Returns the finished program. The folder gets rewards.py and probe.py. program: a Python file that runs the script.
-    """
+    Returns the finished program. The folder gets rewards.py and probe.py. program: a Python file
+    that runs the script."""
     (folder / "probe.py").write_text(PROBE)
     (folder / "rewards.py").write_text(REWARDS)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
-    command = [sys.executable, *(launcher if processes > 1 else []), *([str(program)] if program else [])]
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command.append(f"--nproc-per-node={processes}")
+    if program is not None:
+        command.append(str(program))
     command += [script.__file__, *command_line(with_group(script, flags))]
     environment = os.environ | {"PROBE_FOLDER": str(folder)} | environment
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
 def changed_copy(script, folder, old, new):
-    """A copy of a script with another text in one place, in a folder of its own. `launch` takes it."""
+    """A copy of a script with another text in one place, in its own folder. `launch` takes it."""
     source = Path(script.__file__).read_text()
     assert source.count(old) == 1
     path = folder / "copy" / f"{script.__name__}.py"
@@ -574,11 +681,14 @@ def changed_copy(script, folder, old, new):
     return SimpleNamespace(__file__=str(path), __name__=script.__name__)
 
 
-FSDP2 = HERE / "benchmark" / "hardware" / "fsdp2_cpu.py"  # a `program` that shards the weights over CPU processes
+# a `program` that shards the weights over CPU processes
+FSDP2 = HERE / "benchmark" / "hardware" / "fsdp2_cpu.py"
+KILLS = HERE / "benchmark" / "hardware" / "kill_and_resume.py"
 
 
 def launched(script, processes, folder, flags, **more):
-    """`launch` a run that must end well, and that writes into `out` in the folder. Returns what it printed."""
+    """`launch` a run that must end well, and that writes into `out` in the folder. Returns what it
+    printed."""
     finished = launch(script, processes, folder, flags | dict(output_dir=folder / "out"), **more)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
@@ -586,9 +696,9 @@ def launched(script, processes, folder, flags, **more):
 
 @pytest.fixture
 def same_on(run, world, tmp_path):
-    """same_on(script, processes, flags, **own): fails unless a launch on so many processes, with these flags and its
-    own, gives the run of one process. Returns the metrics, and what the launch printed. program: as `launch` takes it;
-    copy: of the script, which is launched in its place."""
+    """same_on(script, processes, flags, **own): fails unless a launch on so many processes, with
+    these flags and its own, gives the run of one process. Returns the metrics, and what the launch
+    printed. program: as `launch` takes it; copy: of the script, which is launched in its place."""
 
     def same_on(script, processes, flags, program=None, copy=None, **own):
         _, metrics, output_dir = run(script, **flags)
@@ -601,9 +711,12 @@ def same_on(run, world, tmp_path):
 
 
 def launch_twice(start, folder, flags):
-    """Start a run that its reward stops in the third call, and then start it again. start: a function of the flags"""
+    """Start a run that its reward stops in the third call, and then start it again. start: a
+    function of the flags"""
     flags = flags | dict(reward=f"{folder / 'rewards.py'}:stops_once", resume=True)
-    stopped, resumed = start(flags), start(flags)
-    assert stopped.returncode != 0 and "KeyError: 'stopped'" in stopped.stderr, stopped.stderr
+    stopped = start(flags)
+    assert stopped.returncode != 0
+    assert "KeyError: 'stopped'" in stopped.stderr, stopped.stderr
+    resumed = start(flags)
     assert resumed.returncode == 0, resumed.stderr
     return resumed

@@ -1,12 +1,14 @@
-"""A simulated GPU in pure Python: PyTorch's PrivateUse1 backend, named `sim`. Its tensors lie in host memory.
+"""A simulated GPU in pure Python: PyTorch's PrivateUse1 backend, named `sim`.
 
-The CPU computes every operation. As on a GPU, operations on tensors of two devices are refused.
+Its tensors lie in host memory, and the CPU computes every operation. As on a GPU, operations on
+tensors of two devices are refused.
 
     python simulated_device.py SCRIPT.py [flags]    runs a script on it
 """
 
 import runpy
 import sys
+from functools import partial
 
 import torch
 from accelerate.state import PartialState
@@ -18,7 +20,7 @@ AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
 INDEXING = ["index", "index_put", "_index_put_impl"]
 # Beside device tensors, most operations take a CPU tensor without axes as a number. These do not.
-NEEDS_ONE_DEVICE = "cat stack gather scatter index_add index_select mm bmm addmm embedding searchsorted isin".split()
+NEEDS_ONE_DEVICE = ("cat stack gather scatter index_add index_select mm bmm addmm embedding searchsorted isin").split()
 IN_BFLOAT16 = "matmul bmm linear mm addmm scaled_dot_product_attention".split()  # under autocast
 
 
@@ -28,20 +30,23 @@ def is_on_device(x):
 
 def for_each(function, x):
     """The function of x, or of everything in it, where x is a list or tuple."""
-    return tuple(for_each(function, entry) for entry in x) if isinstance(x, (list, tuple)) else function(x)
+    if isinstance(x, (list, tuple)):
+        return tuple(for_each(function, entry) for entry in x)
+    return function(x)
 
 
 def to_device_tensor(tensor):
     """A device tensor over the memory of a CPU tensor."""
     memory = tensor.untyped_storage()
-    address, device = memory.data_ptr(), torch.device("sim", 0)
-    storage = torch._C._construct_storage_from_data_pointer(address, device, memory.nbytes())
+    device = torch.device("sim", 0)
+    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), device, memory.nbytes())
     storage.memory = memory  # So the memory lives as long as the storage.
     return set_storage(torch._C._acc.create_empty_tensor([0], tensor.dtype), storage, tensor)
 
 
 def set_storage(tensor, storage, like=None):
-    """Give a device tensor a storage, and the shape of another tensor. Without one it has the whole storage."""
+    """Give a device tensor a storage, and the shape of another tensor. Without one it has the whole
+    storage."""
     if like is None:
         like = torch.empty(storage.nbytes() // tensor.element_size(), device="meta")
     shape = like.storage_offset(), like.size(), like.stride()
@@ -58,7 +63,8 @@ def to_cpu_tensor(tensor):
 
 
 def run_on_cpu(op, *args, **kwargs):
-    """The kernel of every operation: check the devices, let the CPU compute, make device tensors of the results."""
+    """The kernel of every operation: check the devices, let the CPU compute, make device tensors of
+    the results."""
     name = op._schema.name.removeprefix("aten::")
     check_devices(name, args, kwargs)
     originals = {}  # device tensors and their CPU tensors, by the id of the CPU tensor
@@ -75,16 +81,18 @@ def run_on_cpu(op, *args, **kwargs):
             return x
         if id(x) not in originals:
             return to_device_tensor(x)
-        original = originals[id(x)][0]  # The operation works in place, or writes into its argument `out`.
+        # The operation works in place, or writes into its argument `out`.
+        original, _ = originals[id(x)]
         if original.shape != x.shape:  # `out` was too small.
             set_storage(original, to_device_tensor(x).untyped_storage(), x)
         return original
 
     args = for_each(lower, args)
     kwargs = {key: for_each(lower, x) for key, x in kwargs.items() if key != "pin_memory"}
-    for i, argument in enumerate(op._schema.arguments[: len(args)]):  # A number can stand for a tensor.
+    args = list(args)
+    for i, argument in enumerate(op._schema.arguments[: len(args)]):
         if isinstance(args[i], bool) and str(argument.type) == "Tensor":
-            args = (*args[:i], torch.tensor(args[i]), *args[i + 1 :])
+            args[i] = torch.tensor(args[i])  # A number can stand for a tensor.
     with torch._C._AutoDispatchBelowAutograd():
         return for_each(lift, op(*args, **kwargs))
 
@@ -97,37 +105,45 @@ def check_devices(name, args, kwargs):
     base = name.removesuffix("_")
     if base in INDEXING:  # Indices may be on the CPU.
         on_cpu = [x for x in on_cpu if not any(x is index for index in args[1])]
-    changes_it = base != name  # Operations that work in place end with _.
-    bad = [x for x in on_cpu if x.dim() > 0 or base in NEEDS_ONE_DEVICE or (changes_it and x is args[0])]
+    bad = []
+    for x in on_cpu:
+        is_changed = base != name and x is args[0]  # Operations that work in place end with _.
+        if x.dim() > 0 or base in NEEDS_ONE_DEVICE or is_changed:
+            bad.append(tuple(x.shape))
     if bad and len(bad) < len(tensors):
-        message = "Expected all tensors to be on the same device, but found at least two devices, sim:0 and cpu!"
-        raise RuntimeError(f"{message} ({name}, shapes on the CPU: {[tuple(x.shape) for x in bad]})")
+        message = "Expected all tensors to be on the same device, but found at least two devices"
+        raise RuntimeError(f"{message} ({name}, shapes on the CPU: {bad})")
 
 
 def copy_from(source, target, non_blocking=False):
     """A copy within the device, or from or to the host."""
-    lowered_source, lowered_target = [to_cpu_tensor(x) if is_on_device(x) else x for x in (source, target)]
+    lowered = [to_cpu_tensor(x) if is_on_device(x) else x for x in (source, target)]
     with torch._C._AutoDispatchBelowAutograd():
-        lowered_target.copy_(lowered_source)
+        lowered[1].copy_(lowered[0])
     return target
 
 
 def attention(query, key, value, attn_mask=None, *args, **kwargs):
-    """Attention as matrix products and a softmax. The mask is added, so where it is False it becomes minus infinity."""
+    """Attention as matrix products and a softmax. The mask is added, so where it is False it becomes
+    minus infinity."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+        zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = zeros.masked_fill(~attn_mask, -torch.inf)
     return aten._scaled_dot_product_attention_math(query, key, value, attn_mask, *args, **kwargs)[0]
 
 
 def in_bfloat16(op, *args, **kwargs):
     """An operation under autocast."""
+
+    def lower(x):
+        return x.bfloat16() if is_on_device(x) and x.is_floating_point() else x
+
     with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
-        args = for_each(lambda x: x.bfloat16() if is_on_device(x) and x.is_floating_point() else x, args)
-        return op(*args, **kwargs)
+        return op(*for_each(lower, args), **kwargs)
 
 
 def install():
-    """Register the device, and make it accelerate's. It lasts as long as the returned registrations."""
+    """Register the device, and make it accelerate's. It lasts as long as what is returned."""
     backend_registration._setup_privateuseone_for_python_backend("sim")
     torch.sim.get_amp_supported_dtype = lambda: [torch.bfloat16]
     everything = torch.library.Library("_", "IMPL")
@@ -136,14 +152,14 @@ def install():
     operations = torch.library.Library("aten", "IMPL")
     for op in (aten.as_strided.default, aten.view.default, aten._reshape_alias.default):
         # Views read no memory, so the CPU's kernels make them for any device.
-        operations.impl(op, lambda *args, op=op: op.redispatch(CPU_KERNELS, *args), "PrivateUse1")
+        operations.impl(op, partial(op.redispatch, CPU_KERNELS), "PrivateUse1")
     operations.impl("_copy_from", copy_from, "PrivateUse1")
     operations.impl("set_.source_Storage", set_storage, "PrivateUse1")  # for torch.save
     operations.impl("scaled_dot_product_attention", attention, "PrivateUse1")
     operations.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
     for name in IN_BFLOAT16:
         op = getattr(aten, name).default
-        operations.impl(op, lambda *args, op=op, **kwargs: in_bfloat16(op, *args, **kwargs), "AutocastPrivateUse1")
+        operations.impl(op, partial(in_bfloat16, op), "AutocastPrivateUse1")
     # A module that moves to the device keeps its parameters, which the optimizer already holds.
     torch.__future__.set_swap_module_params_on_conversion(True)
     PartialState.default_device = property(lambda self: torch.device("sim", 0))
