@@ -58,9 +58,11 @@ def test_every_job_parses(program, tmp_path, monkeypatch):
     """Every run that a program would start has flags that its script knows. Each result belongs to a part."""
     path = HERE / "benchmark" / f"{program}.py"
     monkeypatch.syspath_prepend(path.parent)
+    monkeypatch.syspath_prepend(HERE / "tests/stand_in_engine")
+    for name in (*SCRIPTS, path.stem, "vllm"):  # Afterwards each name is its module again.
+        monkeypatch.setitem(sys.modules, name, sys.modules.get(name))
+    del sys.modules["vllm"]
     parts = import_file(path).PARTS
-    for name in SCRIPTS:
-        monkeypatch.setitem(sys.modules, name, MODULES[name])  # Afterwards this is the module of this name again.
     scripts = {}
     for part in parts.values():
         for script, flags in {(job[0], re.sub(r"--seed \d+", "", f"{job[1]} {part.short}")) for job in part.jobs}:
@@ -68,7 +70,7 @@ def test_every_job_parses(program, tmp_path, monkeypatch):
                 name, *patch = script.split()
                 folder = tmp_path / str(len(scripts))
                 scripts[script] = import_file(launcher.copy_script(folder, name, *patch))
-            tyro.cli(scripts[script].Args, args=flags.split())
+            tyro.cli(scripts[script].Args, args=[*flags.split(), "--output-dir", str(tmp_path / "run")])
     assert launcher.read_result(path.with_suffix(".json"))["parts"].keys() <= parts.keys()
 
 

@@ -84,7 +84,8 @@ def load(name: str, breaks: tuple[str, ...]) -> ModuleType:
 def main(words: list[str]):
     breaks = list(itertools.takewhile(BREAKS.__contains__, words))
     if words[len(breaks) :][:1] not in (["rloo.py"], ["grpo.py"], ["ppo.py"]):
-        raise SystemExit(f"{__doc__}\nThe breaks: {', '.join(BREAKS)}")
+        print(f"usage: {__doc__}\nThe breaks: {', '.join(BREAKS)}")
+        raise SystemExit(0 if "--help" in words else 2)
     script = load(Path(words[len(breaks)]).stem, breaks)
     script.main(tyro.cli(script.Args, args=words[len(breaks) + 1 :], description=script.__doc__))
 
