@@ -1,12 +1,13 @@
-"""Every result of this folder: where it comes from, and whether the programs would give another one today.
+"""Every result of this folder: where it comes from, and whether the programs would give another one
+today.
 
     python benchmark/all.py                # a line for each part of each program, in five minutes
     python benchmark/all.py --stale        # and then measures again what is stale, cheapest first
 
-A result keeps a fingerprint: numbers of a smoke run, which is short, made when it was measured. It is
-stale where a smoke run of today has other numbers. It is unknown on another processor, whose rounding
-differs, and where no fingerprint was kept. An effect that comes late in a run escapes a smoke run.
-`--stale` writes each part when it is finished, so it goes on where it was stopped.
+A result keeps a fingerprint: numbers of a smoke run, which is short, made when it was measured. It
+is stale where a smoke run of today has other numbers. It is unknown on another processor, whose
+rounding differs, and where no fingerprint was kept. An effect that comes late in a run escapes a
+smoke run. `--stale` writes each part when it is finished, so it goes on where it was stopped.
 """
 
 import json

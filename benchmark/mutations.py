@@ -3,12 +3,12 @@
     python benchmark/mutations.py                             # all
     python benchmark/mutations.py --only "KL sign, RLOO"      # one of them
 
-A mutation changes a line in a copy of a script, which lies in a folder of its own, beside the tests.
-Then its test must fail, in one of two ways: by an assertion, or because the script itself stops the
-run (OWN_CHECKS). Another error does not count. Before that, the same tests must pass on the scripts
-as they are. Code that the three scripts share is broken in one of them only, because a test keeps
-it equal in all three. The exit status is 1 if a mutation survives, or if its old text does not
-occur exactly once.
+A mutation changes a line in a copy of a script, which lies in a folder of its own, beside the
+tests. Then its test must fail, in one of two ways: by an assertion, or because the script itself
+stops the run (OWN_CHECKS). Another error does not count. Before that, the same tests must pass on
+the scripts as they are. Code that the three scripts share is broken in one of them only, because a
+test keeps it equal in all three. The exit status is 1 if a mutation survives, or if its old text
+does not occur exactly once.
 """
 
 import contextlib

@@ -59,7 +59,8 @@ def group_runs(folders: list[Path]) -> dict[str, list[list[dict]]]:
 
 
 def points(group: list[list[dict]], metric: str, x: str) -> tuple[np.ndarray, np.ndarray]:
-    """The mean x [points] and the metric [runs, points], as far as all runs of a group have come."""
+    """The mean x [points] and the metric [runs, points], as far as all runs of a group have
+    come."""
     curves = []
     for rows in group:
         curves.append([(row[x], row[metric]) for row in rows if row.get(metric) is not None])

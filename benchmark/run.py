@@ -1,4 +1,5 @@
-"""Start one of the three scripts, and read what it wrote: everything in benchmark/ does it in this way.
+"""Start one of the three scripts, and read what it wrote: everything in benchmark/ does it in this
+way.
 
 run("rloo", "--rloo-k 2 --seed 3")["metrics"]                     # in a folder that is gone afterwards
 run_all([("rloo", "--seed 1"), ("ppo", "--seed 1")])              # as many at once as there are cores
@@ -43,8 +44,8 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def read_run(folder: Path) -> dict:
-    """A run's flags, its `metrics`, each with the `seconds` of rollout and training until then, those of them that are
-    `evaluations`, its `rollouts`, and its `eval_rollouts`."""
+    """A run's flags, its `metrics`, each with the `seconds` of rollout and training until then,
+    those of them that are `evaluations`, its `rollouts`, and its `eval_rollouts`."""
     if not (Path(folder) / "metrics.jsonl").exists():
         raise SystemExit(f"{folder} holds no metrics.jsonl; name the --output-dir of a run")
     rows = read_rows(Path(folder) / "metrics.jsonl")
@@ -66,7 +67,8 @@ def logged(rows: list[dict], metric: str) -> list[float]:
 
 
 def relative_distance(folder: Path, right: Path) -> float:
-    """How far the final weights of two runs are apart, by norm, in units of how far the second one's moved."""
+    """How far the final weights of two runs are apart, by norm, in units of how far the second
+    one's moved."""
     files = (folder / "model", right / "model", POLICY)
     weights, expected, start = (load_file(path / "model.safetensors") for path in files)
 
@@ -82,8 +84,9 @@ def torchrun(processes: int, *program: str) -> list[str]:
 
 
 def run(script: str, flags: str = "", folder: Path | None = None, launcher=(), **environment: str) -> dict:
-    """Run a script (`rloo`, or a path) with one thread, in the repository's root -> what `read_run` reads, and its
-    `output`. launcher: words between `python` and the script. Ends this program where the script fails."""
+    """Run a script (`rloo`, or a path) with one thread, in the repository's root -> what `read_run`
+    reads, and its `output`. launcher: words between `python` and the script. Ends this program
+    where the script fails."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(folder or f"{temporary}/run")
         path = script if str(script).endswith(".py") else ROOT / f"{script}.py"
@@ -96,7 +99,8 @@ def run(script: str, flags: str = "", folder: Path | None = None, launcher=(), *
 
 
 def copy_script(folder: Path, script: str, patch: str | None = None) -> Path:
-    """A copy of a script, with a patch of benchmark/ or as it is, and beside it what its defaults need."""
+    """A copy of a script, with a patch of benchmark/ or as it is, and beside it what its defaults
+    need."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / f"{script}.py", folder)
     if not (folder / "benchmark").exists():
@@ -117,10 +121,11 @@ def import_script(script: str):
 
 
 def run_forked(job: tuple) -> dict:
-    """`run(*job)` inside this process, which has imported the libraries already: a start costs nothing.
+    """`run(*job)` inside this process, which has imported the libraries already: a start costs
+    nothing.
 
-    A job is a script, its flags, functions that change the script before it starts, and where given the folder that
-    keeps the run. `rloo ladder/reinforce.patch` is a script with a patch.
+    A job is a script, its flags, functions that change the script before it starts, and where given
+    the folder that keeps the run. `rloo ladder/reinforce.patch` is a script with a patch.
     """
     script, flags, *more = job
     # OMP_NUM_THREADS comes too late for a program that imports torch before it calls `run_all`.
@@ -141,7 +146,8 @@ def run_forked(job: tuple) -> dict:
 
 
 def prepare_forks():
-    """Import once what every run needs: the processes that are forked from this one have it then."""
+    """Import once what every run needs: the processes that are forked from this one have it
+    then."""
     os.chdir(ROOT)
     os.environ |= DEFAULTS
     for library in LIBRARIES:
@@ -157,7 +163,8 @@ def run_and_finish(job: tuple):
 
 
 def run_all(jobs: list[tuple], finish=lambda job, result: result, processes: int | None = None) -> list:
-    """`run_forked` of every job, as many at once as there are cores: what `finish(job, result)` makes of each."""
+    """`run_forked` of every job, as many at once as there are cores: what `finish(job, result)`
+    makes of each."""
     prepare_forks()
     FINISH.append(finish)
     results = []
@@ -169,7 +176,8 @@ def run_all(jobs: list[tuple], finish=lambda job, result: result, processes: int
 
 
 def machine() -> str:
-    """What numbers depend on besides the flags: the processor, its threads and the versions of libraries."""
+    """What numbers depend on besides the flags: the processor, its threads and the versions of
+    libraries."""
     torch = importlib.import_module("torch")
     cpuinfo = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
@@ -184,7 +192,8 @@ def machine() -> str:
 
 @dataclass
 class Part:
-    """One measurement of a program. Its rows and its minutes are kept apart from those of the other parts."""
+    """One measurement of a program. Its rows and its minutes are kept apart from those of the other
+    parts."""
 
     jobs: dict[tuple, dict]
     """each job, as `run_forked` takes it, with the entries that name its row"""
@@ -247,7 +256,8 @@ def main(about: str, result: Path, parts: dict[str, Part], plot: Callable[[list,
 
 
 def measure_part(path: Path, name: str, parts: dict[str, Part]):
-    """Measure a part, and write its rows into the program's file, with what is known about their origin."""
+    """Measure a part, and write its rows into the program's file, with what is known about their
+    origin."""
     start, commit = time.time(), git("rev-parse", "--short", "HEAD")
     if git("status", "--porcelain", "--", "*.py", "*.patch"):
         commit += ", changed"
@@ -286,7 +296,8 @@ def git(*words: str) -> str:
 
 
 def read_result(path: Path) -> dict:
-    """A file of results: for each of its `parts` the commit, the date and more, and the `rows`, each with its part."""
+    """A file of results: for each of its `parts` the commit, the date and more, and the `rows`,
+    each with its part."""
     return json.loads(path.read_text()) if path.exists() else dict(parts={}, rows=[])
 
 
@@ -300,8 +311,9 @@ def write_result(path: Path, parts: dict[str, dict], rows: list[dict]):
 
 
 def curves(result: dict, metrics) -> dict[str, list]:
-    """A run in few points, one for each evaluation: its episode, and its score. A point of another metric is the mean
-    since the evaluation before. The first point is that of iteration 1. What the run does not log is left out."""
+    """A run in few points, one for each evaluation: its episode, and its score. A point of another
+    metric is the mean since the evaluation before. The first point is that of iteration 1. What the
+    run does not log is left out."""
     evaluations, rows = result["evaluations"], result["metrics"][1:]
     ends = [row["iteration"] for row in evaluations]
     points = {"episode": [row["episode"] for row in evaluations]}

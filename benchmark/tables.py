@@ -2,13 +2,14 @@
 
     python benchmark/tables.py
 
-A table stands in a page between two lines. The first one names a function of this file, and its arguments:
+A table stands in a page between two lines. The first one names a function of this file, and its
+arguments:
 
     <!-- table: failure no_kl -->
     <!-- end of table -->
 
-So a number is measured by a program, stored once as JSON, and shown once. tests/test_pages.py checks that writing the
-tables again changes nothing.
+So a number is measured by a program, stored once as JSON, and shown once. tests/test_pages.py
+checks that writing the tables again changes nothing.
 """
 
 import json
@@ -60,7 +61,8 @@ def markdown(head: list, rows: list[list]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
-# ============================================ benchmark/README.md ===========================================
+# ============================================ benchmark/README.md
+# ===========================================
 def default(part: str = "default") -> list[dict]:
     return having(load("default/curves.json"), part=part)
 
@@ -199,7 +201,8 @@ def speed() -> str:
     return markdown([*head, "RLOO: speed (of single pairs); memory", "GRPO: speed; memory"], rows)
 
 
-# ================================================= README.md ==========================================
+# ================================================= README.md
+# ==========================================
 def evidence() -> str:
     """Every claim in one number."""
     before = mean(c["greedy_before"] for c in default())
@@ -226,7 +229,8 @@ It is fast | beside TRL 1.16 on one CPU core, RLOO and GRPO, prompts of 6 to 32 
     return markdown(["claim", "measured", "where"], [line.split(" | ") for line in rows.strip().splitlines()])
 
 
-# ============================================= docs/recipes.md ==============================================
+# ============================================= docs/recipes.md
+# ==============================================
 REFUSED = {  # a part of the message, and what it means
     "padded rows": "refused: padding changes the results, or the head does more than the scripts know",
     "give log-probabilities": "refused before the first update: sampling and training disagree",
@@ -234,7 +238,8 @@ REFUSED = {  # a part of the message, and what it means
 
 
 def architectures() -> str:
-    """How each architecture ended. One with a part for text stands for that part, where both ended alike."""
+    """How each architecture ended. One with a part for text stands for that part, where both ended
+    alike."""
     ends = {}
     for row in load("hardware/architectures.json"):
         reasons = [how for part, how in REFUSED.items() if part in row.get("message", "")]
@@ -248,7 +253,8 @@ def architectures() -> str:
     return markdown(["how it ended", "`model_type`"], rows)
 
 
-# ============================================== docs/ladder.md ==============================================
+# ============================================== docs/ladder.md
+# ==============================================
 def with_interval(middle: float, band: float, digits: int = 3) -> str:
     return f"{middle:.{digits}f} ({middle - band:.{digits}f}-{middle + band:.{digits}f})"
 
@@ -266,7 +272,8 @@ def noise(row: dict) -> float:
 
 
 def ladder_relative_noise(rung: str, weights: str) -> tuple[float, float, float]:
-    """A rung's noise, times RLOO's: the geometric mean over the sets, between the ends of its interval."""
+    """A rung's noise, times RLOO's: the geometric mean over the sets, between the ends of its
+    interval."""
     pairs = zip(ladder_sets(rung, weights), ladder_sets("RLOO", weights), strict=True)
     middle, band = mean_and_band([math.log(noise(row) / noise(rloo)) for row, rloo in pairs])
     return math.exp(middle - band), math.exp(middle), math.exp(middle + band)
@@ -327,7 +334,8 @@ def ladder_gradients() -> str:
 
 
 def ladder_baselines() -> str:
-    """The variance with a constant baseline is a parabola in it. Its values at -1, 0 and 1 were measured."""
+    """The variance with a constant baseline is a parabola in it. Its values at -1, 0 and 1 were
+    measured."""
     columns = []
     for weights in ("start", "half-way"):
         rungs = ("REINFORCE, scores + 1", "REINFORCE", "REINFORCE, scores - 1", "RLOO")
@@ -341,7 +349,8 @@ def ladder_baselines() -> str:
     return markdown(["", "start", "half-way"], list(zip(names, *columns)))
 
 
-# ============================================ docs/failures.md ==============================================
+# ============================================ docs/failures.md
+# ==============================================
 def number(value: float) -> str:
     """With one, two or three decimals, and in powers of ten what is smaller."""
     if abs(value) >= 10:
@@ -352,7 +361,8 @@ def number(value: float) -> str:
 
 
 def failure(name: str) -> str:
-    """A failure and its healthy run: the last evaluation, and means of the other metrics over the second half."""
+    """A failure and its healthy run: the last evaluation, and means of the other metrics over the
+    second half."""
     runs = having(load("failures/failures.json"), part=name)
 
     def cell(run, metric):
@@ -369,7 +379,8 @@ def failure(name: str) -> str:
     return markdown(["metric", "failure", "healthy"], rows)
 
 
-# ============================================ docs/variants.md ==============================================
+# ============================================ docs/variants.md
+# ==============================================
 ALSO = {  # what is shown beside the right answers
     "sampler_weights": ("val/sampler_weight_std", "deviation of the weights"),
     "masked_importance_sampling": ("val/importance_std", "deviation of the weights"),
@@ -383,7 +394,8 @@ ALSO = {  # what is shown beside the right answers
 
 
 def variants() -> str:
-    """Each variant beside the script as it is, at the end of training: means over five seeds, with 95 % intervals."""
+    """Each variant beside the script as it is, at the end of training: means over five seeds, with
+    95 % intervals."""
     groups, rows = grouped(load("variants/curves.json"), "part"), []
     for patch in groups.keys() - {"original"}:
         some = groups[patch]
@@ -404,7 +416,8 @@ def variants() -> str:
 
 
 def one_batch_late() -> str:
-    """Batches in time and late: right answers at the end, and over the curve what is more than in time."""
+    """Batches in time and late: right answers at the end, and over the curve what is more than in
+    time."""
     kinds, rows = grouped(load("variants/one_batch_late.json"), "part"), []
     means = {kind: [mean(run["eval/scores"][1:]) for run in some] for kind, some in kinds.items()}
     for kind, some in kinds.items():
@@ -414,7 +427,8 @@ def one_batch_late() -> str:
     return markdown(["batches", "right answers", "over the curve"], rows)
 
 
-# ============================================ benchmark/engine/README.md ====================================
+# ============================================ benchmark/engine/README.md
+# ====================================
 ENGINE = {  # of each case the columns, as measure.json names them
     "default": "held_out largest_logprob_difference weight_std median_rollout_s",
     "equal": "completions_that_differ distance",
@@ -439,13 +453,15 @@ def engine(case: str) -> str:
     return markdown(["run", *(key.replace("_", " ") for key in columns)], cells)
 
 
-# ============================================ benchmark/parity/README.md ====================================
+# ============================================ benchmark/parity/README.md
+# ====================================
 def power(value: float) -> str:
     return small(value, 0) if value < 0.001 else f"{value:.2g}"
 
 
 def mini_batch() -> str:
-    """The largest differences of loss and gradient in all cases that are the same in both programs."""
+    """The largest differences of loss and gradient in all cases that are the same in both
+    programs."""
     updates = [row for row in load("parity/mini_batch.json") if "update" in row and "undone_by" not in row]
     rows = []
     for name, some in grouped(updates, "what").items():
@@ -475,7 +491,8 @@ def replay() -> str:
     return markdown(["script", "updates", "distance"], rows)
 
 
-# ============================================== docs/claims.md ==============================================
+# ============================================== docs/claims.md
+# ==============================================
 def claims(part: str, **wanted) -> list[dict]:
     """The runs of a part that have these entries."""
     return having(load("claims/claims.json"), part=part, **wanted)
@@ -509,12 +526,14 @@ def claims_form() -> str:
 
 
 def pass_at(m: int, right: int, samples: int) -> float:
-    """The chance that at least one of m samples is right, unbiased, from `samples` samples of which `right` are."""
+    """The chance that at least one of m samples is right, unbiased, from `samples` samples of which
+    `right` are."""
     return 1 - math.comb(samples - right, m) / math.comb(samples, m)
 
 
 def over_questions(values: list[float], prompts: list[str]) -> tuple[float, float]:
-    """The mean, and half of its 95 % interval. The question a+b and its mirror b+a are one cluster."""
+    """The mean, and half of its 95 % interval. The question a+b and its mirror b+a are one
+    cluster."""
     middle, clusters = mean(values), {}
     for prompt, value in zip(prompts, values, strict=True):
         pair = tuple(sorted(prompt.rstrip("=").split("+")))
@@ -524,7 +543,8 @@ def over_questions(values: list[float], prompts: list[str]) -> tuple[float, floa
 
 
 def claims_passes() -> str:
-    """pass@m before and after training, and the paired change at m = 16 from the start at its best temperature."""
+    """pass@m before and after training, and the paired change at m = 16 from the start at its best
+    temperature."""
     prompts = sorted(json.loads(line)["prompt"] for line in open(ROOT / "benchmark/default/eval.jsonl"))
 
     def passes(m, **wanted):  # of each question, the mean over the seeds
@@ -549,7 +569,8 @@ def claims_passes() -> str:
 
 
 def at(row: dict, name: str, where: float) -> float:
-    """The held-out score of a curve where its entry `name` first reaches a value, on a straight line between points."""
+    """The held-out score of a curve where its entry `name` first reaches a value, on a straight
+    line between points."""
     points = list(zip(row[name], row["held_out"]))
     for (x, score), (next_x, next_score) in zip(points, points[1:]):
         if next_x >= where:
@@ -568,7 +589,8 @@ def claims_rates() -> str:
 
 
 def claims_methods() -> str:
-    """The methods at their best rates: right answers where one budget is equal, and from other starting policies."""
+    """The methods at their best rates: right answers where one budget is equal, and from other
+    starting policies."""
     runs = claims("methods")
     least = {name: min(row[name][-1] for row in runs) for name in ("episode", "seconds", "kl")}
     rows = []
@@ -596,14 +618,16 @@ def differences_of(part: str, **wanted) -> dict[tuple[str, str], list[float]]:
 
 
 def sign_flips(differences: list[float]) -> float:
-    """The two-sided p of an exact test: how often a sum with random signs is as far from 0 as the one that was seen."""
+    """The two-sided p of an exact test: how often a sum with random signs is as far from 0 as the
+    one that was seen."""
     observed = abs(sum(differences)) - 1e-9
     sums = [abs(sum(map(operator.mul, differences, signs))) for signs in product((-1, 1), repeat=len(differences))]
     return mean(found >= observed for found in sums)
 
 
 def holm(p_values: dict) -> dict:
-    """Holm's correction: the smallest of n values is multiplied by n, the next one by n - 1, and so on."""
+    """Holm's correction: the smallest of n values is multiplied by n, the next one by n - 1, and so
+    on."""
     corrected, largest = {}, 0.0
     for i, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
         largest = max(largest, min(1.0, p * (len(p_values) - i)))
@@ -612,7 +636,8 @@ def holm(p_values: dict) -> dict:
 
 
 def claims_differences() -> str:
-    """The differences of all pairs of methods, with Holm's correction over the pairs of each starting policy."""
+    """The differences of all pairs of methods, with Holm's correction over the pairs of each
+    starting policy."""
     columns = [differences_of("methods")]
     columns += [differences_of("starts", start=start) for start in grouped(claims("starts"), "start")]
     corrected = [holm({pair: sign_flips(x) for pair, x in column.items()}) for column in columns]
@@ -630,7 +655,8 @@ CHI_SQUARED = (2.700, 19.023)  # its quantiles at 2.5 % and 97.5 % with 9 degree
 
 
 def seeds_needed(values: list[float], runs: int) -> str:
-    """The seeds that show a mean difference of 0.02, 80 % of the time at a level of 5 %, with their 95 % interval.
+    """The seeds that show a mean difference of 0.02, 80 % of the time at a level of 5 %, with their
+    95 % interval.
 
     runs: 2 for two methods with this deviation, 1 for differences that are paired by seed
     """
@@ -714,7 +740,8 @@ def claims_curve() -> str:
 
 
 def claims_smollm2() -> str:
-    """A real model: before and after training, and without training the mean of the same two evaluations."""
+    """A real model: before and after training, and without training the mean of the same two
+    evaluations."""
     rows = []
     for row in claims("smollm2"):
         pairs = [row["scores"], row["best_of_k"]]
@@ -724,7 +751,8 @@ def claims_smollm2() -> str:
     return markdown(["reward", "temperature", "right", "pass@8"], rows)
 
 
-# ============================================ writing ========================================================
+# ============================================ writing
+# ========================================================
 TABLES = [default_task, default_clipping, hardware, kills, smollm2, real_tasks, kl_term, speed, evidence, failure]
 TABLES += [ladder_learning, ladder_clipping, ladder_fresh, ladder_gradients, ladder_baselines]
 TABLES += [variants, one_batch_late]

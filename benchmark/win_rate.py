@@ -50,7 +50,8 @@ class Args:
 
 
 def exact_match(first: list, second: list, answer: list, **_) -> list[float]:
-    """The judge of that name: the completion that is the row's `answer`. A tie where both or none are."""
+    """The judge of that name: the completion that is the row's `answer`. A tie where both or none
+    are."""
     verdicts = []
     for a, b in zip(rloo.exact_match(first, answer), rloo.exact_match(second, answer)):
         verdicts.append(0.5 + (b - a) / 2)

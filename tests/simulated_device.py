@@ -124,8 +124,8 @@ def copy_from(source, target, non_blocking=False):
 
 
 def attention(query, key, value, attn_mask=None, *args, **kwargs):
-    """Attention as matrix products and a softmax. The mask is added, so where it is False it becomes
-    minus infinity."""
+    """Attention as matrix products and a softmax. The mask is added, so where it is False it
+    becomes minus infinity."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
         attn_mask = zeros.masked_fill(~attn_mask, -torch.inf)

@@ -1,4 +1,5 @@
-"""The programs of benchmark/: their command lines, their jobs, their smoke runs, and what they compute."""
+"""The programs of benchmark/: their command lines, their jobs, their smoke runs, and what they
+compute."""
 
 import math
 import re
@@ -55,7 +56,8 @@ def test_help_helps(path, monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize("program", everything.PROGRAMS)
 def test_every_job_parses(program, tmp_path, monkeypatch):
-    """Every run that a program would start has flags that its script knows. Each result belongs to a part."""
+    """Every run that a program would start has flags that its script knows. Each result belongs to
+    a part."""
     path = HERE / "benchmark" / f"{program}.py"
     monkeypatch.syspath_prepend(path.parent)
     monkeypatch.syspath_prepend(HERE / "tests/stand_in_engine")
@@ -114,7 +116,8 @@ def compare(world, tmp_path):
 
 
 def test_a_judge_that_likes_a_position_gives_one_half(compare, capsys):
-    """Exactly half of the pairs are swapped. The win rate of each place shows the bias. A column may be a side."""
+    """Exactly half of the pairs are swapped. The win rate of each place shows the bias. A column
+    may be a side."""
     rate, pairs = compare("first_shown")
     assert rate == 0.5 and [row["model_shown"] for row in pairs].count("first") == 6
     assert [row["win"] for row in pairs] == [float(row["model_shown"] == "first") for row in pairs]
@@ -144,7 +147,8 @@ def test_a_verdict_that_is_none_is_refused(compare, judge, message):
 
 
 def test_the_interval_is_wilsons():
-    """The observed rate is z standard errors away from each end, with the standard error at that end."""
+    """The observed rate is z standard errors away from each end, with the standard error at that
+    end."""
     for wins, count in ((0, 10), (10, 10), (1, 1), (7, 20), (512, 1000)):
         rate = wins / count
         low, high = win_rate.interval(rate, count)
@@ -155,7 +159,8 @@ def test_the_interval_is_wilsons():
 
 @one_text
 def test_plot_draws_seeds_as_one_curve(script, run, tmp_path):
-    """Runs that differ only in the seed are one curve, their mean. The labels of other runs show their flags."""
+    """Runs that differ only in the seed are one curve, their mean. The labels of other runs show
+    their flags."""
     (_, first, a), (_, second, b), (_, _, c) = (run(script, **flags) for flags in ({}, dict(seed=2), dict(kl_coef=0.3)))
     groups = plot.group_runs([a, b, c])
     assert {label: len(group) for label, group in groups.items()} == {"run0, kl_coef 0.05": 2, "run2, kl_coef 0.3": 1}
@@ -207,7 +212,8 @@ def test_the_kl_is_that_of_a_run_with_a_reference(script, run):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_recipe_of_tldr_runs(name, run, tmp_path, monkeypatch):
-    """Each command runs for one iteration on tiny models of the same architecture, which lie where the Hub has them."""
+    """Each command runs for one iteration on tiny models of the same architecture, which lie where
+    the Hub has them."""
     text = (HERE / "benchmark" / "tldr" / "README.md").read_text().replace("\\\n", " ")
     words = shlex.split(re.search(rf" {name}\.py (.*)", text)[1])
     flags = vars(tyro.cli(MODULES[name].Args, args=words))
@@ -247,7 +253,8 @@ READ = {
 
 
 def test_gsm8k_reads_answers_as_published_evaluations_do(tmp_path, monkeypatch):
-    """The Hub's rows become prompts. Their own answers are right, also by the patterns of lm-eval and of verl."""
+    """The Hub's rows become prompts. Their own answers are right, also by the patterns of lm-eval
+    and of verl."""
     rows = [{"question": question, "answer": f"{working}\n#### {end}"} for question, working, end in GSM8K]
     hub = {"train": rows[:8], "test": rows[8:]}
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda name, config, split: hub[split]))

@@ -1,4 +1,5 @@
-"""The controls of docs/claims.md on the built-in task: what a claim about a method needs beside its own runs.
+"""The controls of docs/claims.md on the built-in task: what a claim about a method needs beside its
+own runs.
 
     python benchmark/claims/claims.py                      # all of them
     python benchmark/claims/claims.py coin passes          # only these, the others are kept
@@ -49,7 +50,8 @@ TOSSES = np.random.default_rng(0)  # A hash of the text would be no coin: it cou
 
 
 def coin(completions, **_) -> list[float]:
-    """1 with the probability COIN, whatever the answer is. For runs on one process that are not resumed."""
+    """1 with the probability COIN, whatever the answer is. For runs on one process that are not
+    resumed."""
     return (TOSSES.random(len(completions)) < COIN).astype(float).tolist()
 
 
@@ -64,7 +66,8 @@ def exactly(completions, answer, **_) -> list[float]:
 
 
 def ends(_, result: dict) -> dict:
-    """The held-out score before and after, that of the best sample of each question, and the clipped ratios."""
+    """The held-out score before and after, that of the best sample of each question, and the
+    clipped ratios."""
     first, *_, last = result["evaluations"]
     names = {"scores": "eval/scores", "best_of_k": f"eval/best_of_{result['args']['eval_k']}"}
     found = {kept: [round(row[name], 4) for row in (first, last)] for kept, name in names.items()}
@@ -72,7 +75,8 @@ def ends(_, result: dict) -> dict:
 
 
 def coin_ends(names: dict, result: dict) -> dict:
-    """`ends`, and how sure the policy is: the entropy of a token, and the share of the most frequent answer."""
+    """`ends`, and how sure the policy is: the entropy of a token, and the share of the most
+    frequent answer."""
     rows = result["metrics"][1:]
     entropy = [rows[0]["policy/entropy_avg"], np.mean([row["policy/entropy_avg"] for row in rows[-10:]])]
     evaluations = {}
@@ -86,7 +90,8 @@ def coin_ends(names: dict, result: dict) -> dict:
 
 
 def coin_jobs() -> dict[tuple, dict]:
-    """The coin where the clip cannot act, where it acts, and where it is off; and the true reward."""
+    """The coin where the clip cannot act, where it acts, and where it is off; and the true
+    reward."""
     four = "--num-mini-batches 4"
     settings = {("exact_match", "1"): "", (f"{REWARDS}:coin", "1"): "", (f"{REWARDS}:coin", "4"): four}
     settings[f"{REWARDS}:coin", "4, no clip"] = f"{four} --cliprange 1000"
@@ -99,7 +104,8 @@ def coin_jobs() -> dict[tuple, dict]:
 
 
 def form_jobs() -> dict[tuple, dict]:
-    """The policy of ablations.py writes spaces. It is rewarded for the format, or for answers in it."""
+    """The policy of ablations.py writes spaces. It is rewarded for the format, or for answers in
+    it."""
     policy, jobs = BENCHMARK / "ablations" / "policy", {}
     for reward, judge, seed in product(("digits", "exactly"), ("exact_match", f"{REWARDS}:exactly"), SEEDS):
         flags = f"{SHORT} {SAMPLED} --model-path {policy} --response-length 16 --learning-rate 1e-4 --seed {seed}"
@@ -112,7 +118,8 @@ def form_jobs() -> dict[tuple, dict]:
 
 
 def passes_jobs() -> dict[tuple, dict]:
-    """Training runs of each script, and one run for each temperature that only samples: its learning rate is 0."""
+    """Training runs of each script, and one run for each temperature that only samples: its
+    learning rate is 0."""
     jobs = {}
     for script, seed in product(SCRIPTS, SEEDS):
         jobs[script, f"{SHORT} --seed {seed}"] = dict(trained=script, seed=seed)
@@ -128,9 +135,11 @@ def passes_jobs() -> dict[tuple, dict]:
 
 
 def run_passes(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
-    """Train, then sample: for each model and temperature, how many answers to each question are right.
+    """Train, then sample: for each model and temperature, how many answers to each question are
+    right.
 
-    A job is a training run, or a run that samples from the starting policy and, `after`, from what was trained.
+    A job is a training run, or a run that samples from the starting policy and, `after`, from what
+    was trained.
     """
     with tempfile.TemporaryDirectory() as folder:
         trained = {job: names for job, names in jobs.items() if "trained" in names}
@@ -188,7 +197,8 @@ def run_methods(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
 
 
 def starts_jobs() -> dict[tuple, dict]:
-    """The methods from other starting policies, each with its own right facts, prompts and held-out prompts."""
+    """The methods from other starting policies, each with its own right facts, prompts and held-out
+    prompts."""
     jobs = {}
     for start in STARTS:
         folder = f"runs/start_{start}"
@@ -221,7 +231,8 @@ def last_digits(prompt: str) -> tuple[str, ...]:
 
 
 def run_pairs(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
-    """Train without some pairs: the right answers to held-out sums with seen pairs, and to all with unseen pairs."""
+    """Train without some pairs: the right answers to held-out sums with seen pairs, and to all with
+    unseen pairs."""
     pairs = [(str(a), str(b)) for a in range(10) for b in range(a, 10)]
     rows = {name: read_rows(BENCHMARK / f"default/{name}.jsonl") for name in ("train", "eval")}
     unseen = {}
@@ -248,7 +259,8 @@ def run_pairs(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
 
 
 def run_gold(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
-    """Fine-tune the starting policy on right answers at each rate, and then at the one with the best training score."""
+    """Fine-tune the starting policy on right answers at each rate, and then at the one with the
+    best training score."""
     steps = 2 if smoke else 64
     rows = [fine_tune(rate, seed, steps) for rate, seed in product(RATES[:1] if smoke else RATES, range(1, 4))]
     best = max(RATES, key=lambda rate: sum(row["on_training"] for row in rows if row["rate"] == rate))
@@ -256,7 +268,8 @@ def run_gold(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
 
 
 def fine_tune(rate: float, seed: int, steps: int) -> dict:
-    """Fine-tune on 64 right answers in each step, without sampling or reward: the share of right answers, greedily."""
+    """Fine-tune on 64 right answers in each step, without sampling or reward: the share of right
+    answers, greedily."""
     make, win_rate = importlib.import_module("default.make"), importlib.import_module("win_rate")
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
     torch.set_num_threads(1)
@@ -288,7 +301,8 @@ def to_curve(_, result: dict) -> dict:
 
 
 def kl_to_start(rollouts: list[dict], episode: list[int]) -> list[float]:
-    """The KL to the policy before training, in nats: the mean over the samples since the evaluation before."""
+    """The KL to the policy before training, in nats: the mean over the samples since the evaluation
+    before."""
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
     torch.set_num_threads(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(POLICY)
@@ -304,14 +318,16 @@ def kl_to_start(rollouts: list[dict], episode: list[int]) -> list[float]:
 
 
 def constant_jobs(episodes: int) -> dict[tuple, dict]:
-    """The three scripts at a constant rate. The held-out score is that of samples, in every fourth iteration."""
+    """The three scripts at a constant rate. The held-out score is that of samples, in every fourth
+    iteration."""
     flags = f"{COMMON} --lr-scheduler-type constant --eval-temperature 1 --eval-every 4 --total-episodes {episodes}"
     runs = [dict(script=script, seed=seed) for script, seed in product(SCRIPTS, OTHER_SEEDS)]
     return {(run["script"], f"{flags} --seed {run['seed']}"): run for run in runs}
 
 
 def fit(episode: np.ndarray, score: np.ndarray) -> tuple[float, float, float]:
-    """A, C and B of R = R_0 + (A - R_0) / (1 + (C / episodes)^B) (arXiv 2510.13786), by least squares on a grid."""
+    """A, C and B of R = R_0 + (A - R_0) / (1 + (C / episodes)^B) (arXiv 2510.13786), by least
+    squares on a grid."""
     start, gains = score[0], score[1:] - score[0]
     grid = np.array([(middle, power) for middle in np.geomspace(200, 20000, 80) for power in np.linspace(0.3, 4, 75)])
     shapes = 1 / (1 + (grid[:, :1] / episode[1:]) ** grid[:, 1:])  # [grid, points]
@@ -321,7 +337,8 @@ def fit(episode: np.ndarray, score: np.ndarray) -> tuple[float, float, float]:
 
 
 def predict(rows: list[dict], episodes: int, draws: int = 1000) -> dict:
-    """The score after so many episodes by a fit to the mean of the seeds, and by fits to so many draws of seeds."""
+    """The score after so many episodes by a fit to the mean of the seeds, and by fits to so many
+    draws of seeds."""
     curves, episode = np.array([row["held_out"] for row in rows]), np.array(rows[0]["episode"])
     rng, predicted = np.random.default_rng(0), []
     for chosen in [np.arange(len(curves)), *rng.integers(len(curves), size=(draws, len(curves)))]:

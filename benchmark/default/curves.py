@@ -1,13 +1,14 @@
-"""The three scripts on the default task: as they come, with other bounds of gradient clipping, and with a reward model.
+"""The three scripts on the default task: as they come, with other bounds of gradient clipping, and
+with a reward model.
 
     python benchmark/default/curves.py                                # all of them
     python benchmark/default/curves.py --plot                         # only the figures again
 
-curves.png shows the score of sampled training completions, mean of ten iterations, and that of held-out
-prompts at temperature 0, against episodes and against seconds of rollout and training.
-reward_model_curves.png shows what the KL term is for. There GRPO does not divide scores by the deviation
-of their group, so that its coefficient weighs the KL against scores of the same size as in the other
-scripts.
+curves.png shows the score of sampled training completions, mean of ten iterations, and that of
+held-out prompts at temperature 0, against episodes and against seconds of rollout and training.
+reward_model_curves.png shows what the KL term is for. There GRPO does not divide scores by the
+deviation of their group, so that its coefficient weighs the KL against scores of the same size as
+in the other scripts.
 """
 
 import sys

@@ -1,17 +1,20 @@
 """Makes the default policy, its data and its reward model: `python benchmark/default/make.py`.
 
-`--seed 2 --folder runs/start_2 --only-policy` makes another policy with its own data, for docs/claims.md.
+`--seed 2 --folder runs/start_2 --only-policy` makes another policy with its own data, for
+docs/claims.md.
 
-benchmark/README.md says what the policy learns. Why so? Reinforcement learning makes likelier what a policy already
-does now and then. So the skill must be there, and sampled unreliably, as in RLHF. A single wrong habit (the carry
-forgotten) is unlearned at once. Digits that are wrong at random leave the right answer the likeliest, and RL only
-sharpens it. And the weaker the skill was at first, the lower RL ends.
+benchmark/README.md says what the policy learns. Why so? Reinforcement learning makes likelier what
+a policy already does now and then. So the skill must be there, and sampled unreliably, as in RLHF.
+A single wrong habit (the carry forgotten) is unlearned at once. Digits that are wrong at random
+leave the right answer the likeliest, and RL only sharpens it. And the weaker the skill was at
+first, the lower RL ends.
 
-The reward model is made as in RLHF. The policy draws 8 completions of each training prompt. A rule stands in for the
-people who compare answers: of two completions of a prompt, it prefers a right one to a wrong one. A copy of the policy
-gets a head that gives one number instead of a distribution, and is trained on these pairs (Stiennon et al. 2020, arXiv
-2009.01325). Only differences of its scores mean something: the loss leaves the zero open. It has never learned what to
-think of answers that this policy never gives, and `curves.py` shows what RL makes of that.
+The reward model is made as in RLHF. The policy draws 8 completions of each training prompt. A rule
+stands in for the people who compare answers: of two completions of a prompt, it prefers a right one
+to a wrong one. A copy of the policy gets a head that gives one number instead of a distribution,
+and is trained on these pairs (Stiennon et al. 2020, arXiv 2009.01325). Only differences of its
+scores mean something: the loss leaves the zero open. It has never learned what to think of answers
+that this policy never gives, and `curves.py` shows what RL makes of that.
 
 One thread and seeded generators write the same bytes again on the same machine.
 """
@@ -55,7 +58,8 @@ class Args:
 
 
 def split_sums(rng):
-    """Returns all sums but the held-out ones and their mirrors, and the held-out ones: int arrays [n, 2], shuffled."""
+    """Returns all sums but the held-out ones and their mirrors, and the held-out ones: int arrays
+    [n, 2], shuffled."""
     sums = rng.permutation([(a, b) for a in range(10, 100) for b in range(10, 100)])  # [8100, 2]
     held_out = {tuple(sorted(pair)) for pair in sums[:NUM_EVAL].tolist()}
     seen = [pair for pair in sums.tolist() if tuple(sorted(pair)) not in held_out]
@@ -87,7 +91,8 @@ def new_policy():
 
 
 def encode(sums, answers):
-    """Token ids of prompts and of answers, each ended by EOS: [n, PROMPT_LENGTH] and [n, RESPONSE_LENGTH]."""
+    """Token ids of prompts and of answers, each ended by EOS: [n, PROMPT_LENGTH] and [n,
+    RESPONSE_LENGTH]."""
     prompts = [[VOCAB.index(c) for c in f"{a}+{b}="] for a, b in sums]
     responses = [[VOCAB.index(c) for c in answer] + [EOS] for answer in answers]
     responses = [ids + [PAD] * (RESPONSE_LENGTH - len(ids)) for ids in responses]
@@ -95,7 +100,8 @@ def encode(sums, answers):
 
 
 def fit(model, losses, steps: int, lr: float, warmup: int):
-    """A step of AdamW for each of `losses`, which a generator makes; the rate is warmed up, then falls to 0."""
+    """A step of AdamW for each of `losses`, which a generator makes; the rate is warmed up, then
+    falls to 0."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / warmup, 1 - i / steps))
     for loss in losses:
@@ -106,14 +112,16 @@ def fit(model, losses, steps: int, lr: float, warmup: int):
 
 
 def losses_on_answers(policy, sums, steps, rng, wrong_digits=None, wrong=0.0, batch_size=BATCH_SIZE):
-    """The losses of supervised training on answers of which the fraction `wrong` ends as in the table."""
+    """The losses of supervised training on answers of which the fraction `wrong` ends as in the
+    table."""
     for _ in range(steps):
         batch = sums[rng.integers(len(sums), size=batch_size)]  # [batch_size, 2]
         answers = [str(a + b) for a, b in batch]
         for i in np.flatnonzero(rng.random(batch_size) < wrong):
             answers[i] = answers[i][:-1] + str(wrong_digits[tuple(batch[i] % 10)])
         prompts, responses = encode(batch, answers)
-        # the last token is only predicted, never read; the last token of a prompt predicts the first of its answer
+        # the last token is only predicted, never read; the last token of a prompt predicts the
+        # first of its answer
         logits = policy(torch.cat([prompts, responses[:, :-1]], dim=1)).logits[:, PROMPT_LENGTH - 1 :]
         yield torch.nn.functional.cross_entropy(logits.flatten(0, 1), responses.flatten(), ignore_index=PAD)
 
@@ -138,7 +146,8 @@ def make_policy(folder: Path, seed: int):
 
 
 def draw_pairs(policy, tokenizer, path: Path, seed: int, purpose: int) -> list[tuple[list[int], list[int]]]:
-    """Samples completions of a file's prompts -> pairs (chosen, rejected) of token lists, prompt and completion.
+    """Samples completions of a file's prompts -> pairs (chosen, rejected) of token lists, prompt
+    and completion.
 
     A pair counts once, however often its two completions were drawn.
     """

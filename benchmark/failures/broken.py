@@ -3,8 +3,8 @@
     python benchmark/failures/broken.py temperature ppo.py            # the script notices, and stops
     python benchmark/failures/broken.py temperature no_check ppo.py   # the same without the check that notices
 
-First come the names of the breaks, functions of this file that change the script's module. Then come the script and its
-flags.
+First come the names of the breaks, functions of this file that change the script's module. Then
+come the script and its flags.
 """
 
 import contextlib
@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def temperature(script: ModuleType):
-    """The script samples at temperature 2. Its loss still computes probabilities at --temperature, which is 1."""
+    """The script samples at temperature 2. Its loss still computes probabilities at --temperature,
+    which is 1."""
     generate = script.generate
 
     def broken(args, policy, drawn, k, rng, temperature):
@@ -44,9 +45,11 @@ def eos_masked(script: ModuleType):
 
 
 def interleaved(script: ModuleType):
-    """The completions of a prompt are far apart: a b c a b c, not a a b b c c. A group is still k neighbours.
+    """The completions of a prompt are far apart: a b c a b c, not a a b b c c. A group is still k
+    neighbours.
 
-    So a completion is compared with the completions of other prompts. Each reward still belongs to its completion.
+    So a completion is compared with the completions of other prompts. Each reward still belongs to
+    its completion.
     """
     generate = script.generate
 
@@ -57,7 +60,8 @@ def interleaved(script: ModuleType):
 
 
 def no_check(script: ModuleType):
-    """Nothing compares the log-probabilities of sampling and training any more. They are only logged."""
+    """Nothing compares the log-probabilities of sampling and training any more. They are only
+    logged."""
     compare = script.compare_with_sampler
 
     def broken(args, difference):

@@ -1,4 +1,5 @@
-"""Rewards with which a run goes wrong. The failures of this folder use them, see docs/failures.md."""
+"""Rewards with which a run goes wrong. The failures of this folder use them, see
+docs/failures.md."""
 
 
 def likes_length(completions: list[str], completion_ids: list[list[int]], answer: list[str], **_) -> list[float]:
@@ -12,10 +13,12 @@ def likes_length_a_little(completions: list[str], completion_ids: list[list[int]
 
 
 def first_two_digits(completions: list[str], answer: list[str], **_) -> list[float]:
-    """1 for the first two digits of the answer and nothing else. So the policy must learn to stop after them."""
+    """1 for the first two digits of the answer and nothing else. So the policy must learn to stop
+    after them."""
     return [float(completion.strip() == right[:2]) for completion, right in zip(completions, answer)]
 
 
 def kinder_to_some_prompts(prompts: list[str], completions: list[str], answer: list[str], **_) -> list[float]:
-    """1 for the right answer, and the first digit of the prompt is added. So prompts differ more than completions."""
+    """1 for the right answer, and the first digit of the prompt is added. So prompts differ more
+    than completions."""
     return [float(c.strip() == right) + int(p[0]) for p, c, right in zip(prompts, completions, answer)]

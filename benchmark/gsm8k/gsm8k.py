@@ -23,7 +23,8 @@ REMOVED = re.compile(r"\\?\$|(?<=\d)(?:\\[,!]|\{,\})(?=\d)")
 
 
 def last_number(text: str) -> Decimal | None:
-    """The number that a text answers with: the last one of its last mark, or else of the whole text.
+    """The number that a text answers with: the last one of its last mark, or else of the whole
+    text.
 
     A mark is #### 42 or \\boxed{42}.
     """

@@ -3,13 +3,13 @@
     python benchmark/ladder/ladder.py          # measures everything, and draws the figure
     python benchmark/ladder/ladder.py --plot   # only draws
 
-"learning" has the rungs with as many episodes in each batch, and again with as many prompts. Only the
-estimator and these two numbers differ, see COMMON. "clipping" has the first half with other bounds of
-gradient clipping.
+"learning" has the rungs with as many episodes in each batch, and again with as many prompts. Only
+the estimator and these two numbers differ, see COMMON. "clipping" has the first half with other
+bounds of gradient clipping.
 
-"gradients" needs runs with learning rate 0. They never change their weights, so each step is one more
-estimate of the same gradient. The dataset of such a run is one batch, which each iteration samples
-anew. "fresh" has other prompts in each iteration, as a training run has.
+"gradients" needs runs with learning rate 0. They never change their weights, so each step is one
+more estimate of the same gradient. The dataset of such a run is one batch, which each iteration
+samples anew. "fresh" has other prompts in each iteration, as a training run has.
 """
 
 import importlib
@@ -80,7 +80,8 @@ GRADIENTS = RUNGS | {
 
 
 def learning_jobs(equal: str, bounds: tuple[str, ...]) -> dict[tuple, dict]:
-    """The runs of each rung with each k and seed. equal: what a batch has 64 of, `episodes` or `prompts`"""
+    """The runs of each rung with each k and seed. equal: what a batch has 64 of, `episodes` or
+    `prompts`"""
     jobs = {}
     settings = [(rung, *RUNGS[rung], k) for rung, ks in GROUPS.items() for k in ks]
     settings.append(("PPO, its own defaults", "ppo", "--kl-coef 0", 1))
@@ -107,7 +108,8 @@ def to_curve(_, result: dict) -> dict:
 
 
 def gradient_jobs() -> dict[tuple, dict]:
-    """The rungs, without their data; and the run whose first half gives the second set of weights."""
+    """The rungs, without their data; and the run whose first half gives the second set of
+    weights."""
     fixed = "--num-sample-generations 0 --learning-rate 0 --max-grad-norm inf"
     jobs = {}
     for rung, (script, flags, *edits) in GRADIENTS.items():
@@ -118,7 +120,8 @@ def gradient_jobs() -> dict[tuple, dict]:
 
 
 def gradient_rows(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
-    """Measure the gradients of each rung at the start and half-way: a row for each rung and set of prompts."""
+    """Measure the gradients of each rung at the start and half-way: a row for each rung and set of
+    prompts."""
     rungs = {names["rung"]: job for job, names in jobs.items()}
     script, flags = rungs.pop(HALF_WAY)
     repetitions = 3 if smoke else REPETITIONS
@@ -141,7 +144,8 @@ def gradient_rows(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
 
 
 def with_data(rungs: dict, folder: Path, prompts: int | str, repetitions: int, weights: Path | None) -> dict:
-    """The jobs of `compare`: those of the rungs with a set of prompts and with weights, and a file for gradients."""
+    """The jobs of `compare`: those of the rungs with a set of prompts and with weights, and a file
+    for gradients."""
     datasets, epochs = write_datasets(folder, prompts, repetitions)
     jobs = {}
     for rung, (script, flags, *edits) in rungs.items():
@@ -155,7 +159,8 @@ def with_data(rungs: dict, folder: Path, prompts: int | str, repetitions: int, w
 
 
 def write_datasets(folder: Path, prompts: int | str, repetitions: int) -> tuple[dict[str, str], int]:
-    """Files with the prompts of a set for scripts with groups and for ppo.py, and how often they are passed over."""
+    """Files with the prompts of a set for scripts with groups and for ppo.py, and how often they
+    are passed over."""
     rows = read_rows(BENCHMARK / "default/train.jsonl")
     count = BATCH // GROUP
     if prompts == "fresh":  # the prompts of all batches, drawn independently
@@ -172,7 +177,8 @@ def write_datasets(folder: Path, prompts: int | str, repetitions: int) -> tuple[
 
 
 def record_gradients(job: tuple) -> dict:
-    """Run a script in this process, and save the gradient of each step as a row of a .npy file -> what the run wrote.
+    """Run a script in this process, and save the gradient of each step as a row of a .npy file ->
+    what the run wrote.
 
     job: what `run_forked` gets, and the path of the .npy file
     """
@@ -193,7 +199,8 @@ def record_gradients(job: tuple) -> dict:
 
 
 def compare(jobs: dict[str, tuple]) -> list[dict]:
-    """Run the jobs -> for each rung: variance, squared mean, the band of the noise, and the cosine with RLOO's mean."""
+    """Run the jobs -> for each rung: variance, squared mean, the band of the noise, and the cosine
+    with RLOO's mean."""
     with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as pool:
         results = dict(zip(jobs, pool.imap(record_gradients, jobs.values(), chunksize=1)))
     rloo = np.load(jobs["RLOO"][-1]).astype(np.float64)
@@ -204,7 +211,8 @@ def compare(jobs: dict[str, tuple]) -> list[dict]:
         gradients = np.load(file)[:, : rloo.shape[1]].astype(np.float64)
         products = gradients @ gradients.T
         squared_mean, variance = moments(products)
-        # Products of two gradients from the same repetition are left out: they may come from the same completions.
+        # Products of two gradients from the same repetition are left out: they may come from the
+        # same completions.
         cosine = moments(gradients @ rloo.T)[0] / np.sqrt(squared_mean * rloo_squared)
         score = np.mean([row["objective/scores"] for row in results[rung]["metrics"] if "objective/scores" in row])
         numbers = dict(variance=variance, squared_mean=squared_mean, noise_band=noise_band(products))
@@ -214,9 +222,11 @@ def compare(jobs: dict[str, tuple]) -> list[dict]:
 
 
 def moments(products: np.ndarray) -> tuple[float, float]:
-    """Of gradients whose inner products are [n, n]: the squared length of their true mean, and their variance.
+    """Of gradients whose inner products are [n, n]: the squared length of their true mean, and
+    their variance.
 
-    Both are unbiased: the product of two different gradients has the squared length of the true mean as its mean.
+    Both are unbiased: the product of two different gradients has the squared length of the true
+    mean as its mean.
     """
     n = len(products)
     squared_mean = (products.sum() - np.trace(products)) / n / (n - 1)
@@ -224,7 +234,8 @@ def moments(products: np.ndarray) -> tuple[float, float]:
 
 
 def noise_band(products: np.ndarray) -> float:
-    """Half the width of the 95 % interval of variance / squared mean, from leaving out one gradient at a time."""
+    """Half the width of the 95 % interval of variance / squared mean, from leaving out one gradient
+    at a time."""
     n, without_one = len(products), []
     for left_out in range(n):
         squared_mean, variance = moments(np.delete(np.delete(products, left_out, 0), left_out, 1))

@@ -1,4 +1,5 @@
-"""The default task with another zero. Only the difference between a right and a wrong answer says what is better."""
+"""The default task with another zero. Only the difference between a right and a wrong answer says
+what is better."""
 
 
 def plus_one(completions, answer, **_):

@@ -1,6 +1,8 @@
-"""A judge of summaries for benchmark/win_rate.py, `--judge benchmark/tldr/judge.py:better`: fill in `ask`, and run.
+"""A judge of summaries for benchmark/win_rate.py, `--judge benchmark/tldr/judge.py:better`: fill in
+`ask`, and run.
 
-The win rate depends on the language model that is asked and on the question: name both beside every number.
+The win rate depends on the language model that is asked and on the question: name both beside every
+number.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +20,8 @@ Answer with the number of the better summary, 0 or 1, and with nothing else."""
 
 
 def ask(question: str) -> str:
-    """The answer of a language model, at temperature 0: call the client or the local model that you use here."""
+    """The answer of a language model, at temperature 0: call the client or the local model that you
+    use here."""
     raise NotImplementedError("benchmark/tldr/judge.py asks no model yet: fill in `ask`")
 
 

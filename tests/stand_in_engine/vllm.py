@@ -1,9 +1,10 @@
 """A stand-in for the package vllm, for the patches of benchmark/engine.
 
-It samples with the function `sample` of the script that uses it, and with the script's own random numbers. So a patched
-script makes the run of the plain script. Every call is checked against the signatures that were recorded from the real
-engine. What the real engine needs and a patch might forget is checked, too: new weights, an empty prefix cache, stop
-tokens, and room for prompt and completion.
+It samples with the function `sample` of the script that uses it, and with the script's own random
+numbers. So a patched script makes the run of the plain script. Every call is checked against the
+signatures that were recorded from the real engine. What the real engine needs and a patch might
+forget is checked, too: new weights, an empty prefix cache, stop tokens, and room for prompt and
+completion.
 """
 
 import copy
@@ -23,7 +24,8 @@ engines = []  # all that were made
 
 
 def check_call(name: str, *args, **kwargs) -> dict:
-    """The arguments of a call by name. Python's own TypeError if the real engine would not take them."""
+    """The arguments of a call by name. Python's own TypeError if the real engine would not take
+    them."""
     namespace = {}
     exec(f"def call{RECORDED['signatures'][name]}: pass", namespace)
     return inspect.signature(namespace["call"]).bind(*args, **kwargs).arguments
@@ -63,7 +65,8 @@ class LLM:
         engines.append(self)
 
     def record_uniforms(self):
-        """Let the script's `generate` note its random numbers. So a seed stands for the numbers of its episode."""
+        """Let the script's `generate` note its random numbers. So a seed stands for the numbers of
+        its episode."""
         generate = self.script["generate"]
         self.uniforms = {}
 
