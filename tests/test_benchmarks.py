@@ -2,6 +2,7 @@
 compute."""
 
 import math
+import os
 import re
 import runpy
 import shlex
@@ -47,6 +48,7 @@ def test_help_helps(path, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(path.parent)
     monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    monkeypatch.setattr(os, "environ", os.environ.copy())
     with fresh_imports(), pytest.raises(SystemExit) as stopped:
         runpy.run_path(str(path), run_name="__main__")
     assert stopped.value.code == 0

@@ -9,8 +9,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -102,22 +100,6 @@ def test_a_run_killed_in_every_phase(script, killed, run, tmp_path, flags, expec
         killed(script, strike, **flags)
     run(script, **flags)
     assert result_of(tmp_path / "out") == expected
-
-
-@only("ppo")
-@pytest.mark.slow
-def test_kill_and_resume(script, tmp_path):
-    """Kills in every phase, on one and on two processes by turns, give the results of an unbroken
-    run."""
-    command = [sys.executable, KILLS, "--scripts", script.__name__, "--runs", "1, 2 by turns"]
-    command += ["--results", tmp_path / "results.json"]
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    [row] = json.loads((tmp_path / "results.json").read_text())["runs"]
-    assert row["kills"] >= 8
-    assert row["fine"]
-    assert row["relative_distance"] < 1e-3
 
 
 @one_text

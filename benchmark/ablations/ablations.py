@@ -151,6 +151,7 @@ def to_result(_, result: dict) -> dict:
 
 PARTS = {study: Part(jobs_of(study), to_result) for study in STUDIES}
 PARTS["loss"].prepare = lambda: OWN_POLICY.exists() or make_policy({})
+PARTS["learning_rate"].smoke = lambda names: names["label"] == "5e-05"
 PARTS["loss"].short += f" --model-path {POLICY}"
 PARTS["policy"] = Part({}, measure=make_policy)
 
