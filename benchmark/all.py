@@ -63,7 +63,8 @@ def main(options: Options):
         for part, stamp in read_result(BENCHMARK / f"{program}.json")["parts"].items():
             found = state(stamp, today[part])
             minutes = f"{stamp['minutes']}{' by hand' if 'by_hand' in stamp else ''}"
-            print(f"{program} {part}: {found}; {stamp['commit']}, {stamp['date']}, {minutes} min, {stamp['machine']}")
+            made = f"{stamp['commit']}, {stamp['date']}, {minutes} min, {stamp['machine']}"
+            print(f"{program} {part}: {found}; {made}")
             if found == "stale":
                 stale.append((stamp["minutes"], program, part))
     for minutes, program, part in sorted(stale) if options.stale else ():

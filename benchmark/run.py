@@ -1,9 +1,9 @@
 """Start one of the three scripts, and read what it wrote: everything in benchmark/ does it in this
 way.
 
-run("rloo", "--rloo-k 2 --seed 3")["metrics"]                     # in a folder that is gone afterwards
-run_all([("rloo", "--seed 1"), ("ppo", "--seed 1")])              # as many at once as there are cores
-main(__doc__, path, {"seeds": Part(jobs, keep)})                  # the command line of a program that measures
+run("rloo", "--rloo-k 2 --seed 3")["metrics"]         # in a folder that is gone afterwards
+run_all([("rloo", "--seed 1"), ("ppo", "--seed 1")])  # as many at once as there are cores
+main(__doc__, path, {"seeds": Part(jobs, keep)})      # the command line of a program that measures
 """
 
 import gc
@@ -94,7 +94,8 @@ def run(script: str, flags: str = "", folder: Path | None = None, launcher=(), *
         variables = os.environ | DEFAULTS | environment
         finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables)
         if finished.returncode:
-            raise SystemExit(f"{' '.join(command)}\nfailed:\n{finished.stdout[-2000:]}\n{finished.stderr[-4000:]}")
+            log = f"{finished.stdout[-2000:]}\n{finished.stderr[-4000:]}"
+            raise SystemExit(f"{' '.join(command)}\nfailed:\n{log}")
         return read_run(folder) | dict(output=finished.stdout)
 
 
@@ -155,7 +156,8 @@ def prepare_forks():
     gc.freeze()  # So a run's collection of garbage does not look through all of this.
 
 
-FINISH = []  # what makes a result of a run, in the process of the run: a fork has it, and it needs no pickling
+# What makes a result of a run, in the process of the run: a fork has it, and it needs no pickling.
+FINISH = []
 
 
 def run_and_finish(job: tuple):

@@ -218,21 +218,35 @@ def evidence() -> str:
     low, high = min(row["lowest"] for row in pairs), max(row["highest"] for row in pairs)
     memory = [100 * row["tally"]["peak_gib"] / row["trl"]["peak_gib"] for row in pairs]
     rows = f"""
-It learns | right answers to held-out sums, ten seeds (RLOO, GRPO, PPO): {before:.2f} before; after {after}. On pairs of last digits that training did not show: {unseen} | [the default task](benchmark/README.md#the-default-task), [pairs](docs/claims.md#are-the-held-out-questions-new)
-It computes what others compute | after ten differences are removed, loss and gradient of a mini-batch: within {trl} of TRL 1.16, within {torchrl} of torchrl 0.14. One of the ten is 0.99 of the gradient under TRL's default | [parity](benchmark/parity/README.md)
-A whole run agrees with TRL | TRL, with the same ten removed, trains on Tally's completions: the final weights differ by {small(replayed)} of the distance that they moved | [parity](benchmark/parity/README.md)
-One run on any number of processes | two CPU processes against one, with DDP, FSDP2 and ZeRO: at most {small(apart)} of the distance that the weights moved | [processes](benchmark/README.md#one-run-on-any-number-of-processes)
-Nothing is lost | {killed} kills with SIGKILL: resumed runs give the unbroken run's weights, bit for bit on as many processes | [kills](benchmark/README.md#kills)
-A real model learns | SmolLM2-135M on sums, at temperature 0.8: {right_before:.2f} of held-out answers right before, {min(right):.2f} to {max(right):.2f} after. Before, 0.32 were right at the best temperature tried | [a real model](benchmark/README.md#a-real-model)
-It is fast | beside TRL 1.16 on one CPU core, RLOO and GRPO, prompts of 6 to 32 tokens: {low:.1f} to {high:.1f} times its episodes per second in {sum(row["pairs"] for row in pairs)} pairs of runs, with {min(memory):.0f} to {max(memory):.0f} % of its memory | [speed](benchmark/README.md#speed)
-"""  # noqa: E501
+It learns | right answers to held-out sums, ten seeds (RLOO, GRPO, PPO): {before:.2f} before; \
+after {after}. On pairs of last digits that training did not show: {unseen} | [the default \
+task](benchmark/README.md#the-default-task), [pairs](docs/claims.md#are-the-held-out-questions-new)
+It computes what others compute | after ten differences are removed, loss and gradient of a \
+mini-batch: within {trl} of TRL 1.16, within {torchrl} of torchrl 0.14. One of the ten is 0.99 of \
+the gradient under TRL's default | [parity](benchmark/parity/README.md)
+A whole run agrees with TRL | TRL, with the same ten removed, trains on Tally's completions: the \
+final weights differ by {small(replayed)} of the distance that they moved | \
+[parity](benchmark/parity/README.md)
+One run on any number of processes | two CPU processes against one, with DDP, FSDP2 and ZeRO: at \
+most {small(apart)} of the distance that the weights moved | \
+[processes](benchmark/README.md#one-run-on-any-number-of-processes)
+Nothing is lost | {killed} kills with SIGKILL: resumed runs give the unbroken run's weights, bit \
+for bit on as many processes | [kills](benchmark/README.md#kills)
+A real model learns | SmolLM2-135M on sums, at temperature 0.8: {right_before:.2f} of held-out \
+answers right before, {min(right):.2f} to {max(right):.2f} after. Before, 0.32 were right at the \
+best temperature tried | [a real model](benchmark/README.md#a-real-model)
+It is fast | beside TRL 1.16 on one CPU core, RLOO and GRPO, prompts of 6 to 32 tokens: {low:.1f} \
+to {high:.1f} times its episodes per second in {sum(row["pairs"] for row in pairs)} pairs of runs, \
+with {min(memory):.0f} to {max(memory):.0f} % of its memory | [speed](benchmark/README.md#speed)
+"""
     return markdown(["claim", "measured", "where"], [line.split(" | ") for line in rows.strip().splitlines()])
 
 
 # ============================================= docs/recipes.md
 # ==============================================
+PADDED = "refused: padding changes the results, or the head does more than the scripts know"
 REFUSED = {  # a part of the message, and what it means
-    "padded rows": "refused: padding changes the results, or the head does more than the scripts know",
+    "padded rows": PADDED,
     "give log-probabilities": "refused before the first update: sampling and training disagree",
 }
 

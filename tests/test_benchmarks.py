@@ -233,7 +233,9 @@ def test_the_recipe_of_tldr_runs(name, run, tmp_path, monkeypatch):
     assert (output_dir / "model").exists()
 
 
-GSM8K = [  # three columns of ten rows: `question`, the working and the last line of `answer`, as the Hub has them
+# Three columns of ten rows: `question`, the working and the last line of `answer`, as the Hub has
+# them.
+GSM8K = [
     ("Ana has 3 pens and buys 4. How many has she?", "3 + 4 = <<3+4=7>>7 pens.", "7"),
     ("Of 12 eggs 5 break. How many are whole?", "12 - 5 = <<12-5=7>>7 eggs.", "7"),
     ("A hall has 40 rows of 30 seats. How many seats?", "40 * 30 = <<40*30=1200>>1,200 seats.", "1,200"),

@@ -280,8 +280,9 @@ def test_a_faulty_reward_stops_the_run(script, run, world, updates, tmp_path):
             assert raised.type is script.UsageError
 
 
+MINE = "import colorsys, neighbour\ndef score(**_): return neighbour.VALUE, colorsys.ONE_SIXTH"
 REWARD_FILES = {
-    "mine.py": "import colorsys, neighbour\ndef score(**_): return neighbour.VALUE, colorsys.ONE_SIXTH",
+    "mine.py": MINE,
     "neighbour.py": "VALUE = 7",
     # named like a library that is not yet imported, and like one that is
     "colorsys.py": "raise AssertionError('not the library')",

@@ -97,7 +97,8 @@ def coin_jobs() -> dict[tuple, dict]:
     settings[f"{REWARDS}:coin", "4, no clip"] = f"{four} --cliprange 1000"
     jobs = {}
     for (reward, updates), script, seed in product(settings, ("rloo", "grpo"), SEEDS):
-        flags = f"{SHORT} {SAMPLED} --reward {reward} --eval-reward exact_match --save-rollouts --seed {seed}"
+        flags = f"{SHORT} {SAMPLED} --reward {reward} --eval-reward exact_match"
+        flags += f" --save-rollouts --seed {seed}"
         names = dict(script=script, reward=reward.split(":")[-1], updates=updates, seed=seed)
         jobs[script, f"{flags} {settings[reward, updates]}"] = names
     return jobs
@@ -108,7 +109,8 @@ def form_jobs() -> dict[tuple, dict]:
     it."""
     policy, jobs = BENCHMARK / "ablations" / "policy", {}
     for reward, judge, seed in product(("digits", "exactly"), ("exact_match", f"{REWARDS}:exactly"), SEEDS):
-        flags = f"{SHORT} {SAMPLED} --model-path {policy} --response-length 16 --learning-rate 1e-4 --seed {seed}"
+        flags = f"{SHORT} {SAMPLED} --model-path {policy} --response-length 16"
+        flags += f" --learning-rate 1e-4 --seed {seed}"
         names = dict(reward=reward, judge=judge.split(":")[-1], seed=seed)
         jobs["rloo", f"{flags} --reward {REWARDS}:{reward} --eval-reward {judge}"] = names
     return jobs
@@ -124,10 +126,11 @@ def passes_jobs() -> dict[tuple, dict]:
     for script, seed in product(SCRIPTS, SEEDS):
         jobs[script, f"{SHORT} --seed {seed}"] = dict(trained=script, seed=seed)
     for prompts, temperature in product(("eval", "train"), TEMPERATURES):
-        flags = f"{COMMON} --response-length 8 --learning-rate 0 --save-rollouts --rloo-k {SAMPLES} --seed 1"
+        flags = f"{COMMON} --response-length 8 --learning-rate 0 --save-rollouts"
+        flags += f" --rloo-k {SAMPLES} --seed 1"
         flags += f" --dataset benchmark/default/{prompts}.jsonl --total-episodes {256 * SAMPLES}"
-        flags += f" --batch-size {256 * SAMPLES} --per-device-train-batch-size 1024 --temperature {temperature}"
-        flags += f" --model-path {POLICY}"
+        flags += f" --batch-size {256 * SAMPLES} --per-device-train-batch-size 1024"
+        flags += f" --temperature {temperature} --model-path {POLICY}"
         jobs["rloo", flags] = dict(
             temperature=temperature, prompts=prompts, after=(prompts, temperature) == ("eval", 1)
         )
@@ -219,8 +222,9 @@ def pairs_jobs() -> dict[tuple, dict]:
     """The default runs without some pairs of last digits. The seed chooses the pairs."""
     jobs = {}
     for seed, (script, episodes) in product(OTHER_SEEDS, dict(rloo=16384, grpo=16384, ppo=8192).items()):
-        flags = f"--seed {seed} --total-episodes {episodes} --eval-every 1000 --num-sample-generations 0"
-        flags += f" --dataset runs/pairs_{seed}_train.jsonl --eval-dataset runs/pairs_{seed}_eval.jsonl --save-rollouts"
+        flags = f"--seed {seed} --total-episodes {episodes} --eval-every 1000"
+        flags += f" --num-sample-generations 0 --dataset runs/pairs_{seed}_train.jsonl"
+        flags += f" --eval-dataset runs/pairs_{seed}_eval.jsonl --save-rollouts"
         jobs[script, flags] = dict(script=script, seed=seed)
     return jobs
 
@@ -320,7 +324,8 @@ def kl_to_start(rollouts: list[dict], episode: list[int]) -> list[float]:
 def constant_jobs(episodes: int) -> dict[tuple, dict]:
     """The three scripts at a constant rate. The held-out score is that of samples, in every fourth
     iteration."""
-    flags = f"{COMMON} --lr-scheduler-type constant --eval-temperature 1 --eval-every 4 --total-episodes {episodes}"
+    flags = f"{COMMON} --lr-scheduler-type constant --eval-temperature 1 --eval-every 4"
+    flags += f" --total-episodes {episodes}"
     runs = [dict(script=script, seed=seed) for script, seed in product(SCRIPTS, OTHER_SEEDS)]
     return {(run["script"], f"{flags} --seed {run['seed']}"): run for run in runs}
 
@@ -371,22 +376,23 @@ def need_prediction():
 def smollm2_jobs() -> dict[tuple, dict]:
     """RLOO on a real model, and runs that only sample from it."""
     path = "benchmark/smollm2/chain_sum"
-    flags = f"{COMMON} --reward {path}.py:score --response-length 24 --rloo-k 8 --per-device-train-batch-size 16"
-    flags += " --model-path benchmark/smollm2/model"
+    flags = f"{COMMON} --reward {path}.py:score --response-length 24 --rloo-k 8"
+    flags += " --per-device-train-batch-size 16 --model-path benchmark/smollm2/model"
     jobs = {}
     for seed in SEEDS:
         trained = f"--dataset {path}_train.jsonl --total-episodes 640 --learning-rate 1e-5 --seed {seed}"
         jobs["rloo", f"{flags} {trained}"] = dict(trained="rloo", seed=seed)
     for prompts, temperature in product(("train", "eval"), SMOLLM2_TEMPERATURES):
-        sampled = f"--dataset {path}_{prompts}.jsonl --learning-rate 0 --save-rollouts --seed 1 --total-episodes 480"
+        sampled = f"--dataset {path}_{prompts}.jsonl --learning-rate 0 --save-rollouts --seed 1"
+        sampled += " --total-episodes 480"
         names = dict(temperature=temperature, prompts=prompts, after=True)
         jobs["rloo", f"{flags} {sampled} --batch-size 480 --temperature {temperature}"] = names
     return jobs
 
 
 METHOD_FLAGS = "--eval-every 4 --save-rollouts"
-SMOLLM2_SMOKE = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl --reward exact_match"
-SMOLLM2_SMOKE += " --total-episodes 16 --batch-size 16"
+SMOLLM2_SMOKE = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
+SMOLLM2_SMOKE += " --reward exact_match --total-episodes 16 --batch-size 16"
 BUILT_IN = "--model-path benchmark/default/policy"
 PARTS = {
     "coin": Part(coin_jobs(), coin_ends, processes=1),

@@ -26,8 +26,9 @@ SEEDS = range(1, 11)
 BOUNDS = ("10", "inf")  # of the gradient's norm; all scripts have 1
 KL_COEFS = (0.01, 0.3)
 SCRIPT_FLAGS = {"rloo": "", "grpo": "--scale-rewards none", "ppo": "--num-ppo-epochs 4 --learning-rate 1e-4"}
-FLAGS = "--reward none --reward-model-path benchmark/default/reward_model --total-episodes 12288 --eval-every 8"
-FLAGS += " --eval-reward exact_match --eval-temperature 1 --num-sample-generations 0"
+FLAGS = "--reward none --reward-model-path benchmark/default/reward_model --total-episodes 12288"
+FLAGS += " --eval-every 8 --eval-reward exact_match --eval-temperature 1"
+FLAGS += " --num-sample-generations 0"
 KEPT = ("objective/scores", "objective/kl", "eval/scores")
 
 

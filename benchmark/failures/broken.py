@@ -1,7 +1,8 @@
 """Runs a script with some of its functions broken. docs/failures.md shows what happens then.
 
-    python benchmark/failures/broken.py temperature ppo.py            # the script notices, and stops
-    python benchmark/failures/broken.py temperature no_check ppo.py   # the same without the check that notices
+    python benchmark/failures/broken.py temperature ppo.py  # the script notices, and stops
+    # the same without the check that notices
+    python benchmark/failures/broken.py temperature no_check ppo.py
 
 First come the names of the breaks, functions of this file that change the script's module. Then
 come the script and its flags.

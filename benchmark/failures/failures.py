@@ -1,8 +1,8 @@
 """Runs each failure of docs/failures.md beside its healthy run, seeds 1 to 3.
 
-    python benchmark/failures/failures.py                             # all of them
-    python benchmark/failures/failures.py no_kl interleaved           # only these, the others are kept
-    python benchmark/failures/failures.py --plot                      # only the figures again
+    python benchmark/failures/failures.py                    # all of them
+    python benchmark/failures/failures.py no_kl interleaved  # only these, the others are kept
+    python benchmark/failures/failures.py --plot             # only the figures again
 
 A failure has other flags than its healthy run, or it runs under broken.py. Writes failures.json, a
 run a line, and a figure for each failure. A run is kept as POINTS points: a metric's mean since the

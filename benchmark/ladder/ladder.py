@@ -90,7 +90,8 @@ def learning_jobs(equal: str, bounds: tuple[str, ...]) -> dict[tuple, dict]:
             continue  # With one completion of a prompt both are the same run.
         size = BATCH * k if equal == "prompts" else BATCH
         flags += {"rloo": f" --rloo-k {k}", "grpo": f" --num-generations {k}", "ppo": ""}[script.split()[0]]
-        flags += f" --seed {seed} --batch-size {size} --total-episodes {UPDATES * size} --max-grad-norm {bound}"
+        flags += f" --seed {seed} --batch-size {size} --total-episodes {UPDATES * size}"
+        flags += f" --max-grad-norm {bound}"
         names = dict(rung=rung, k=k, equal=equal, bound=bound, seed=seed)
         jobs[script, f"{flags} --eval-every 4 --eval-reward exact_match"] = names
     return jobs
@@ -149,7 +150,8 @@ def with_data(rungs: dict, folder: Path, prompts: int | str, repetitions: int, w
     datasets, epochs = write_datasets(folder, prompts, repetitions)
     jobs = {}
     for rung, (script, flags, *edits) in rungs.items():
-        flags += f" --dataset {datasets['ppo' if script == 'ppo' else 'groups']} --num-train-epochs {epochs}"
+        dataset = datasets["ppo" if script == "ppo" else "groups"]
+        flags += f" --dataset {dataset} --num-train-epochs {epochs}"
         if weights:
             flags += f" --model-path {weights / 'model'} --response-length 8"
         if weights and script == "ppo":

@@ -7,7 +7,8 @@ number.
 
 from concurrent.futures import ThreadPoolExecutor
 
-QUESTION = """Here is a post from a forum, and two summaries of it. Which summary is better? A good one says what
+QUESTION = """Here is a post from a forum, and two summaries of it. Which summary is better? \
+A good one says what
 matters most in the post, says nothing that is not there, and is short.
 
 {post}

@@ -227,7 +227,8 @@ def test_1_counts_of_a_run(answer):
 
 
 # ============================== 2  sampling by the inverse transform ==============================
-TOO_LOW = "By rounding, the sum of the probabilities is below 1. Multiply the random number by it, in float64."
+TOO_LOW = "By rounding, the sum of the probabilities is below 1."
+TOO_LOW += " Multiply the random number by it, in float64."
 
 
 def pick(answer, log_p, uniforms):
@@ -240,10 +241,9 @@ def test_2_sampling_by_the_inverse_transform(answer):
     picked = pick(answer, probabilities.log(), uniforms)
     check_type(picked)
     if picked.is_floating_point() or picked.dtype == torch.bool:
-        stop(
-            f"Return whole numbers (torch.int64): the index of each token. Yours have the type {picked.dtype}.",
-            **{"your answer": picked},
-        )
+        message = "Return whole numbers (torch.int64): the index of each token."
+        message += f" Yours have the type {picked.dtype}."
+        stop(message, **{"your answer": picked})
     check(
         picked,
         [2, 0, 0, 1],
@@ -285,10 +285,12 @@ def test_2_sampling_by_the_inverse_transform(answer):
         compared="how often each token is picked",
     )
 
+    message = "You pick a token of probability 0."
+    message += " Its cumulative probability is not above the random number."
     check(
         pick(answer, torch.tensor([[0.0, 0.5, 0.5]]).log(), [0.0]),
         [1],
-        {"You pick a token of probability 0. Its cumulative probability is not above the random number.": [0]},
+        {message: [0]},
         probabilities=[[0.0, 0.5, 0.5]],
         uniforms=[0.0],
     )
@@ -308,10 +310,12 @@ def test_2_sampling_by_the_inverse_transform(answer):
     )
 
     log_p = torch.tensor([[0.0, -20.723266]])
+    message = "You add up in float32, so 1 + 0.000000001 is 1."
+    message += " First turn log_p into float64: log_p.double()."
     check(
         pick(answer, log_p, [1 - 1e-10]),
         [1],
-        {"You add up in float32, so 1 + 0.000000001 is 1. First turn log_p into float64: log_p.double().": [0]},
+        {message: [0]},
         log_p=log_p,
         probabilities="[1, 0.000000001]",
         uniforms="[0.9999999999]",
@@ -560,7 +564,9 @@ def gradient_at(answer, ratios):
     if losses.requires_grad:
         [gradient] = torch.autograd.grad(losses.sum(), logprobs, allow_unused=True)
     if gradient is None:
-        stop("Your losses have no gradient. These cut it off: detach, item, tolist, float, torch.tensor, no_grad.")
+        message = "Your losses have no gradient."
+        message += " These cut it off: detach, item, tolist, float, torch.tensor, no_grad."
+        stop(message)
     return gradient
 
 
@@ -707,10 +713,9 @@ def check_form(losses, split):
     except TypeError:
         lengths = None
     if lengths != [len(of_process) for of_process in split]:
-        stop(
-            f"Return a list for each process, with one loss for each of its micro-batches: {form_of(split)}.",
-            **{"your answer": repr(losses)},
-        )
+        message = "Return a list for each process, with one loss for each of its micro-batches:"
+        message += f" {form_of(split)}."
+        stop(message, **{"your answer": repr(losses)})
     for of_process in losses:
         for loss in of_process:
             check_type(loss)
