@@ -83,7 +83,8 @@ def test_every_job_parses(program, tmp_path, monkeypatch):
 def test_a_smoke_run(program):
     """A short version of each part runs to its end, and its fingerprint has numbers."""
     found = everything.smoke(program)
-    assert found.keys() == import_file(HERE / "benchmark" / f"{program}.py").PARTS.keys()
+    kept = launcher.read_result(HERE / "benchmark" / f"{program}.json")["parts"]
+    assert kept.keys() <= found.keys()
     assert all(found.values())
 
 

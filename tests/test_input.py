@@ -73,6 +73,7 @@ BAD_FLAGS = [  # The message must name the first flag.
     "max_grad_norm: 0.0",
     "max_grad_norm: .nan",
     "log_with: no_such_tracker",
+    "log_with: mlflow",
     "reward: none",
     "resume: true",
 ]
@@ -113,6 +114,7 @@ WORDS = {  # what else the message says
     "temperature: .inf": "a finite number above 0, or left out",
     "batch_size: 8, rloo_k: 3, num_mini_batches: 2": "whole groups need a multiple of 6",
     "log_with: no_such_tracker": "is none of .*'tensorboard'",
+    "log_with: mlflow": "is none of .*'tensorboard'",
 }
 
 

@@ -393,7 +393,8 @@ def smollm2_jobs() -> dict[tuple, dict]:
 METHOD_FLAGS = "--eval-every 4 --save-rollouts"
 SMOLLM2_SMOKE = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
 SMOLLM2_SMOKE += " --reward exact_match --total-episodes 16 --batch-size 16"
-BUILT_IN = "--model-path benchmark/default/policy"
+BUILT_IN = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
+BUILT_IN += " --eval-dataset benchmark/default/eval.jsonl"
 PARTS = {
     "coin": Part(coin_jobs(), coin_ends, processes=1),
     "form": Part(form_jobs(), ends, processes=1, short=f"{Part.short} {BUILT_IN} --reward exact_match"),
