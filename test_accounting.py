@@ -257,9 +257,18 @@ def check_run(args, metrics, output_dir, num_prompts):
 
 
 REAL_RUNS = {  # the number of prompts, and the flags
-    "smaller last iteration": (7, dict(k=3, batch_size=6, num_mini_batches=2, num_ppo_epochs=2, num_train_epochs=2.0)),
-    "batch larger than dataset": (5, dict(k=2, batch_size=32, num_mini_batches=4, num_train_epochs=8.0)),
-    "fewer than mini-batches": (7, dict(k=2, batch_size=8, num_mini_batches=8, num_ppo_epochs=3, total_episodes=9)),
+    "smaller last iteration": (
+        7,
+        dict(k=3, batch_size=6, num_mini_batches=2, num_ppo_epochs=2, num_train_epochs=2.0),
+    ),
+    "batch larger than dataset": (
+        5,
+        dict(k=2, batch_size=32, num_mini_batches=4, num_train_epochs=8.0),
+    ),
+    "fewer than mini-batches": (
+        7,
+        dict(k=2, batch_size=8, num_mini_batches=8, num_ppo_epochs=3, total_episodes=9),
+    ),
 }
 
 
@@ -319,7 +328,14 @@ def test_mini_batches_are_near_equal_and_keep_groups(script):
 def test_processes_share_every_episode_once(script, monkeypatch):
     """Each episode counts once, on any number of processes. All make the same number of passes,
     which the plan says."""
-    for count, processes, size in ((12, 1, 5), (12, 5, 2), (7, 3, 64), (2, 3, 1), (13, 2, 3), (1, 8, 1)):
+    for count, processes, size in (
+        (12, 1, 5),
+        (12, 5, 2),
+        (7, 3, 64),
+        (2, 3, 1),
+        (13, 2, 3),
+        (1, 8, 1),
+    ):
         episodes = torch.randperm(count) + 100
         lengths = torch.randint(1, 30, (count + 100,))
         times_counted = Counter()
@@ -343,7 +359,9 @@ def test_processes_share_every_episode_once(script, monkeypatch):
         assert times_counted == Counter(episodes.tolist())
         [sizes] = shapes
         flags = dict(k=2, num_mini_batches=2, per_device_train_batch_size=size)
-        plan = script.batch_arithmetic(make_args(script, batch_size=2 * count, **flags), 9, processes)
+        plan = script.batch_arithmetic(
+            make_args(script, batch_size=2 * count, **flags), 9, processes
+        )
         assert len(sizes) == plan.gradient_accumulation_steps
 
 
@@ -362,7 +380,9 @@ def schedule_rates(name, learning_rate, warmup_steps, steps):
 
 
 @pytest.mark.parametrize("schedule", typing.get_args(next(iter(MODULES.values())).Schedule))
-def test_schedule_is_transformers_own_over_exactly_the_steps(script, run, monkeypatch, updates, schedule):
+def test_schedule_is_transformers_own_over_exactly_the_steps(
+    script, run, monkeypatch, updates, schedule
+):
     """Every update has its own rate of the schedule. The log has the last rate of an iteration."""
     calls = record_calls(monkeypatch, transformers, "get_scheduler")
     asked = {"constant": 0, "linear": 0.2}.get(schedule, 3)

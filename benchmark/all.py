@@ -37,7 +37,9 @@ class Options:
 def smoke(program: str) -> dict[str, dict]:
     """A smoke run of a program in a process of its own: the fingerprint of each part."""
     command = [sys.executable, BENCHMARK / f"{program}.py", "--smoke"]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | DEFAULTS)
+    ran = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | DEFAULTS
+    )
     if ran.returncode:
         raise SystemExit(f"{program}.py --smoke failed:\n{ran.stderr[-4000:]}")
     found = {}

@@ -19,7 +19,9 @@ T975 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31,
 def panels(rows: int, columns: int, width: float = 3.2, height: float = 2.8, **settings) -> tuple:
     """A figure and its axes [rows, columns], `width` by `height` inches each."""
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    size = dict(figsize=(width * columns, height * rows), dpi=120, squeeze=False, layout="constrained")
+    size = dict(
+        figsize=(width * columns, height * rows), dpi=120, squeeze=False, layout="constrained"
+    )
     figure, axes = plt.subplots(rows, columns, **(size | settings))
     for axis in axes.flat:
         axis.grid(alpha=0.25)
@@ -39,7 +41,11 @@ def mean_and_band(values) -> tuple[np.ndarray, np.ndarray]:
     """
     values = np.asarray(values, dtype=float)
     t = T975.get(len(values), 1.96)
-    error = values.std(0, ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.zeros(values.shape[1:])
+    error = (
+        values.std(0, ddof=1) / len(values) ** 0.5
+        if len(values) > 1
+        else np.zeros(values.shape[1:])
+    )
     return values.mean(0), t * error
 
 

@@ -34,10 +34,14 @@ import tyro
 REPO = Path(__file__).resolve().parent.parent
 OWN_CHECKS = ("sampling and training give log-probabilities", "other results in padded rows")
 LIBRARIES = ["accelerate", "tyro", "datasets", "torch.utils.checkpoint", "torch.testing"]
-LIBRARIES += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "gpt_neox", "gpt2")]
+LIBRARIES += [
+    f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "gpt_neox", "gpt2")
+]
 
 NAMES = "sampling logprobs gradients algorithms rewards processes resume".split()
-SAMPLING, LOGPROBS, GRADIENTS, ALGORITHMS, REWARDS, PROCESSES, RESUME = (f"tests/test_{x}.py::test_" for x in NAMES)
+SAMPLING, LOGPROBS, GRADIENTS, ALGORITHMS, REWARDS, PROCESSES, RESUME = (
+    f"tests/test_{x}.py::test_" for x in NAMES
+)
 COUNTS = "test_accounting.py::test_"
 MISSING = "tests/test_missing_scores.py::test_"
 BATCH = COUNTS + "batch_arithmetic_equals_dealing_cards"
@@ -179,7 +183,10 @@ def run_tests(job: tuple[str, str, str, str, list[str]]):
     source = (REPO / f"{script}.py").read_text()
     if old and source.count(old) != 1:
         return name, script, test, f"STALE: its old text occurs {source.count(old)} times", 0.0, ""
-    with tempfile.TemporaryDirectory(prefix="mutation-") as folder, open(f"{folder}/log", "w+") as log:
+    with (
+        tempfile.TemporaryDirectory(prefix="mutation-") as folder,
+        open(f"{folder}/log", "w+") as log,
+    ):
         for file in ("test_accounting.py", "README.md"):
             shutil.copy(REPO / file, folder)
         shutil.copytree(REPO / "tests", f"{folder}/tests")
@@ -187,7 +194,15 @@ def run_tests(job: tuple[str, str, str, str, list[str]]):
         Path(folder, f"{script}.py").write_text(source.replace(old, new) if old else source)
         Path(folder, "pytest.ini").write_text("[pytest]\npythonpath = . tests\nmarkers = slow\n")
         os.chdir(folder)
-        arguments = ["-q", "-x", "--tb=short", "-p", "no:cacheprovider", "--basetemp", f"{folder}/tmp"]
+        arguments = [
+            "-q",
+            "-x",
+            "--tb=short",
+            "-p",
+            "no:cacheprovider",
+            "--basetemp",
+            f"{folder}/tmp",
+        ]
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             status = pytest.main([*arguments, *tests], [outcome])
         result = {0: "SURVIVED" if old else "passed"}.get(status, f"ERROR: status {int(status)}")
@@ -202,21 +217,31 @@ def run_tests(job: tuple[str, str, str, str, list[str]]):
 
 def main(only: Literal[tuple(m.name for m in MUTATIONS)] | None = None):
     started = time.perf_counter()
-    chosen = [(m.name, m.script, m.old, m.new, [m.test]) for m in MUTATIONS if only in (None, m.name)]
-    tests_of = {job[1]: sorted({test for _, script, *_, [test] in chosen if script == job[1]}) for job in chosen}
+    chosen = [
+        (m.name, m.script, m.old, m.new, [m.test]) for m in MUTATIONS if only in (None, m.name)
+    ]
+    tests_of = {
+        job[1]: sorted({test for _, script, *_, [test] in chosen if script == job[1]})
+        for job in chosen
+    }
     unmutated = [("(no mutation)", script, "", "", tests) for script, tests in tests_of.items()]
 
     for library in LIBRARIES:  # once here, not in each of the processes forked below
         importlib.import_module(library)
     sys.dont_write_bytecode = True
-    width, test_width = (max(len(getattr(m, field)) for m in MUTATIONS) for field in ("name", "test"))
+    width, test_width = (
+        max(len(getattr(m, field)) for m in MUTATIONS) for field in ("name", "test")
+    )
     print(f"{'name':{width}}  script  {'test':{test_width}}  {'result':8}  seconds")
     failed = []
     # a process forked for each run: nothing of a mutation is left for the next
     with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
         for jobs, expected in ((unmutated, "passed"), (chosen, "killed")):
             for name, script, test, result, seconds, log in pool.imap(run_tests, jobs):
-                print(f"{name:{width}}  {script:6}  {test:{test_width}}  {result:8}  {seconds:7.1f}", flush=True)
+                print(
+                    f"{name:{width}}  {script:6}  {test:{test_width}}  {result:8}  {seconds:7.1f}",
+                    flush=True,
+                )
                 if result != expected:
                     failed.append(name)
                     print(log[-3000:])

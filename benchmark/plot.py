@@ -89,7 +89,9 @@ def main(args: Args):
             draw.curve(axis, x, values, label=label, marker="." if len(x) < 10 else None)
         axis.set(title=metric, xlabel=args.x)
     if len(groups) > 1:
-        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", frameon=False)
+        figure.legend(
+            *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", frameon=False
+        )
     print(f"{len(folders)} runs as {len(groups)} curves: ", end="")
     draw.save(figure, args.output)
 

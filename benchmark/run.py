@@ -49,7 +49,9 @@ def read_run(folder: Path) -> dict:
     if not (Path(folder) / "metrics.jsonl").exists():
         raise SystemExit(f"{folder} holds no metrics.jsonl; name the --output-dir of a run")
     rows = read_rows(Path(folder) / "metrics.jsonl")
-    for row, seconds in zip(rows, np.cumsum([r.get("time/rollout_s", 0) + r.get("time/train_s", 0) for r in rows])):
+    for row, seconds in zip(
+        rows, np.cumsum([r.get("time/rollout_s", 0) + r.get("time/train_s", 0) for r in rows])
+    ):
         row["seconds"] = float(seconds)
     files = {name: Path(folder) / f"{name}.jsonl" for name in ("rollouts", "eval_rollouts")}
     saved = {name: read_rows(file) if file.exists() else [] for name, file in files.items()}
@@ -73,24 +75,46 @@ def relative_distance(folder: Path, right: Path) -> float:
     weights, expected, start = (load_file(path / "model.safetensors") for path in files)
 
     def apart(others):
-        return sum(np.square(expected[name] - others[name], dtype=np.float64).sum() for name in expected) ** 0.5
+        return (
+            sum(
+                np.square(expected[name] - others[name], dtype=np.float64).sum()
+                for name in expected
+            )
+            ** 0.5
+        )
 
     return float(apart(weights) / apart(start))
 
 
 def torchrun(processes: int, *program: str) -> list[str]:
     """The words that launch a program on so many processes of this machine."""
-    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *map(str, program)]
+    return [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+        *map(str, program),
+    ]
 
 
-def run(script: str, flags: str = "", folder: Path | None = None, launcher=(), **environment: str) -> dict:
+def run(
+    script: str, flags: str = "", folder: Path | None = None, launcher=(), **environment: str
+) -> dict:
     """Run a script (`rloo`, or a path) with one thread, in the repository's root -> what `read_run`
     reads, and its `output`. launcher: words between `python` and the script. Ends this program
     where the script fails."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(folder or f"{temporary}/run")
         path = script if str(script).endswith(".py") else ROOT / f"{script}.py"
-        command = [sys.executable, *launcher, str(path), *flags.split(), "--output-dir", str(folder)]
+        command = [
+            sys.executable,
+            *launcher,
+            str(path),
+            *flags.split(),
+            "--output-dir",
+            str(folder),
+        ]
         variables = os.environ | DEFAULTS | environment
         finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables)
         if finished.returncode:
@@ -164,7 +188,9 @@ def run_and_finish(job: tuple):
     return FINISH[-1](job, run_forked(job))
 
 
-def run_all(jobs: list[tuple], finish=lambda job, result: result, processes: int | None = None) -> list:
+def run_all(
+    jobs: list[tuple], finish=lambda job, result: result, processes: int | None = None
+) -> list:
     """`run_forked` of every job, as many at once as there are cores: what `finish(job, result)`
     makes of each."""
     prepare_forks()
@@ -182,11 +208,15 @@ def machine() -> str:
     libraries."""
     torch = importlib.import_module("torch")
     cpuinfo = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*: (.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
+    names = re.findall(
+        r"^model name\s*: (.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M
+    )
     processor = f"{(names or [platform.machine()])[0]} {torch.backends.cpu.get_cpu_capability()}"
     versions = [f"{name} {version(name)}" for name in ("torch", "transformers")]
     threads = os.environ.get("OMP_NUM_THREADS", DEFAULTS["OMP_NUM_THREADS"])
-    return ", ".join([processor, f"threads {threads}", f"python {platform.python_version()}", *versions])
+    return ", ".join(
+        [processor, f"threads {threads}", f"python {platform.python_version()}", *versions]
+    )
 
 
 # ---- a program that measures
@@ -220,12 +250,18 @@ class Part:
         if smoke:
             first = next((names.get("seed") for names in jobs.values()), None)
             chosen = {
-                job: names for job, names in jobs.items() if names.get("seed", first) == first and self.smoke(names)
+                job: names
+                for job, names in jobs.items()
+                if names.get("seed", first) == first and self.smoke(names)
             }
-            jobs = {(job[0], f"{job[1]} {self.short}", *job[2:]): names for job, names in chosen.items()}
+            jobs = {
+                (job[0], f"{job[1]} {self.short}", *job[2:]): names for job, names in chosen.items()
+            }
         if self.measure:
             return self.measure(jobs, smoke)
-        return run_all(list(jobs), lambda job, result: jobs[job] | self.keep(jobs[job], result), self.processes)
+        return run_all(
+            list(jobs), lambda job, result: jobs[job] | self.keep(jobs[job], result), self.processes
+        )
 
 
 @dataclass
@@ -238,7 +274,12 @@ class Options:
     """measure nothing, only draw the figures again"""
 
 
-def main(about: str, result: Path, parts: dict[str, Part], plot: Callable[[list, Path], None] | None = None):
+def main(
+    about: str,
+    result: Path,
+    parts: dict[str, Part],
+    plot: Callable[[list, Path], None] | None = None,
+):
     """The command line of a program that measures.
 
     result: the .json file of its rows; plot(rows, folder): draws the figures into a folder
@@ -266,7 +307,9 @@ def measure_part(path: Path, name: str, parts: dict[str, Part]):
     if parts[name].prepare:
         parts[name].prepare()
     rows = [dict(part=name) | row for row in parts[name].rows()]
-    stamp = dict(commit=commit, date=date.today().isoformat(), minutes=round((time.time() - start) / 60, 1))
+    stamp = dict(
+        commit=commit, date=date.today().isoformat(), minutes=round((time.time() - start) / 60, 1)
+    )
     stamp |= dict(machine=machine(), fingerprint=fingerprint(parts[name].rows(smoke=True)))
     old = read_result(path)
     stamps = old["parts"] | {name: stamp}
@@ -285,7 +328,9 @@ def fingerprint(rows: list[dict]) -> dict[str, float]:
         elif isinstance(value, list):
             for inner in value:
                 collect(name, inner)
-        elif isinstance(value, (int, float)) and not re.search("seconds|_s$|minutes|gib|seed", name):
+        elif isinstance(value, (int, float)) and not re.search(
+            "seconds|_s$|minutes|gib|seed", name
+        ):
             found.setdefault(name, []).append(value)
 
     collect("", rows)

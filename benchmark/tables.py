@@ -25,7 +25,12 @@ import tyro
 from draw import mean_and_band
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmark/*.md"), *ROOT.glob("benchmark/*/*.md")]
+PAGES = [
+    ROOT / "README.md",
+    *ROOT.glob("docs/**/*.md"),
+    *ROOT.glob("benchmark/*.md"),
+    *ROOT.glob("benchmark/*/*.md"),
+]
 SCRIPTS = ("rloo", "grpo", "ppo")
 
 
@@ -73,10 +78,15 @@ def default_task() -> str:
     for some in grouped(default(), "script").values():
         after, before = [c["greedy_after"] for c in some], mean(c["greedy_before"] for c in some)
         held_out = f"{before:.3f} -> {mean(after):.3f} ({min(after):.3f} to {max(after):.3f})"
-        sampled = [f"{mean(c[name] for c in some):.3f}" for name in ("sampled_before", "sampled_after")]
+        sampled = [
+            f"{mean(c[name] for c in some):.3f}" for name in ("sampled_before", "sampled_after")
+        ]
         seconds = f"{mean(c['eval_seconds'][-1] for c in some):.0f}"
         columns.append([held_out, " -> ".join(sampled), f"{some[0]['episode'][-1]:,}", seconds])
-    names = ["most likely answer, held-out prompts, before -> after", "sampled answers, first iteration -> last ten"]
+    names = [
+        "most likely answer, held-out prompts, before -> after",
+        "sampled answers, first iteration -> last ten",
+    ]
     names += ["episodes", "seconds on one core in rollouts and training"]
     return markdown(["right answers", *SCRIPTS], list(zip(names, *columns)))
 
@@ -92,7 +102,10 @@ def default_clipping() -> str:
         ]
         cells.append(over_seeds(at_one, 3))
         for bound in ("10", "inf"):
-            ends = [row["greedy_after"] for row in having(default("clipping"), script=script, bound=bound)]
+            ends = [
+                row["greedy_after"]
+                for row in having(default("clipping"), script=script, bound=bound)
+            ]
             cells.append(over_seeds(ends, 3))
         rows.append([script, *cells])
     head = ["right answers", "median norm", "steps above 1", "bound 1", "bound 10", "no bound"]
@@ -102,7 +115,9 @@ def default_clipping() -> str:
 def largest(peer: str) -> float:
     """The largest difference to another program, where the settings are the same."""
     part = dict(trl="same", torchrl="ppo")[peer]
-    rows = [row for row in having(load("parity/mini_batch.json"), part=part) if "undone_by" not in row]
+    rows = [
+        row for row in having(load("parity/mini_batch.json"), part=part) if "undone_by" not in row
+    ]
     names = ("loss", "gradient", "value_loss", "value")
     return max(row[name] for row in rows for name in names if name in row)
 
@@ -134,18 +149,24 @@ def whitening() -> str:
         distances = [row["distance"] for row in some]
         low, middle, high = map(small, (min(distances), median(distances), max(distances)))
         counts = [row["completions_that_differ"] for row in some]
-        first = min((row["first_iteration"] for row in some if row["first_iteration"]), default="none")
+        first = min(
+            (row["first_iteration"] for row in some if row["first_iteration"]), default="none"
+        )
         parted = f"{sum(map(bool, counts))} of {len(some)}"
         rows.append([case, f"{middle} ({low} to {high})", parted, max(counts), first])
     head = ["case", "distance, median and range", "seeds with other completions"]
-    return markdown([*head, f"at most, of {some[0]['completions']:,}", "the first in iteration"], rows)
+    return markdown(
+        [*head, f"at most, of {some[0]['completions']:,}", "the first in iteration"], rows
+    )
 
 
 def kills() -> str:
     """Runs that were killed, against those that were not."""
     rows, names = [], {"1": "one process", "2": "two", "1, 2 by turns": "one and two in turn"}
     for processes, runs in grouped(load("hardware/kill_and_resume.json"), "processes").items():
-        cells = ["bitwise equal" if run["bitwise"] else small(run["relative_distance"]) for run in runs]
+        cells = [
+            "bitwise equal" if run["bitwise"] else small(run["relative_distance"]) for run in runs
+        ]
         rows.append([f"resumed on {names[processes]}", *cells])
     return markdown(["", *SCRIPTS], rows)
 
@@ -153,7 +174,11 @@ def kills() -> str:
 def smollm2() -> str:
     """A real model, before and after."""
     runs, rows = grouped(load("smollm2/train.json"), "part"), []
-    columns = {"right": ("right answers", 2), "ended": ("answers that end", 2), "tokens": ("tokens of an answer", 1)}
+    columns = {
+        "right": ("right answers", 2),
+        "ended": ("answers that end", 2),
+        "tokens": ("tokens of an answer", 1),
+    }
     for name, (text, digits) in columns.items():
         found = [[f"{run['held_out'][name]:.{digits}f}" for run in some] for some in runs.values()]
         rows.append([text, *map(", ".join, found)])
@@ -168,7 +193,9 @@ def real_tasks() -> str:
     after = ", ".join(f"{100 * run['held_out']['right']:.0f}" for run in runs)
     minutes = ", ".join(f"{run['seconds'] / 60:.0f}" for run in runs)
     cells = [f"{minutes} minutes", "nothing", f"{100 * before['held_out']['right']:.0f}", after]
-    rows.append(["[SmolLM2-135M on sums](../README.md#a-real-model), two seeds", "a CPU core", *cells])
+    rows.append(
+        ["[SmolLM2-135M on sums](../README.md#a-real-model), two seeds", "a CPU core", *cells]
+    )
     return markdown(["model", "hardware", "time", "price", "score before", "after"], rows)
 
 
@@ -180,7 +207,10 @@ def kl_term() -> str:
         for script in SCRIPTS:
             some = having(curves, script=script, kl_coef=kl_coef)
             first, last = (mean(c["objective/scores"][i] for c in some) for i in (1, -1))
-            cells += [f"{first:.2f} -> {last:.2f}", f"{mean(c['eval/scores'][-1] for c in some):.2f}"]
+            cells += [
+                f"{first:.2f} -> {last:.2f}",
+                f"{mean(c['eval/scores'][-1] for c in some):.2f}",
+            ]
         rows.append([str(kl_coef), *cells])
     columns = [f"{script}: {name}" for script in SCRIPTS for name in ("learned", "true")]
     return markdown(["`--kl-coef`", *columns], rows)
@@ -196,7 +226,9 @@ def speed() -> str:
             memory = f"{row['tally']['peak_gib']:.2g}, {row['trl']['peak_gib']:.2g}"
             cells[row["algorithm"]] = f"{row['ratio']:.1f}x{spread}; {memory}"
         runs = f"{some[0]['pairs']}, {some[0]['measured_steps']}"
-        rows.append([f"{case}: {some[0]['about']}; batch {some[0]['batch']}", runs, *cells.values()])
+        rows.append(
+            [f"{case}: {some[0]['about']}; batch {some[0]['batch']}", runs, *cells.values()]
+        )
     head = ["case: model, prompt and completion tokens", "pairs of runs, measured steps in each"]
     return markdown([*head, "RLOO: speed (of single pairs); memory", "GRPO: speed; memory"], rows)
 
@@ -206,14 +238,21 @@ def speed() -> str:
 def evidence() -> str:
     """Every claim in one number."""
     before = mean(c["greedy_before"] for c in default())
-    after = [mean(c["greedy_after"] for c in some) for some in grouped(default(), "script").values()]
-    unseen = [mean(row["unseen_after"] for row in some) for some in grouped(claims("pairs"), "script").values()]
+    after = [
+        mean(c["greedy_after"] for c in some) for some in grouped(default(), "script").values()
+    ]
+    unseen = [
+        mean(row["unseen_after"] for row in some)
+        for some in grouped(claims("pairs"), "script").values()
+    ]
     right_before, *right = (row["held_out"]["right"] for row in load("smollm2/train.json"))
     replayed = max(row["distance"] for row in load("parity/replay.json"))
     apart = max(value for values in distances().values() for value in values)
     killed = sum(row["kills"] for row in load("hardware/kill_and_resume.json"))
     trl, torchrl = (small(largest(peer), 0) for peer in ("trl", "torchrl"))
-    after, unseen = (", ".join(f"{x:.{n}f}" for x in values) for values, n in ((after, 3), (unseen, 2)))
+    after, unseen = (
+        ", ".join(f"{x:.{n}f}" for x in values) for values, n in ((after, 3), (unseen, 2))
+    )
     pairs = [row for row in load("throughput/throughput.json") if row["pairs"] > 1]
     low, high = min(row["lowest"] for row in pairs), max(row["highest"] for row in pairs)
     memory = [100 * row["tally"]["peak_gib"] / row["trl"]["peak_gib"] for row in pairs]
@@ -239,7 +278,9 @@ It is fast | beside TRL 1.16 on one CPU core, RLOO and GRPO, prompts of 6 to 32 
 to {high:.1f} times its episodes per second in {sum(row["pairs"] for row in pairs)} pairs of runs, \
 with {min(memory):.0f} to {max(memory):.0f} % of its memory | [speed](benchmark/README.md#speed)
 """
-    return markdown(["claim", "measured", "where"], [line.split(" | ") for line in rows.strip().splitlines()])
+    return markdown(
+        ["claim", "measured", "where"], [line.split(" | ") for line in rows.strip().splitlines()]
+    )
 
 
 # ============================================= docs/recipes.md
@@ -263,7 +304,10 @@ def architectures() -> str:
     for name, end in ends.items():
         if ends.get(name.removesuffix("_text")) != end or not name.endswith("_text"):
             names.setdefault(end, []).append(name)
-    rows = [[f"{end} ({len(some)})", ", ".join(some)] for end, some in sorted(names.items(), key=lambda x: -len(x[1]))]
+    rows = [
+        [f"{end} ({len(some)})", ", ".join(some)]
+        for end, some in sorted(names.items(), key=lambda x: -len(x[1]))
+    ]
     return markdown(["how it ended", "`model_type`"], rows)
 
 
@@ -278,7 +322,9 @@ def ladder(part: str, **wanted) -> list[dict]:
 
 
 def ladder_sets(rung: str, weights: str) -> list[dict]:
-    return [row for row in ladder("gradients", rung=rung, weights=weights) if row["prompts"] != "fresh"]
+    return [
+        row for row in ladder("gradients", rung=rung, weights=weights) if row["prompts"] != "fresh"
+    ]
 
 
 def noise(row: dict) -> float:
@@ -304,10 +350,16 @@ def ladder_learning() -> str:
     for rung, runs in grouped(ladder("learning"), "rung").items():
         for k in grouped(runs, "k"):
             episodes = ladder_ends("learning", rung=rung, k=k, equal="episodes")
-            prompts = episodes if k == 1 else ladder_ends("learning", rung=rung, k=k, equal="prompts")
-            cells = [with_interval(*mean_and_band(ends)) if ends else "" for ends in (episodes, prompts)]
+            prompts = (
+                episodes if k == 1 else ladder_ends("learning", rung=rung, k=k, equal="prompts")
+            )
+            cells = [
+                with_interval(*mean_and_band(ends)) if ends else "" for ends in (episodes, prompts)
+            ]
             rows.append([rung, k, 64 // k, *cells])
-    return markdown(["", "k", "prompts in A", "A: 64 episodes a batch", "B: 64 prompts a batch"], rows)
+    return markdown(
+        ["", "k", "prompts in A", "A: 64 episodes a batch", "B: 64 prompts a batch"], rows
+    )
 
 
 def ladder_clipping() -> str:
@@ -320,18 +372,24 @@ def ladder_clipping() -> str:
             cells = []
             for bound in ("10", "inf"):
                 ends = zip(
-                    ladder_ends("learning", **wanted), ladder_ends("clipping", bound=bound, **wanted), strict=True
+                    ladder_ends("learning", **wanted),
+                    ladder_ends("clipping", bound=bound, **wanted),
+                    strict=True,
                 )
                 middle, band = mean_and_band([other - one for one, other in ends])
                 cells.append(f"{middle:+.3f} ({middle - band:+.3f} to {middle + band:+.3f})")
             rows.append([rung, k, f"{norm:.1f}", *cells])
-    return markdown(["", "k", "median norm", "bound 10 minus bound 1", "no bound minus bound 1"], rows)
+    return markdown(
+        ["", "k", "median norm", "bound 10 minus bound 1", "no bound minus bound 1"], rows
+    )
 
 
 def ladder_fresh() -> str:
     """The noise of batches with other prompts in each."""
     rows = []
-    for rung, runs in grouped(ladder("gradients", prompts="fresh"), "rung").items():  # at the start, and half-way
+    for rung, runs in grouped(
+        ladder("gradients", prompts="fresh"), "rung"
+    ).items():  # at the start, and half-way
         rows.append([rung, *(with_interval(noise(row), row["noise_band"], 1) for row in runs)])
     return markdown(["", "start", "half-way"], rows)
 
@@ -341,10 +399,17 @@ def ladder_gradients() -> str:
     for row in ladder("gradients", prompts=1):
         rung, weights = row["rung"], row["weights"]
         cells = lines.setdefault(rung, [""] * 3)  # Some rungs were measured half-way only.
-        cells[weights == "half-way"] = "{1:.2f} ({0:.2f}-{2:.2f})".format(*ladder_relative_noise(rung, weights))
+        cells[weights == "half-way"] = "{1:.2f} ({0:.2f}-{2:.2f})".format(
+            *ladder_relative_noise(rung, weights)
+        )
         if weights == "start":
-            cells[2] = with_interval(*mean_and_band([other["cosine"] for other in ladder_sets(rung, weights)]))
-    return markdown(["", "noise, start", "noise, half-way", "cosine, start"], [[rung, *lines[rung]] for rung in lines])
+            cells[2] = with_interval(
+                *mean_and_band([other["cosine"] for other in ladder_sets(rung, weights)])
+            )
+    return markdown(
+        ["", "noise, start", "noise, half-way", "cosine, start"],
+        [[rung, *lines[rung]] for rung in lines],
+    )
 
 
 def ladder_baselines() -> str:
@@ -353,13 +418,18 @@ def ladder_baselines() -> str:
     columns = []
     for weights in ("start", "half-way"):
         rungs = ("REINFORCE, scores + 1", "REINFORCE", "REINFORCE, scores - 1", "RLOO")
-        below, zero, above, rloo = (mean(row["variance"] for row in ladder_sets(rung, weights)) for rung in rungs)
+        below, zero, above, rloo = (
+            mean(row["variance"] for row in ladder_sets(rung, weights)) for rung in rungs
+        )
         slope, bend = (above - below) / 2, (above + below) / 2 - zero
         score, best = mean(row["score"] for row in ladder_sets("RLOO", weights)), -slope / bend / 2
         variances = [zero + slope * b + bend * b**2 for b in (0, best, score)]
         columns.append([f"{score:.2f}", f"{best:.2f}", *(f"{x:.0f}" for x in (*variances, rloo))])
     names = ["mean score", "best constant baseline"]
-    names += [f"variance with {baseline}" for baseline in ("baseline 0", "the best", "the mean score", "RLOO's")]
+    names += [
+        f"variance with {baseline}"
+        for baseline in ("baseline 0", "the best", "the mean score", "RLOO's")
+    ]
     return markdown(["", "start", "half-way"], list(zip(names, *columns)))
 
 
@@ -383,13 +453,18 @@ def failure(name: str) -> str:
         ends = []  # of each seed
         for row in having(runs, run=run):
             if curve := row["curves"].get(metric):
-                ends.append(curve[-1] if metric == "eval/scores" else mean(curve[len(curve) // 2 :]))
+                ends.append(
+                    curve[-1] if metric == "eval/scores" else mean(curve[len(curve) // 2 :])
+                )
         if not ends:
             return "not logged"
         low, high = number(min(ends)), number(max(ends))
         return low if low == high else f"{number(mean(ends))} ({low}–{high})"
 
-    rows = [[f"`{metric}`", cell("failure", metric), cell("healthy", metric)] for metric in runs[-1]["curves"]]
+    rows = [
+        [f"`{metric}`", cell("failure", metric), cell("healthy", metric)]
+        for metric in runs[-1]["curves"]
+    ]
     return markdown(["metric", "failure", "healthy"], rows)
 
 
@@ -423,9 +498,21 @@ def variants() -> str:
             ends = [run[metric] for run in runs if metric in run]  # a curve, or the mean of the run
             ends = [end[-1] if isinstance(end, list) else end for end in ends]
             also.append(number(mean(ends)) if ends else "")
-        variant = f"`{patch}.patch`" if (ROOT / f"benchmark/variants/{patch}.patch").exists() else f"{patch} (flags)"
+        variant = (
+            f"`{patch}.patch`"
+            if (ROOT / f"benchmark/variants/{patch}.patch").exists()
+            else f"{patch} (flags)"
+        )
         rows.append([variant, f"{some[0]['episode'][-1]:,}", *right, name, *also])
-    head = ["variant", "episodes", "right answers", "without it", "also measured", "with", "without"]
+    head = [
+        "variant",
+        "episodes",
+        "right answers",
+        "without it",
+        "also measured",
+        "with",
+        "without",
+    ]
     return markdown(head, sorted(rows))
 
 
@@ -476,23 +563,32 @@ def power(value: float) -> str:
 def mini_batch() -> str:
     """The largest differences of loss and gradient in all cases that are the same in both
     programs."""
-    updates = [row for row in load("parity/mini_batch.json") if "update" in row and "undone_by" not in row]
+    updates = [
+        row for row in load("parity/mini_batch.json") if "update" in row and "undone_by" not in row
+    ]
     rows = []
     for name, some in grouped(updates, "what").items():
         cells = []
         for update in (1, 2):
             of_update = having(some, update=update)
-            cells += [power(max(row[x] for row in of_update)) if of_update else "" for x in ("loss", "gradient")]
+            cells += [
+                power(max(row[x] for row in of_update)) if of_update else ""
+                for x in ("loss", "gradient")
+            ]
         cut = [f"{row['cut']:.2f}" for row in having(some, update=2)]
         cells.append(f"{min(cut)}–{max(cut)}" if cut else "")
         rows.append([name, len(having(some, update=1)), *cells])
-    return markdown(["what", "cases", "first: loss", "gradient", "second: loss", "gradient", "clipped"], rows)
+    return markdown(
+        ["what", "cases", "first: loss", "gradient", "second: loss", "gradient", "clipped"], rows
+    )
 
 
 def differences() -> str:
     """The places where the programs mean different things."""
     rows = []
-    for what, some in grouped([row for row in load("parity/mini_batch.json") if "undone_by" in row], "what").items():
+    for what, some in grouped(
+        [row for row in load("parity/mini_batch.json") if "undone_by" in row], "what"
+    ).items():
         found = max(row.get("gradient", row.get("value")) for row in some)
         left = max(row.get("undone_gradient", row.get("undone_value")) for row in some)
         rows.append([what, power(found), some[0]["undone_by"], power(left)])
@@ -501,7 +597,10 @@ def differences() -> str:
 
 def replay() -> str:
     """TRL, trained on the completions of Tally's default run."""
-    rows = [[row["script"], row["updates"], f"{row['distance']:.1e}"] for row in load("parity/replay.json")]
+    rows = [
+        [row["script"], row["updates"], f"{row['distance']:.1e}"]
+        for row in load("parity/replay.json")
+    ]
     return markdown(["script", "updates", "distance"], rows)
 
 
@@ -518,13 +617,24 @@ def claims_coin() -> str:
     constant = f"{max(map(answers.count, answers)) / len(answers):.2f}"
     names = ("scores", "best_of_k", "entropy", "mode")
     before = [f"{mean(row[name][0] for row in claims('coin')):.2f}" for name in names]
-    rows = [["best constant answer", "", "", constant, constant, "0.00", "1.00"], ["before training", "", "", *before]]
+    rows = [
+        ["best constant answer", "", "", constant, constant, "0.00", "1.00"],
+        ["before training", "", "", *before],
+    ]
     for reward, updates in sorted({(row["reward"], row["updates"]) for row in claims("coin")}):
         for script in ("rloo", "grpo"):
             runs = claims("coin", reward=reward, updates=updates, script=script)
             cells = [over_seeds(row[name][1] for row in runs) for name in names]
             rows.append([f"`{reward}`", updates, script.upper(), *cells])
-    head = ["reward", "updates", "", "right", "pass@16", "entropy of a token", "share of the most frequent answer"]
+    head = [
+        "reward",
+        "updates",
+        "",
+        "right",
+        "pass@16",
+        "entropy of a token",
+        "share of the most frequent answer",
+    ]
     return markdown(head, rows)
 
 
@@ -534,7 +644,10 @@ def claims_form() -> str:
     first = [mean(row["scores"][0] for row in claims("form", judge=judge)) for judge in judges]
     rows = [["before training", *(f"{x:.2f}" for x in first)]]
     for reward in ("digits", "exactly"):
-        cells = [over_seeds(row["scores"][1] for row in claims("form", reward=reward, judge=j)) for j in judges]
+        cells = [
+            over_seeds(row["scores"][1] for row in claims("form", reward=reward, judge=j))
+            for j in judges
+        ]
         rows.append([f"`{reward}`", *cells])
     return markdown(["reward", "right answer, in any format", "right answer in the format"], rows)
 
@@ -552,14 +665,21 @@ def over_questions(values: list[float], prompts: list[str]) -> tuple[float, floa
     for prompt, value in zip(prompts, values, strict=True):
         pair = tuple(sorted(prompt.rstrip("=").split("+")))
         clusters[pair] = clusters.get(pair, 0) + value - middle
-    variance = sum(x**2 for x in clusters.values()) * len(clusters) / (len(clusters) - 1) / len(values) ** 2
+    variance = (
+        sum(x**2 for x in clusters.values())
+        * len(clusters)
+        / (len(clusters) - 1)
+        / len(values) ** 2
+    )
     return middle, 1.96 * variance**0.5
 
 
 def claims_passes() -> str:
     """pass@m before and after training, and the paired change at m = 16 from the start at its best
     temperature."""
-    prompts = sorted(json.loads(line)["prompt"] for line in open(ROOT / "benchmark/default/eval.jsonl"))
+    prompts = sorted(
+        json.loads(line)["prompt"] for line in open(ROOT / "benchmark/default/eval.jsonl")
+    )
 
     def passes(m, **wanted):  # of each question, the mean over the seeds
         runs = [row["right"] for row in claims("passes", **wanted)]
@@ -575,9 +695,13 @@ def claims_passes() -> str:
 
     rows, models = [], {"start": sampled("start"), "start, best temperature": start}
     for name, of in (models | {script: sampled(script) for script in SCRIPTS}).items():
-        cells = ["{:.2f} ± {:.2f}".format(*over_questions(of(m), prompts)) for m in (1, 2, 4, 8, 16)]
+        cells = [
+            "{:.2f} ± {:.2f}".format(*over_questions(of(m), prompts)) for m in (1, 2, 4, 8, 16)
+        ]
         change = [after - before for after, before in zip(of(16), start(16))]
-        cells.append("{:+.3f} ± {:.3f}".format(*over_questions(change, prompts)) if name in SCRIPTS else "")
+        cells.append(
+            "{:+.3f} ± {:.3f}".format(*over_questions(change, prompts)) if name in SCRIPTS else ""
+        )
         rows.append([name, *cells])
     return markdown(["m", *(1, 2, 4, 8, 16), "change at 16"], rows)
 
@@ -635,7 +759,10 @@ def sign_flips(differences: list[float]) -> float:
     """The two-sided p of an exact test: how often a sum with random signs is as far from 0 as the
     one that was seen."""
     observed = abs(sum(differences)) - 1e-9
-    sums = [abs(sum(map(operator.mul, differences, signs))) for signs in product((-1, 1), repeat=len(differences))]
+    sums = [
+        abs(sum(map(operator.mul, differences, signs)))
+        for signs in product((-1, 1), repeat=len(differences))
+    ]
     return mean(found >= observed for found in sums)
 
 
@@ -653,7 +780,9 @@ def claims_differences() -> str:
     """The differences of all pairs of methods, with Holm's correction over the pairs of each
     starting policy."""
     columns = [differences_of("methods")]
-    columns += [differences_of("starts", start=start) for start in grouped(claims("starts"), "start")]
+    columns += [
+        differences_of("starts", start=start) for start in grouped(claims("starts"), "start")
+    ]
     corrected = [holm({pair: sign_flips(x) for pair, x in column.items()}) for column in columns]
     rows = []
     for one, other in columns[0]:
@@ -662,10 +791,15 @@ def claims_differences() -> str:
             middle, band = mean_and_band(column[one, other])
             cells.append(f"{middle:+.3f} ± {band:.3f}, {p[one, other]:.3f}")
         rows.append([f"{one} minus {other}", *cells])
-    return markdown(["difference, and Holm's p", "built-in policy", "second policy", "third policy"], rows)
+    return markdown(
+        ["difference, and Holm's p", "built-in policy", "second policy", "third policy"], rows
+    )
 
 
-CHI_SQUARED = (2.700, 19.023)  # its quantiles at 2.5 % and 97.5 % with 9 degrees of freedom, for ten seeds
+CHI_SQUARED = (
+    2.700,
+    19.023,
+)  # its quantiles at 2.5 % and 97.5 % with 9 degrees of freedom, for ten seeds
 
 
 def seeds_needed(values: list[float], runs: int) -> str:
@@ -689,25 +823,34 @@ def claims_seeds() -> str:
         k = 1 if method in ("PPO", "filtered, k = 1") else 4
         cells = [seeds_needed(ends, 2), seeds_needed(paired, 1) if paired else ""]
         rows.append([method, *cells, seeds_needed(ladder_ends("learning", k=k, **rung), 2)])
-    return markdown(["seeds for 0.02", "unpaired", "paired with RLOO", "on the ladder, unpaired"], rows)
+    return markdown(
+        ["seeds for 0.02", "unpaired", "paired with RLOO", "on the ladder, unpaired"], rows
+    )
 
 
 def claims_pairs() -> str:
     """Right answers to sums whose pair of last digits training showed, and to the others."""
     rows = []
     for script, some in grouped(claims("pairs"), "script").items():
-        cells = [over_seeds((row[name] for row in some), 3) for name in ("seen_after", "unseen_after")]
+        cells = [
+            over_seeds((row[name] for row in some), 3) for name in ("seen_after", "unseen_after")
+        ]
         gap = over_seeds((row["unseen_after"] - row["seen_after"] for row in some), 3)
         before = f"{mean(row['unseen_before'] for row in some):.3f}"
         rows.append([script, before, *cells, gap])
-    return markdown(["", "unseen pairs, before", "seen pairs, after", "unseen pairs, after", "difference"], rows)
+    return markdown(
+        ["", "unseen pairs, before", "seen pairs, after", "unseen pairs, after", "difference"], rows
+    )
 
 
 def claims_gold() -> str:
     """Fine-tuning on right answers at each rate, and with other seeds at the best one."""
     grouped_rows = grouped(claims("gold"), "rate")
     best = max(grouped_rows, key=lambda rate: len(grouped_rows[rate]))
-    chosen = [f"{mean(row['on_training'] for row in some if row['seed'] < 4):.3f}" for some in grouped_rows.values()]
+    chosen = [
+        f"{mean(row['on_training'] for row in some if row['seed'] < 4):.3f}"
+        for some in grouped_rows.values()
+    ]
     ends = [row["held_out"] for row in grouped_rows[best] if row["seed"] >= 4]
     head = ["", *(f"rate {small(rate)}" for rate in grouped_rows), f"held-out at {small(best)}"]
     return markdown(head, [["right answers", *chosen, over_seeds(ends, 3)]])
@@ -727,7 +870,9 @@ def claims_effects() -> list[tuple[str, float, float]]:
         gaps = [row["unseen_after"] - row["seen_after"] for row in some]
         effects.append((f"unseen minus seen pairs, {script.upper()}", *mean_and_band(gaps)))
     for script, some in grouped(claims("coin", reward="coin", updates="1"), "script").items():
-        effects.append((f"coin, after minus before, {script.upper()}", *mean_and_band(changes(some))))
+        effects.append(
+            (f"coin, after minus before, {script.upper()}", *mean_and_band(changes(some)))
+        )
     for reward, some in grouped(claims("form", judge="exact_match"), "reward").items():
         effects.append((f"{reward}, after minus before, RLOO", *mean_and_band(changes(some))))
     return effects
@@ -743,11 +888,20 @@ def claims_curve() -> str:
     for script in SCRIPTS:
         quarter = claims("first_quarter", script=script)
         [predicted] = [row for row in quarter if "predicted_for" in row]
-        ends = [[row["held_out"][-1] for row in x if "seed" in row] for x in (quarter, claims("whole", script=script))]
+        ends = [
+            [row["held_out"][-1] for row in x if "seed" in row]
+            for x in (quarter, claims("whole", script=script))
+        ]
         prediction = f"{predicted['score']:.3f} ({predicted['low']:.3f} to {predicted['high']:.3f})"
         errors = [forecast - mean(ends[1]) for forecast in (mean(ends[0]), predicted["score"])]
         rows.append(
-            [script, over_seeds(ends[0], 3), prediction, over_seeds(ends[1], 3), *(f"{x:+.3f}" for x in errors)]
+            [
+                script,
+                over_seeds(ends[0], 3),
+                prediction,
+                over_seeds(ends[1], 3),
+                *(f"{x:+.3f}" for x in errors),
+            ]
         )
     head = ["right samples", "after 4,096 episodes", "predicted for 16,384", "measured"]
     return markdown([*head, "error of no change", "error of the fit"], rows)
@@ -761,17 +915,41 @@ def claims_smollm2() -> str:
         pairs = [row["scores"], row["best_of_k"]]
         if row["reward"] == "none":
             pairs = [[mean(pair)] for pair in pairs]
-        rows.append([row["reward"], row["temperature"], *(" -> ".join(f"{x:.2f}" for x in pair) for pair in pairs)])
+        rows.append(
+            [
+                row["reward"],
+                row["temperature"],
+                *(" -> ".join(f"{x:.2f}" for x in pair) for pair in pairs),
+            ]
+        )
     return markdown(["reward", "temperature", "right", "pass@8"], rows)
 
 
 # ============================================ writing
 # ========================================================
-TABLES = [default_task, default_clipping, hardware, kills, smollm2, real_tasks, kl_term, speed, evidence, failure]
+TABLES = [
+    default_task,
+    default_clipping,
+    hardware,
+    kills,
+    smollm2,
+    real_tasks,
+    kl_term,
+    speed,
+    evidence,
+    failure,
+]
 TABLES += [ladder_learning, ladder_clipping, ladder_fresh, ladder_gradients, ladder_baselines]
 TABLES += [variants, one_batch_late]
 TABLES += [engine, mini_batch, differences, replay, whitening]
-TABLES += [claims_coin, claims_form, claims_passes, claims_rates, claims_methods, claims_differences]
+TABLES += [
+    claims_coin,
+    claims_form,
+    claims_passes,
+    claims_rates,
+    claims_methods,
+    claims_differences,
+]
 TABLES += [claims_seeds, claims_pairs, claims_gold, claims_curve, claims_smollm2]
 TABLES = {function.__name__: function for function in TABLES}
 

@@ -62,7 +62,9 @@ def load_prompts(args: Args, tokenizer) -> list:
     return rloo.load_prompts(rloo.Args(), args.dataset, "none", tokenizer)[: args.num_prompts]
 
 
-def complete(language_model, tokenizer, prompts: list[list[int]], uniforms, temperature=1.0, at_once=2**20) -> tuple:
+def complete(
+    language_model, tokenizer, prompts: list[list[int]], uniforms, temperature=1.0, at_once=2**20
+) -> tuple:
     """Complete prompts as the scripts do -> the tokens of each completion, and which ones ended.
 
     uniforms: [prompts, length], the random numbers; at_once: how many are sampled together
@@ -88,31 +90,45 @@ def sample(args: Args, path: str, index: int, k: int = 1) -> tuple[list[str], fl
     tokenizer = AutoTokenizer.from_pretrained(path)
     rloo.start_accelerator(rloo.Args())
     if (Path(path) / "adapter_config.json").exists():  # with the base model that the adapters name
-        language_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(rloo.accelerator.device)
+        language_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(
+            rloo.accelerator.device
+        )
     else:
         language_model = rloo.load_model("--model-path", path, "float32")
     prompts = [prompt.token_ids for prompt in load_prompts(args, tokenizer) for _ in range(k)]
-    uniforms = rloo.keyed_rng(args.seed, rloo.EVALUATION, index).random((len(prompts), args.response_length))
-    token_ids, ended = complete(language_model, tokenizer, prompts, uniforms, args.temperature, args.batch_size)
+    uniforms = rloo.keyed_rng(args.seed, rloo.EVALUATION, index).random(
+        (len(prompts), args.response_length)
+    )
+    token_ids, ended = complete(
+        language_model, tokenizer, prompts, uniforms, args.temperature, args.batch_size
+    )
     completions = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
     return completions, float(np.mean(ended)), list(map(len, token_ids))
 
 
-def judge_pairs(judge, rows: list[dict], completions: list, baselines: list, seed: int) -> list[dict]:
+def judge_pairs(
+    judge, rows: list[dict], completions: list, baselines: list, seed: int
+) -> list[dict]:
     """Show every pair to the judge, half of them swapped.
 
     Returns for each pair its texts, the model's place, and its win.
     """
     swapped = rloo.keyed_rng(seed, rloo.PROMPT_ORDER, 0).permutation(len(rows)) < len(rows) // 2
-    shown = [pair[::-1] if swap else pair for pair, swap in zip(zip(completions, baselines), swapped)]
+    shown = [
+        pair[::-1] if swap else pair for pair, swap in zip(zip(completions, baselines), swapped)
+    ]
 
-    def as_message(row, text):  # As in the scripts, a prompt of messages has a message as completion.
+    def as_message(
+        row, text
+    ):  # As in the scripts, a prompt of messages has a message as completion.
         is_chat = isinstance(row["prompt"], list) and isinstance(text, str)
         return [{"role": "assistant", "content": text}] if is_chat else text
 
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     columns["prompts"] = columns.pop("prompt")
-    columns["first"], columns["second"] = ([as_message(*x) for x in zip(rows, texts)] for texts in zip(*shown))
+    columns["first"], columns["second"] = (
+        [as_message(*x) for x in zip(rows, texts)] for texts in zip(*shown)
+    )
     verdicts = judge(**columns)
     if len(verdicts) != len(rows):
         raise ValueError(f"the judge returned {len(verdicts)} verdicts for {len(rows)} pairs")
@@ -120,7 +136,9 @@ def judge_pairs(judge, rows: list[dict], completions: list, baselines: list, see
     for i, verdict in enumerate(verdicts):
         if verdict not in (0, 0.5, 1, None):
             pair = f"pair {i}, {shown[i][0]!r} and {shown[i][1]!r} for {rows[i]['prompt']!r}"
-            raise ValueError(f"{pair}: the judge said {verdict!r}, not 0, 1, or for a tie 0.5 or None")
+            raise ValueError(
+                f"{pair}: the judge said {verdict!r}, not 0, 1, or for a tie 0.5 or None"
+            )
         of_second = 0.5 if verdict is None else float(verdict)  # its share of the win
         texts = dict(prompt=rows[i]["prompt"], model=completions[i], baseline=baselines[i])
         place, win = ("second", of_second) if swapped[i] else ("first", 1 - of_second)
@@ -136,7 +154,9 @@ def interval(win_rate: float, count: int) -> tuple[float, float]:
     """
     z = 1.959964
     center = (win_rate + z**2 / (2 * count)) / (1 + z**2 / count)
-    half = z / (1 + z**2 / count) * (win_rate * (1 - win_rate) / count + z**2 / (4 * count**2)) ** 0.5
+    half = (
+        z / (1 + z**2 / count) * (win_rate * (1 - win_rate) / count + z**2 / (4 * count**2)) ** 0.5
+    )
     low = max(0.0, center - half)
     high = min(1.0, center + half)
     return min(win_rate, low), max(win_rate, high)  # whatever rounding does
@@ -150,7 +170,9 @@ def main(args: Args) -> tuple[float, float, float]:
     rows = [prompt.row for prompt in prompts]
     column = args.baseline.removeprefix("column:") if args.baseline.startswith("column:") else None
     if column is not None and column not in rows[0]:
-        raise ValueError(f"--baseline {args.baseline}: the columns of {args.dataset} are {', '.join(rows[0])}")
+        raise ValueError(
+            f"--baseline {args.baseline}: the columns of {args.dataset} are {', '.join(rows[0])}"
+        )
     completions, share, _ = sample(args, args.model, 0)
     ended = f"{100 * share:.0f} % of the model's completions ended"
     if column:
@@ -160,12 +182,17 @@ def main(args: Args) -> tuple[float, float, float]:
         ended += f", of the baseline's {100 * share:.0f} %"
     pairs = judge_pairs(judge, rows, completions, baselines, args.seed)
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text("".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs), encoding="utf-8")
+    args.output.write_text(
+        "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs), encoding="utf-8"
+    )
 
     wins = np.array([pair["win"] for pair in pairs])
     low, high = interval(wins.mean(), len(wins))
     print(f"{args.model} against {args.baseline}, {len(wins):,} pairs:")
-    print(f"win rate {100 * wins.mean():.1f} %, 95 % interval {100 * low:.1f} to {100 * high:.1f} %", end="")
+    print(
+        f"win rate {100 * wins.mean():.1f} %, 95 % interval {100 * low:.1f} to {100 * high:.1f} %",
+        end="",
+    )
     print(f"; {(wins == 1).sum()} won, {(wins == 0.5).sum()} tied, {(wins == 0).sum()} lost")
     for place in ("first", "second"):
         at_place = [pair["win"] for pair in pairs if pair["model_shown"] == place]

@@ -165,12 +165,24 @@ ARCHITECTURES = {  # what a config needs; its model_type is this name, where not
     "qwen3": GROUPED,
     "neox": SHAPE | dict(model_type="gpt_neox", rotary_pct=1.0),
     # This one has absolute positions, and every dropout is on.
-    "gpt2": dict(n_embd=16, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),
+    "gpt2": dict(
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=64,
+        resid_pdrop=0.1,
+        embd_pdrop=0.1,
+        attn_pdrop=0.1,
+    ),
     # These have attention windows that are shorter than prompts or capped logits.
     "mistral": SHAPE | dict(num_key_value_heads=1, sliding_window=4),
     "gemma2": GROUPED | dict(sliding_window=4),
     "gemma3": GROUPED
-    | dict(model_type="gemma3_text", sliding_window=4, layer_types=["sliding_attention", "full_attention"]),
+    | dict(
+        model_type="gemma3_text",
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     # Text gives no gradient to the weights for images.
     "images": dict(
         model_type="gemma3",
@@ -188,7 +200,8 @@ ARCHITECTURES = {  # what a config needs; its model_type is this name, where not
         init_std=0.4,
     ),
     # Jamba cannot go on from the cache of a shared prompt.
-    "jamba": GROUPED | dict(attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False, num_experts=2),
+    "jamba": GROUPED
+    | dict(attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False, num_experts=2),
     # The trunk of this one gives 8 numbers for a token.
     "opt": SHAPE | dict(word_embed_proj_dim=8, do_layer_norm_before=False, init_std=0.4),
     # This one draws experts at random in train mode.
@@ -389,7 +402,9 @@ def world(tmp_path_factory):
     return SimpleNamespace(
         folder=folder,
         reward=lambda name: f"{folder / 'rewards.py'}:{name}",
-        dataset=lambda n, seed=0: write_jsonl(folder / f"{n}-{seed}.jsonl", make_rows(make_prompts(n, seed))),
+        dataset=lambda n, seed=0: write_jsonl(
+            folder / f"{n}-{seed}.jsonl", make_rows(make_prompts(n, seed))
+        ),
         classifier=save_classifier(folder / "classifier")[0],
         **{name: save_model(folder / name, **settings) for name, settings in POLICIES.items()},
     )
@@ -592,13 +607,19 @@ def result_of(output_dir):
     for line in lines:
         for name in TIMES & line.keys():
             del line[name]
-    weights = {file.name: file.read_bytes() for file in (output_dir / "model").glob("*.safetensors")}
+    weights = {
+        file.name: file.read_bytes() for file in (output_dir / "model").glob("*.safetensors")
+    }
     rollouts = "".join(file.read_text() for file in sorted(output_dir.glob("*rollouts.jsonl")))
     return lines, weights, rollouts
 
 
 def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 PROBE = '''
@@ -668,7 +689,9 @@ def launch(script, processes, folder, flags, program=None, **environment):
         command.append(str(program))
     command += [script.__file__, *command_line(with_group(script, flags))]
     environment = os.environ | {"PROBE_FOLDER": str(folder)} | environment
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300
+    )
 
 
 def changed_copy(script, folder, old, new):

@@ -22,7 +22,9 @@ def sample(script, model, prompts, uniforms, temperature, eos_ids, dtype="float3
     """A script's `sample`, of these texts."""
     policy = completion_model(script, model, eos_ids, dtype=dtype)
     tokens = script.pad_left([encode(prompt) for prompt in prompts])
-    result = policy(partial(script.sample, prompts=tokens, uniforms=uniforms, temperature=temperature))
+    result = policy(
+        partial(script.sample, prompts=tokens, uniforms=uniforms, temperature=temperature)
+    )
     model.eval()  # What it is compared with has no dropout, as a script's models have none.
     return result
 

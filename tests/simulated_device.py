@@ -20,7 +20,9 @@ AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
 INDEXING = ["index", "index_put", "_index_put_impl"]
 # Beside device tensors, most operations take a CPU tensor without axes as a number. These do not.
-NEEDS_ONE_DEVICE = ("cat stack gather scatter index_add index_select mm bmm addmm embedding searchsorted isin").split()
+NEEDS_ONE_DEVICE = (
+    "cat stack gather scatter index_add index_select mm bmm addmm embedding searchsorted isin"
+).split()
 IN_BFLOAT16 = "matmul bmm linear mm addmm scaled_dot_product_attention".split()  # under autocast
 
 
@@ -39,7 +41,9 @@ def to_device_tensor(tensor):
     """A device tensor over the memory of a CPU tensor."""
     memory = tensor.untyped_storage()
     device = torch.device("sim", 0)
-    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), device, memory.nbytes())
+    storage = torch._C._construct_storage_from_data_pointer(
+        memory.data_ptr(), device, memory.nbytes()
+    )
     storage.memory = memory  # So the memory lives as long as the storage.
     return set_storage(torch._C._acc.create_empty_tensor([0], tensor.dtype), storage, tensor)
 

@@ -50,7 +50,9 @@ def test_metrics_of_the_rollout_are_those_of_its_episodes(script, run, world):
     assert ran.metrics[0]["policy/entropy_avg"] == approx(exact, rel=1e-4)
 
 
-@pytest.mark.parametrize("kl_coef, has_path, expected", [(0.0, False, 0), (0.1, False, 1), (0.0, True, 1)])
+@pytest.mark.parametrize(
+    "kl_coef, has_path, expected", [(0.0, False, 0), (0.1, False, 1), (0.0, True, 1)]
+)
 def test_no_kl_loads_no_reference(script, run, world, monkeypatch, kl_coef, has_path, expected):
     """At kl_coef 0 no reference is loaded, and no KL is logged, but with --ref-model-path."""
     loaded = record_calls(monkeypatch, script, "load_model")
@@ -266,7 +268,9 @@ def test_grpo_losses_by_plain_passes(script, run, world, updates, loss_type, mas
 
 @only("grpo")
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_grpo_with_every_completion_truncated_learns_nothing(script, run, monkeypatch, updates, kl_coef):
+def test_grpo_with_every_completion_truncated_learns_nothing(
+    script, run, monkeypatch, updates, kl_coef
+):
     """All episodes are masked. The gradient is zero, and no metric is NaN."""
     monkeypatch.setattr(script, "find_eos_ids", lambda *_: [])
     for count in (1, 2):
@@ -305,8 +309,12 @@ def test_cispo_weighs_by_the_clipped_ratio(script, run, updates):
 
 
 @only("ppo")
-@pytest.mark.parametrize("source, whiten", [("value_model_path", False), ("reward_model_path", True), (None, False)])
-def test_ppo_values_and_returns_by_plain_passes(script, run, world, updates, tmp_path, source, whiten):
+@pytest.mark.parametrize(
+    "source, whiten", [("value_model_path", False), ("reward_model_path", True), (None, False)]
+)
+def test_ppo_values_and_returns_by_plain_passes(
+    script, run, world, updates, tmp_path, source, whiten
+):
     """The value of a token is the head's output one position before it. After the last token it is
     0.
 
@@ -358,7 +366,9 @@ def test_ppo_values_and_returns_by_plain_passes(script, run, world, updates, tmp
         assert whitened.var() == approx(1, abs=1e-5)
     (0.5 * loss).backward()
     expected = [parameter.grad for parameter in model.parameters()]
-    found = updates[0].gradients[-len(expected) - 1 : -1]  # The last one is that of the head's bias.
+    found = updates[0].gradients[
+        -len(expected) - 1 : -1
+    ]  # The last one is that of the head's bias.
     assert distance(expected, found) < 1e-5
 
 
@@ -393,7 +403,12 @@ def test_ppo_value_loss_is_clipped_around_the_old_value(script):
     assert not cut.any()  # Rounding decides nothing.
 
 
-KL_ESTIMATES = {"k1": lambda d: d, "abs": abs, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
+KL_ESTIMATES = {
+    "k1": lambda d: d,
+    "abs": abs,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: math.exp(-d) - 1 + d,
+}
 
 
 @only("ppo")

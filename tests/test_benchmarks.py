@@ -38,7 +38,9 @@ gsm8k = import_file(HERE / "benchmark" / "gsm8k" / "gsm8k.py")
 
 everything = import_file(HERE / "benchmark" / "all.py")
 WITH_MAIN = [
-    path for path in sorted(HERE.glob("benchmark/**/*.py")) if '"__main__"' in path.read_text(encoding="utf-8")
+    path
+    for path in sorted(HERE.glob("benchmark/**/*.py"))
+    if '"__main__"' in path.read_text(encoding="utf-8")
 ]
 
 
@@ -69,12 +71,16 @@ def test_every_job_parses(program, tmp_path, monkeypatch):
     parts = import_file(path).PARTS
     scripts = {}
     for part in parts.values():
-        for script, flags in {(job[0], re.sub(r"--seed \d+", "", f"{job[1]} {part.short}")) for job in part.jobs}:
+        for script, flags in {
+            (job[0], re.sub(r"--seed \d+", "", f"{job[1]} {part.short}")) for job in part.jobs
+        }:
             if script not in scripts:
                 name, *patch = script.split()
                 folder = tmp_path / str(len(scripts))
                 scripts[script] = import_file(launcher.copy_script(folder, name, *patch))
-            tyro.cli(scripts[script].Args, args=[*flags.split(), "--output-dir", str(tmp_path / "run")])
+            tyro.cli(
+                scripts[script].Args, args=[*flags.split(), "--output-dir", str(tmp_path / "run")]
+            )
     assert launcher.read_result(path.with_suffix(".json"))["parts"].keys() <= parts.keys()
 
 
@@ -109,7 +115,10 @@ def compare(world, tmp_path):
 
     def compare(judge, **flags):
         judge = judge if judge == "exact_match" else f"{tmp_path / 'judges.py'}:{judge}"
-        flags = dict(model=world.llama, baseline=world.reference, dataset=dataset, temperature=1.0) | flags
+        flags = (
+            dict(model=world.llama, baseline=world.reference, dataset=dataset, temperature=1.0)
+            | flags
+        )
         args = win_rate.Args(judge=judge, output=tmp_path / "deep" / "pairs.jsonl", **flags)
         with fresh_imports():
             rate = win_rate.main(args)[0]
@@ -135,7 +144,9 @@ def test_every_verdict_is_counted_for_the_right_side():
     said, shown = [0, 1, 0.5, None, np.int64(1), np.float32(0), True] * 3, []
     rows = [{"prompt": str(i)} for i in range(len(said))]
     models, baselines = [f"m{i}" for i in range(len(said))], [f"b{i}" for i in range(len(said))]
-    pairs = win_rate.judge_pairs(lambda **columns: shown.append(columns) or said, rows, models, baselines, 1)
+    pairs = win_rate.judge_pairs(
+        lambda **columns: shown.append(columns) or said, rows, models, baselines, 1
+    )
     for row, first, verdict in zip(pairs, shown[0]["first"], said, strict=True):
         model_is = 1 if first[0] == "b" else 0
         assert row["win"] == (0.5 if verdict in (0.5, None) else float(verdict == model_is))
@@ -157,18 +168,27 @@ def test_the_interval_is_wilsons():
         low, high = win_rate.interval(rate, count)
         assert 0 <= low <= rate <= high <= 1
         for p in {low, high} - {rate}:
-            assert abs(rate - p) == pytest.approx(1.959964 * math.sqrt(p * (1 - p) / count), rel=1e-6)
+            assert abs(rate - p) == pytest.approx(
+                1.959964 * math.sqrt(p * (1 - p) / count), rel=1e-6
+            )
 
 
 @one_text
 def test_plot_draws_seeds_as_one_curve(script, run, tmp_path):
     """Runs that differ only in the seed are one curve, their mean. The labels of other runs show
     their flags."""
-    (_, first, a), (_, second, b), (_, _, c) = (run(script, **flags) for flags in ({}, dict(seed=2), dict(kl_coef=0.3)))
+    (_, first, a), (_, second, b), (_, _, c) = (
+        run(script, **flags) for flags in ({}, dict(seed=2), dict(kl_coef=0.3))
+    )
     groups = plot.group_runs([a, b, c])
-    assert {label: len(group) for label, group in groups.items()} == {"run0, kl_coef 0.05": 2, "run2, kl_coef 0.3": 1}
+    assert {label: len(group) for label, group in groups.items()} == {
+        "run0, kl_coef 0.05": 2,
+        "run2, kl_coef 0.3": 1,
+    }
     _, values = plot.points(groups["run0, kl_coef 0.05"], "objective/scores", "episode")
-    assert values.tolist() == [[row["objective/scores"] for row in rows] for rows in (first, second)]
+    assert values.tolist() == [
+        [row["objective/scores"] for row in rows] for rows in (first, second)
+    ]
     plot.main(plot.Args(folders=(a, b, c), output=tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
@@ -197,15 +217,30 @@ def test_the_fit_finds_a_sigmoid():
     rows = [dict(episode=episode.tolist(), held_out=(0.25 + 0.65 * shape).tolist())] * 3
     found = claims.predict(rows, 16384, draws=20)
     assert found["score"] == pytest.approx(0.25 + 0.65 / (1 + (900 / 16384) ** 1.4), abs=2e-3)
-    assert [found[name] for name in ("limit", "middle", "power")] == pytest.approx([0.9, 900, 1.4], rel=0.03)
+    assert [found[name] for name in ("limit", "middle", "power")] == pytest.approx(
+        [0.9, 900, 1.4], rel=0.03
+    )
     assert found["low"] == found["high"] == found["score"]
 
 
 @one_text
 def test_the_kl_is_that_of_a_run_with_a_reference(script, run):
     data = str(HERE / "benchmark/default/train.jsonl")
-    flags = dict(model_path=str(claims.POLICY), dataset=data, reward="exact_match", kl_coef=0.01, learning_rate=1e-3)
-    flags |= dict(k=4, batch_size=64, total_episodes=128, num_mini_batches=1, num_ppo_epochs=1, response_length=8)
+    flags = dict(
+        model_path=str(claims.POLICY),
+        dataset=data,
+        reward="exact_match",
+        kl_coef=0.01,
+        learning_rate=1e-3,
+    )
+    flags |= dict(
+        k=4,
+        batch_size=64,
+        total_episodes=128,
+        num_mini_batches=1,
+        num_ppo_epochs=1,
+        response_length=8,
+    )
     _, metrics, folder = run(script, **flags, temperature=1.0)
     kl = claims.kl_to_start(read_jsonl(folder / "rollouts.jsonl"), [0, 64, 128])
     logged = [row["objective/kl"] for row in metrics if "objective/kl" in row]
@@ -239,11 +274,23 @@ def test_the_recipe_of_tldr_runs(name, run, tmp_path, monkeypatch):
 GSM8K = [
     ("Ana has 3 pens and buys 4. How many has she?", "3 + 4 = <<3+4=7>>7 pens.", "7"),
     ("Of 12 eggs 5 break. How many are whole?", "12 - 5 = <<12-5=7>>7 eggs.", "7"),
-    ("A hall has 40 rows of 30 seats. How many seats?", "40 * 30 = <<40*30=1200>>1,200 seats.", "1,200"),
+    (
+        "A hall has 40 rows of 30 seats. How many seats?",
+        "40 * 30 = <<40*30=1200>>1,200 seats.",
+        "1,200",
+    ),
     ("Ben has $2 and owes $7. What is left?", "2 - 7 = <<2-7=-5>>-5 dollars.", "-5"),
-    ("A farm sells 50% of 90 sheep. How many stay?", "90 * .5 = <<90*.5=45>>45 go.\n90 - 45 = <<90-45=45>>45.", "45"),
+    (
+        "A farm sells 50% of 90 sheep. How many stay?",
+        "90 * .5 = <<90*.5=45>>45 go.\n90 - 45 = <<90-45=45>>45.",
+        "45",
+    ),
     ("Six cups cost $2.50 each. What is paid?", "6 * 2.5 = $<<6*2.5=15.00>>15.00.", "15"),
-    ("A city of 1,000,000 grows by 234,567.", "That is <<1000000+234567=1234567>>1,234,567.", "1,234,567"),
+    (
+        "A city of 1,000,000 grows by 234,567.",
+        "That is <<1000000+234567=1234567>>1,234,567.",
+        "1,234,567",
+    ),
     ("Two cats have 9 kittens each. How many?", "2 * 9 = <<2*9=18>>18 kittens.", "18"),
     ("How many hours has a week?", "7 * 24 = <<7*24=168>>168 hours.", "168"),
     ("Nobody came. How many came?", "Nobody is <<0=0>>0.", "0"),
@@ -252,7 +299,13 @@ READ = {
     "-5": ["it is -5.", "= \u22125", "-$5.00"],
     "5": ["10-5", "$10 - $5", "5.0%"],
     "0.5": ["$.50"],
-    "42": ["#### 42\nin 3 days", r"$\boxed{42}$ in 3 days", r"\boxed{7}, no: \boxed{6 * 7 = 42}", "**42**", "#### $42"],
+    "42": [
+        "#### 42\nin 3 days",
+        r"$\boxed{42}$ in 3 days",
+        r"\boxed{7}, no: \boxed{6 * 7 = 42}",
+        "**42**",
+        "#### $42",
+    ],
     "1000.5": ["1,000.5", r"\boxed{1{,}000.50}", r"\(\$1\,000.5\)", "#### 1,000.5."],
 }
 
@@ -260,17 +313,31 @@ READ = {
 def test_gsm8k_reads_answers_as_published_evaluations_do(tmp_path, monkeypatch):
     """The Hub's rows become prompts. Their own answers are right, also by the patterns of lm-eval
     and of verl."""
-    rows = [{"question": question, "answer": f"{working}\n#### {end}"} for question, working, end in GSM8K]
+    rows = [
+        {"question": question, "answer": f"{working}\n#### {end}"}
+        for question, working, end in GSM8K
+    ]
     hub = {"train": rows[:8], "test": rows[8:]}
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda name, config, split: hub[split]))
+    monkeypatch.setitem(
+        sys.modules,
+        "datasets",
+        SimpleNamespace(load_dataset=lambda name, config, split: hub[split]),
+    )
     gsm8k.main(tmp_path)
     written = [row for split in hub for row in read_jsonl(tmp_path / f"gsm8k_{split}.jsonl")]
-    assert [row["prompt"][0]["content"].split("\n")[0] for row in written] == [row["question"] for row in rows]
+    assert [row["prompt"][0]["content"].split("\n")[0] for row in written] == [
+        row["question"] for row in rows
+    ]
     texts, answers = [row["answer"] for row in rows], [row["answer"] for row in written]
-    for pattern in (r"#### (\-?[0-9\.\,]+)", r"(-?[$0-9.,]{2,}|-?[0-9]+)"):  # of both; lm-eval's flexible one
+    for pattern in (
+        r"#### (\-?[0-9\.\,]+)",
+        r"(-?[$0-9.,]{2,}|-?[0-9]+)",
+    ):  # of both; lm-eval's flexible one
         assert [re.findall(pattern, text)[-1].replace(",", "") for text in texts] == answers
     completions = [[{"content": text}] for text in texts] + [working for _, working, _ in GSM8K]
     assert gsm8k.score(completions, answers * 2) == [1.0] * 20
     assert gsm8k.score(texts, answers[1:] + ["1"]) == [1.0] + [0.0] * 9
-    assert all(set(gsm8k.score(texts, [number] * len(texts))) == {1.0} for number, texts in READ.items())
+    assert all(
+        set(gsm8k.score(texts, [number] * len(texts))) == {1.0} for number, texts in READ.items()
+    )
     assert gsm8k.last_number("####, or none.") is None

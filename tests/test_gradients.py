@@ -20,7 +20,9 @@ from plain import plain_gradient, row_logprobs, token_weights
 from pytest import approx
 
 
-@pytest.mark.parametrize("policy", ["llama", "gpt2", "many_eos", "pad_is_eos", "emits_pad", *WINDOWS])
+@pytest.mark.parametrize(
+    "policy", ["llama", "gpt2", "many_eos", "pad_is_eos", "emits_pad", *WINDOWS]
+)
 def test_gradient_is_that_of_plain_passes(script, run, world, updates, tmp_path, policy):
     """The gradient of a single update is that of plain passes, which have no padding, no cache
     and no dropout. So are the log-probabilities of the sampler and of the reference."""
@@ -57,7 +59,9 @@ def trained_episodes(calls):
 
 @only("rloo", "grpo")
 @pytest.mark.parametrize("size, num_ppo_epochs", [(2, 1), (64, 2)])
-def test_episodes_without_gradient_take_no_pass(script, run, world, monkeypatch, updates, size, num_ppo_epochs):
+def test_episodes_without_gradient_take_no_pass(
+    script, run, world, monkeypatch, updates, size, num_ppo_epochs
+):
     """Without a KL in the loss, episodes with advantage 0 take no pass.
 
     Gradients, weights and metrics are those of a run in which all episodes take a pass. Only the
@@ -91,7 +95,9 @@ def test_episodes_without_gradient_take_no_pass(script, run, world, monkeypatch,
 def test_episodes_that_have_a_gradient_take_a_pass(script, run, world, monkeypatch):
     """With a KL in the loss or in the reward, episodes with equal scores have a gradient, too."""
     calls = record_calls(monkeypatch, script, "token_logprobs")
-    flags = dict(batch_size=24, reward=world.reward("seldom"), ref_model_path=world.reference, kl_coef=0.1)
+    flags = dict(
+        batch_size=24, reward=world.reward("seldom"), ref_model_path=world.reference, kl_coef=0.1
+    )
     metrics = run(script, **flags)[1]
     assert trained_episodes(calls) == metrics[-1]["episode"]
 
@@ -112,7 +118,9 @@ def test_all_advantages_zero_is_a_step_of_zero_gradients(script, run, world, mon
 
 @pytest.mark.parametrize("norm", [math.inf, math.nan])
 @only("rloo", "ppo")
-def test_a_gradient_norm_that_is_not_finite_stops_the_run(script, run, monkeypatch, updates, tmp_path, norm):
+def test_a_gradient_norm_that_is_not_finite_stops_the_run(
+    script, run, monkeypatch, updates, tmp_path, norm
+):
     """It stops before the weights move. The message names iteration and step."""
     norms = iter([1.0, 1.0, norm])
     accelerator = script.accelerate.Accelerator

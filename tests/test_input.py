@@ -263,7 +263,11 @@ def test_longrope_stays_within_its_original_positions(script, run, refuses, tmp_
     limit = dict(original_max_position_embeddings=longest)
     yarn = limit | dict(rope_theta=1e4, rope_type="yarn", factor=2.0)
     phi3 = limit | dict(
-        rope_theta=1e4, rope_type="longrope", partial_rotary_factor=1.0, short_factor=[1.0] * 4, long_factor=[4.0] * 4
+        rope_theta=1e4,
+        rope_type="longrope",
+        partial_rotary_factor=1.0,
+        short_factor=[1.0] * 4,
+        long_factor=[4.0] * 4,
     )
     path = save_model(tmp_path / "phi3", "phi3", rope_parameters=phi3, **limit)
     message = f"has {longest} positions, .* needs {longest + 1}"
@@ -322,7 +326,9 @@ def test_a_run_without_eos_says_so(script, run, tmp_path, capsys):
 
 
 @only("rloo", "ppo")
-def test_a_model_must_give_the_same_in_padded_rows(script, run, refuses, monkeypatch, tmp_path, capsys):
+def test_a_model_must_give_the_same_in_padded_rows(
+    script, run, refuses, monkeypatch, tmp_path, capsys
+):
     """Another model is refused, in each role and type. Where only a shared prompt changes the
     results, every episode gets a row of its own, and one line says so."""
     phimoe = save_model(tmp_path / "phimoe", "phimoe")
@@ -342,7 +348,9 @@ def test_a_model_must_give_the_same_in_padded_rows(script, run, refuses, monkeyp
         def off(network, shares_prompts, prompts, tokens):
             """From the third call on, which is of the value model, two rows give other results."""
             calls.append(len(tokens))
-            return outputs(network, shares_prompts, prompts, tokens) + len(tokens) * (len(calls) > 2)
+            return outputs(network, shares_prompts, prompts, tokens) + len(tokens) * (
+                len(calls) > 2
+            )
 
         with monkeypatch.context() as patch:
             patch.setattr(script, "completion_outputs", off)
@@ -414,7 +422,11 @@ def test_a_folder_without_a_whole_model(script, refuses, world, tmp_path):
     adapters = Path(shutil.copytree(world.llama, tmp_path / "adapters"))
     (adapters / "config.json").rename(adapters / "adapter_config.json")
     advice = "tokenizer; merge LoRA adapters first, see docs/recipes.md#lora"
-    for flag, path in (("model_path", no_tokenizer), ("model_path", adapters), ("ref_model_path", adapters)):
+    for flag, path in (
+        ("model_path", no_tokenizer),
+        ("model_path", adapters),
+        ("ref_model_path", adapters),
+    ):
         message = rf"--{flag.replace('_', '-')} {path} \(.*{advice}"
         refuses(script, message, error=script.UsageError, **{flag: str(path)})
 
@@ -445,7 +457,9 @@ def test_a_mistake_ends_with_one_line(script, world, tmp_path):
 
     for message, flags in {
         "iteration 1: --reward returned 1 scores for 3 completions": dict(reward="mine.py:few"),
-        "--dataset none.jsonl: [Errno 2] No such file or directory: 'none.jsonl'": dict(dataset="none.jsonl"),
+        "--dataset none.jsonl: [Errno 2] No such file or directory: 'none.jsonl'": dict(
+            dataset="none.jsonl"
+        ),
     }.items():
         finished = start(**flags)
         assert finished.returncode == 2
@@ -464,9 +478,14 @@ def test_a_mistake_ends_with_one_line(script, world, tmp_path):
 def test_a_template_that_writes_nothing_is_named_by_its_row(script, refuses, tmp_path):
     """A prompt without tokens has nothing to continue."""
     silent = make_tokenizer()
-    silent.chat_template = "{% if messages[0]['role'] == 'user' %}{{ messages[0]['content'] }}{% endif %}"
+    silent.chat_template = (
+        "{% if messages[0]['role'] == 'user' %}{{ messages[0]['content'] }}{% endif %}"
+    )
     path = save_model(tmp_path / "silent", tokenizer=silent)
-    rows = [{"prompt": [{"role": role, "content": "1+1="}], "answer": "2"} for role in ("user", "system")]
+    rows = [
+        {"prompt": [{"role": role, "content": "1+1="}], "answer": "2"}
+        for role in ("user", "system")
+    ]
     dataset = write_jsonl(tmp_path / "chat.jsonl", rows)
     refuses(script, "chat.jsonl:2", "no tokens", model_path=path, dataset=dataset, error=ValueError)
 
@@ -476,7 +495,9 @@ def test_rows_of_text_and_of_chats_keep_their_order(script, tmp_path):
     """A text gets the special tokens of its tokenizer. A rendered chat gets no more of them."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ messages[0]['content'] }}{{ mark or '=' }}"
-    tokenizer._tokenizer.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", EOS)])
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="$A <eos>", special_tokens=[("<eos>", EOS)]
+    )
     rows = [
         dict(prompt="22"),
         dict(prompt=[USER]),
@@ -496,7 +517,9 @@ def test_a_copied_script_names_the_default_file_that_is_missing(script, run, ref
     message names the path that is missing. The copy accepts other paths."""
     copied = import_file(shutil.copy(script.__file__, tmp_path / f"copied_{script.__name__}.py"))
     folder = tmp_path / "benchmark" / "default"
-    for flag, path in dict(model_path=str(folder / "policy"), dataset=str(folder / "train.jsonl")).items():
+    for flag, path in dict(
+        model_path=str(folder / "policy"), dataset=str(folder / "train.jsonl")
+    ).items():
         assert getattr(copied.Args, flag) == path
         refuses(copied, path, **{flag: path})
     run(copied, **FEW)  # other paths

@@ -5,7 +5,16 @@ import multiprocessing
 import numpy as np
 import pytest
 import torch
-from conftest import HERE, MODULES, base_flags, command_line, flat, import_file, reset_accelerate, with_group
+from conftest import (
+    HERE,
+    MODULES,
+    base_flags,
+    command_line,
+    flat,
+    import_file,
+    reset_accelerate,
+    with_group,
+)
 from plain import plain_gradient, token_weights
 
 ladder = import_file(HERE / "benchmark/ladder/ladder.py")
@@ -19,7 +28,9 @@ def test_the_measured_gradients_are_right(world, tmp_path):
     words = " ".join(command_line(with_group(rloo, flags)))
     reset_accelerate()
     job = (("rloo", words), str(tmp_path / "gradients.npy"))
-    with multiprocessing.get_context("fork").Pool(1) as pool:  # It runs the script in place of its own program.
+    with multiprocessing.get_context("fork").Pool(
+        1
+    ) as pool:  # It runs the script in place of its own program.
         rollouts = pool.apply(ladder.record_gradients, [job])["rollouts"]
     for iteration, measured in enumerate(np.load(tmp_path / "gradients.npy"), 1):
         rows = [row for row in rollouts if row["iteration"] == iteration]

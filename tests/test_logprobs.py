@@ -121,7 +121,9 @@ def test_a_sampler_that_differs_by_rounding_is_logged(script, run, tmp_path, dty
 
 @pytest.mark.parametrize("dtype, error", [("float32", 0.01), ("bfloat16", 0.4)])
 @one_text
-def test_a_sampler_that_is_not_the_training_pass_stops_the_run(script, run, updates, tmp_path, dtype, error):
+def test_a_sampler_that_is_not_the_training_pass_stops_the_run(
+    script, run, updates, tmp_path, dtype, error
+):
     """In each iteration before its first update. This one fails in the second."""
     copy = changed_sampler(script, tmp_path, f"{error} * (iteration == 2)")
     words = rf"sampling and training give log-probabilities .*{error}\d* apart"

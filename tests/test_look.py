@@ -43,7 +43,12 @@ def fallback_tokenizer():
     vocab = {word: i for i, word in enumerate(words)}
     backend = Tokenizer(BPE(vocab, [], unk_token="<unk>"))
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
@@ -330,9 +335,15 @@ def test_the_page_in_a_browser(save, open_page, tmp_path):
         ["iteration 3: 4 of 4 groups"],
         ["iteration 3: 4 of 4 groups", ["score -3.5", "score 0"]],
         ["iteration 3: 1 of 1 groups", 1],
-        ["iteration 3: 1 of 1 groups", "⚠ equal scores: every advantage is 0, so this group teaches nothing"],
+        [
+            "iteration 3: 1 of 1 groups",
+            "⚠ equal scores: every advantage is 0, so this group teaches nothing",
+        ],
         ["iteration 3: 1 of 1 groups", HOSTILE[1]],
-        ["iteration 3: 1 of 1 groups", "token 1: < | p 0.607 | -log p 0.5 | log p - log p_ref 0.25 | advantage 0.25"],
+        [
+            "iteration 3: 1 of 1 groups",
+            "token 1: < | p 0.607 | -log p 0.5 | log p - log p_ref 0.25 | advantage 0.25",
+        ],
         ["iteration 3: 1 of 1 groups", "i"],
         ["all iterations: 12 of 12 groups"],
         ["all iterations: 12 of 12 groups", 0, 3, "nothing ran"],

@@ -79,7 +79,9 @@ def test_gradient_without_some_scores(script, run, world, updates):
         groups = [rewards[first : first + 3] for first in range(0, 24, 3)]
         counts = {len(without_none(group)) for group in groups}
         assert counts == {0, 1, 2, 3}, "the test needs groups with 0 to 3 scores"
-        advantages = [advantage for group in groups for advantage in plain_advantages(script, group)]
+        advantages = [
+            advantage for group in groups for advantage in plain_advantages(script, group)
+        ]
         assert [row["advantage"] for row in rows] == pytest.approx(advantages, rel=1e-4, abs=1e-5)
         assert distance(plain_gradient(world.llama, rows, weights), updates[0].gradients) < 1e-5
 

@@ -9,7 +9,14 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 # Prompts of different lengths, a smaller last batch, a second PPO epoch, and a model with positions
 # and dropout.
-FLAGS = dict(response_length=6, num_train_epochs=2, num_ppo_epochs=2, kl_coef=0.05, learning_rate=3e-3, cliprange=0.1)
+FLAGS = dict(
+    response_length=6,
+    num_train_epochs=2,
+    num_ppo_epochs=2,
+    kl_coef=0.05,
+    learning_rate=3e-3,
+    cliprange=0.1,
+)
 OWN = {
     "rloo": dict(k=3, batch_size=12),
     "grpo": dict(k=3, batch_size=12),

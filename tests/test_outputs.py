@@ -139,7 +139,9 @@ def byte_level(tmp_path_factory):
     backend = Tokenizer(BPE({word: i for i, word in enumerate(WORDS)}, [("a", "b"), ("b", "c")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>"
+    )
     folder = tmp_path_factory.mktemp("byte_level")
     return save_model(folder, tokenizer=tokenizer, vocab_size=len(WORDS), initializer_range=0.1)
 

@@ -221,11 +221,15 @@ def test_a_diff_of_a_page_fits(page):
     for lines, changed in diffs(page):
         for text in changed.values():
             compile(text, page.name, "exec")
-        assert changed or any(all(f"\n{line}\n" in patch for line in lines) for patch in patches), lines
+        assert changed or any(all(f"\n{line}\n" in patch for line in lines) for patch in patches), (
+            lines
+        )
 
 
 def test_the_readme_shows_the_loop_of_nano():
-    loop = re.search(r"^for iteration.*?(?=^    print)", SOURCES["docs/nano/rloo.py"], re.M | re.S)[0]
+    loop = re.search(r"^for iteration.*?(?=^    print)", SOURCES["docs/nano/rloo.py"], re.M | re.S)[
+        0
+    ]
     assert textwrap.indent(loop, "    ") in read(README)
 
 
@@ -293,7 +297,9 @@ def test_the_fields_of_trl_are_in_the_tables():
                 assert mine == of_ppo[name]
     assert sorted(named) == sorted(of_ppo)
     of_rloo = fields["RLOOConfig"]
-    without, changes = re.search(r"no counterpart: (.*?)callbacks.*?\n- In GRPO, (.*?)\n\n", text, re.S).groups()
+    without, changes = re.search(
+        r"no counterpart: (.*?)callbacks.*?\n- In GRPO, (.*?)\n\n", text, re.S
+    ).groups()
     names = set(re.findall(r"`(\w+)`", without + changes))
     assert names <= fields["GRPOConfig"].keys() | of_rloo.keys()
     assert not names & vars(MODULES["grpo"].Args()).keys()
@@ -315,13 +321,17 @@ def run(tmp_path):
     shutil.copytree(HERE / "benchmark/default/policy", tmp_path / "your/model")
     shutil.copy(HERE / "benchmark/default/train.jsonl", tmp_path / "prompts.jsonl")
     shutil.copy(HERE / "benchmark/default/eval.jsonl", tmp_path / "held_out.jsonl")
-    code = re.search(r"^    def score\(completions.*?\n\n", read(README) + read(RECIPES), re.M | re.S)[0]
+    code = re.search(
+        r"^    def score\(completions.*?\n\n", read(README) + read(RECIPES), re.M | re.S
+    )[0]
     (tmp_path / "reward.py").write_text(re.sub("^    ", "", code, flags=re.M))
     environment = os.environ | dict(PATH=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
 
     def run(command, wait=True, **variables):
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        process = subprocess.Popen(["bash", "-c", command], cwd=tmp_path, env=environment | variables, **pipes)
+        process = subprocess.Popen(
+            ["bash", "-c", command], cwd=tmp_path, env=environment | variables, **pipes
+        )
         if not wait:
             return process
         output = process.communicate(timeout=300)[0]
@@ -344,7 +354,9 @@ def recipe(beginning: str) -> str:
     return next(command for command in commands(RECIPES) if command.startswith(beginning))
 
 
-README_COMMANDS = [c for c in dict.fromkeys(commands(README)) if not c.startswith(("pip", "pytest"))]
+README_COMMANDS = [
+    c for c in dict.fromkeys(commands(README)) if not c.startswith(("pip", "pytest"))
+]
 
 
 @pytest.mark.slow

@@ -153,7 +153,14 @@ def the_kl_has_its_gradient(module, **_):
     assert gradient.abs().max() < 1e-9
 
 
-@promise("variants/entropy_bonus", "grpo", reward="seldom", kl_coef=0.0, temperature=0.7, entropy_coef=0.3)
+@promise(
+    "variants/entropy_bonus",
+    "grpo",
+    reward="seldom",
+    kl_coef=0.0,
+    temperature=0.7,
+    entropy_coef=0.3,
+)
 def the_entropy_has_its_gradient(rows, world, updates, **_):
     """By plain passes of all episodes: also of those with advantage 0, which the script as it is
     leaves out."""
@@ -171,8 +178,12 @@ def the_entropy_has_its_gradient(rows, world, updates, **_):
     assert distance(both, policy) > 0.1
 
 
-@pytest.mark.parametrize("patch, script, flags, check", VARIANTS, ids=[check.__name__ for *_, check in VARIANTS])
-def test_a_variant_keeps_its_promise(patch, script, flags, check, run, world, updates, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "patch, script, flags, check", VARIANTS, ids=[check.__name__ for *_, check in VARIANTS]
+)
+def test_a_variant_keeps_its_promise(
+    patch, script, flags, check, run, world, updates, monkeypatch, tmp_path
+):
     module = patched(script, [patch], tmp_path)
     monkeypatch.setattr(module, "LOGITS_AT_ONCE", 100)  # The head runs in pieces.
     calls = conftest.record_calls(monkeypatch, module, "map_episodes")
@@ -263,7 +274,16 @@ def test_vespo(papers, advantage, power, rate):
 
 def test_advantages_of_papers(papers):
     one_of_8 = torch.eye(8)[0]
-    assert papers.maxrl.grpo_advantages(one_of_8, 4, "group").tolist() == [3, -1, -1, -1, 0, 0, 0, 0]
+    assert papers.maxrl.grpo_advantages(one_of_8, 4, "group").tolist() == [
+        3,
+        -1,
+        -1,
+        -1,
+        0,
+        0,
+        0,
+        0,
+    ]
     # Of 6 answers 1 is right: it is in 10 of the 15 sets of 4, and in 6 of the 10 that hold a
     # certain wrong answer.
     advantages = papers.pass_at_4.grpo_advantages(torch.eye(6)[0], 6, "none")
@@ -347,7 +367,9 @@ def test_top_entropy_tokens(papers, run, world, monkeypatch):
 
 
 # ---- the engine, and the broken functions
-ENGINE_FLAGS = dict(num_train_epochs=4.0, temperature=0.7, stop_token_id=9, stop_string="1", kl_coef=0.0)
+ENGINE_FLAGS = dict(
+    num_train_epochs=4.0, temperature=0.7, stop_token_id=9, stop_string="1", kl_coef=0.0
+)
 
 
 def load_engine(script, folder):
@@ -376,7 +398,9 @@ def test_the_engine_makes_the_plain_run(script, run, tmp_path):
 
 
 @pytest.mark.parametrize("forgotten", ["collective_rpc", "reset_prefix_cache"])
-def test_an_engine_with_old_weights_or_old_prompts_stops_the_run(forgotten, run, tmp_path, monkeypatch):
+def test_an_engine_with_old_weights_or_old_prompts_stops_the_run(
+    forgotten, run, tmp_path, monkeypatch
+):
     vllm, module = load_engine("rloo", tmp_path)
     monkeypatch.setattr(vllm.LLM, forgotten, lambda *_, **__: None)
     with pytest.raises((RuntimeError, AssertionError), match=f"{REFUSED}|the prefix cache holds"):

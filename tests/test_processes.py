@@ -25,12 +25,22 @@ from conftest import (
 # processes. The last batch has only two episodes. At three times this learning rate, rounding grows
 # a hundredfold in three iterations.
 STRADDLING = dict(
-    k=2, batch_size=8, num_mini_batches=2, num_ppo_epochs=2, total_episodes=26, kl_coef=0.1, learning_rate=1e-3
+    k=2,
+    batch_size=8,
+    num_mini_batches=2,
+    num_ppo_epochs=2,
+    total_episodes=26,
+    kl_coef=0.1,
+    learning_rate=1e-3,
 )
 EVERYTHING = {  # the flags that compute something over the whole batch
     "rloo": dict(whiten_advantages=True),
-    "grpo": dict(importance_sampling_level="sequence", mask_truncated_completions=True, loss_type="dapo"),
-    "ppo": dict(score_norm=True, score_scaling=True, whiten_rewards=True, adaptive_kl=True, kl_horizon=50),
+    "grpo": dict(
+        importance_sampling_level="sequence", mask_truncated_completions=True, loss_type="dapo"
+    ),
+    "ppo": dict(
+        score_norm=True, score_scaling=True, whiten_rewards=True, adaptive_kl=True, kl_horizon=50
+    ),
 }
 
 
@@ -121,7 +131,9 @@ def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
     flags = STRADDLING | dict(per_device_train_batch_size=1, save_every=2)
     output_dir = run(script, **flags)[2]
     flags = base_flags(world) | flags | dict(output_dir=tmp_path / "out")
-    finished = launch_twice(lambda flags: launch(script, 2, tmp_path, flags, program=FSDP2), tmp_path, flags)
+    finished = launch_twice(
+        lambda flags: launch(script, 2, tmp_path, flags, program=FSDP2), tmp_path, flags
+    )
     assert "iteration_00000002; remove it if it is damaged" in finished.stdout
     compare_runs(output_dir, tmp_path / "out")
 
@@ -176,7 +188,9 @@ def test_lora_on_two_processes(script, run, world, tmp_path):
 
 @only("rloo")
 @pytest.mark.slow
-@pytest.mark.parametrize("fault, message", [("fails_on_rank_1", "only here"), ("names_of_rank", "the score has parts")])
+@pytest.mark.parametrize(
+    "fault, message", [("fails_on_rank_1", "only here"), ("names_of_rank", "the score has parts")]
+)
 def test_a_failing_process_ends_the_launch(script, world, tmp_path, fault, message):
     """A reward raises on one of two processes, or its parts have other names there. The launch ends
     without a model."""

@@ -103,7 +103,9 @@ def test_a_run_killed_in_every_phase(script, killed, run, tmp_path, flags, expec
 
 
 @one_text
-def test_a_killed_start_does_not_stand_in_the_way(script, run, killed, stopped_after, tmp_path, flags, expected):
+def test_a_killed_start_does_not_stand_in_the_way(
+    script, run, killed, stopped_after, tmp_path, flags, expected
+):
     """The run was killed while it wrote args.yaml. The same command starts it again. Other files
     are not cut."""
     own = Path(write_jsonl(tmp_path / "metrics.jsonl", [{"mine": 1}]))
@@ -188,7 +190,9 @@ def test_damaged_files(script, run, stopped_after, tmp_path, flags, expected, ca
 
 
 @only("rloo", "ppo")
-def test_only_the_runs_own_lines_are_cut(script, run, stopped_after, world, tmp_path, flags, expected):
+def test_only_the_runs_own_lines_are_cut(
+    script, run, stopped_after, world, tmp_path, flags, expected
+):
     """Lines that were written after the checkpoint are cut off, also a half line. Other files in
     the folder, such as a dataset, stay as they are."""
     output_dir = tmp_path / "out"
@@ -219,7 +223,9 @@ def test_the_newest_two_checkpoints_are_kept(script, stopped_after, tmp_path):
     flags = SAVING | dict(num_ppo_epochs=1)
     output_dir = stopped_after(script, tmp_path / "out", 2, **flags)
     assert whole_checkpoints(output_dir) == ["1", "2"]
-    shutil.copytree(output_dir / "checkpoints/iteration_00000001", output_dir / "checkpoints/unfinished")
+    shutil.copytree(
+        output_dir / "checkpoints/iteration_00000001", output_dir / "checkpoints/unfinished"
+    )
     stopped_after(script, output_dir, 1, resume=True, **flags)
     assert sorted(path.name[-1] for path in (output_dir / "checkpoints").iterdir()) == ["2", "3"]
     file = output_dir / "checkpoints" / "iteration_00000003" / "state.json"
@@ -278,7 +284,12 @@ def test_another_run_is_refused(script, run, stopped_after, world, tmp_path, fla
     is_refused(f"--output-dir {taken} holds a run", resume=False, output_dir=str(taken))
     had = f"the run in {stopped} has .* To train longer, "
     for flag, value in dict(
-        seed=9, reward="exact_match", response_length=7, lora_r=2, num_train_epochs=5.0, weight_decay=0.5
+        seed=9,
+        reward="exact_match",
+        response_length=7,
+        lora_r=2,
+        num_train_epochs=5.0,
+        weight_decay=0.5,
     ).items():
         is_refused(f"--{flag.replace('_', '-')} {value}: {had}", **{flag: value})
     text = dataset.read_text()
@@ -293,7 +304,9 @@ def test_another_run_is_refused(script, run, stopped_after, world, tmp_path, fla
 
 
 @only("grpo", "ppo")
-def test_flags_that_do_not_make_another_run_may_change(script, run, stopped_after, tmp_path, flags, expected):
+def test_flags_that_do_not_make_another_run_may_change(
+    script, run, stopped_after, tmp_path, flags, expected
+):
     """These flags change memory, or what is shown and kept. They do not change what is computed."""
     stopped = stopped_after(script, tmp_path / "out", 2, **flags)
     flags |= dict(
@@ -333,7 +346,9 @@ def test_a_resumed_lora_run_is_the_run_that_never_stopped(script, run, stopped_a
 
 @only("rloo")
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
-def test_a_full_disk_leaves_the_checkpoint_before(script, run, monkeypatch, tmp_path, name, flags, expected):
+def test_a_full_disk_leaves_the_checkpoint_before(
+    script, run, monkeypatch, tmp_path, name, flags, expected
+):
     """There is no room for the last byte of a file of the third checkpoint. The two before it stay,
     and the run goes on from them."""
     output_dir = tmp_path / "full"

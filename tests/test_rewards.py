@@ -382,7 +382,9 @@ def test_reward_model_reads_the_episode_with_its_eos(script, run, world, tmp_pat
 
 @pytest.mark.parametrize("ends_with_eos", [False, True, None])
 @one_text
-def test_reward_model_of_another_vocabulary_reads_the_text(script, run, world, tmp_path, ends_with_eos):
+def test_reward_model_of_another_vocabulary_reads_the_text(
+    script, run, world, tmp_path, ends_with_eos
+):
     """It reads the text in its own tokens. Its own EOS is appended where the episode has ended.
 
     The policy's template turns chat messages into its prompt. The reward model uses its own

@@ -9,7 +9,19 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import EOS, MANY_EOS, PAD, USUAL, VOCAB, WINDOWS, encode, make_model, one_text, read_jsonl, record_calls
+from conftest import (
+    EOS,
+    MANY_EOS,
+    PAD,
+    USUAL,
+    VOCAB,
+    WINDOWS,
+    encode,
+    make_model,
+    one_text,
+    read_jsonl,
+    record_calls,
+)
 from plain import sample
 from pytest import approx
 from transformers import AutoModelForCausalLM

@@ -161,7 +161,9 @@ def test_a_script_is_short(name):
     assert tokens <= limit and in_lecture <= lecture_limit, about
 
 
-OWN_LECTURE = dict(rloo="rloo_advantages rloo_loss", grpo="grpo_advantages grpo_loss", ppo="gae ppo_loss")
+OWN_LECTURE = dict(
+    rloo="rloo_advantages rloo_loss", grpo="grpo_advantages grpo_loss", ppo="gae ppo_loss"
+)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -193,7 +195,9 @@ def test_help_documents_every_flag(script, capsys, monkeypatch):
     for field in dataclasses.fields(script.Args):
         name = field.name
         documented = re.search(
-            r'"""(.*)"""$|^ *[^ #][^\n]*  # ([^\n]*)$', parts[f"Args.{name}"], re.DOTALL | re.MULTILINE
+            r'"""(.*)"""$|^ *[^ #][^\n]*  # ([^\n]*)$',
+            parts[f"Args.{name}"],
+            re.DOTALL | re.MULTILINE,
         )
         assert documented, f"{name} has neither a comment in its line nor a docstring below it"
         comment = documented[1] or documented[2]
@@ -302,7 +306,11 @@ ELSEWHERE = {  # Other tests cover these.
 }
 # Each flag is tried in the first script that has it. In the others the drift test holds the text
 # that reads it, and docs/scripts.diff shows the text that differs.
-FIRST_WITH = {field.name: name for name in reversed(SCRIPTS) for field in dataclasses.fields(MODULES[name].Args)}
+FIRST_WITH = {
+    field.name: name
+    for name in reversed(SCRIPTS)
+    for field in dataclasses.fields(MODULES[name].Args)
+}
 TRIED = [flag for flag in FIRST_WITH if flag not in ELSEWHERE]
 
 
@@ -327,7 +335,12 @@ def test_changing_a_flag_changes_the_run(run, world, live_results, flag):
     """Another value of a flag changes the metrics, the weights or the rollouts of a run."""
     script = MODULES[FIRST_WITH[flag]]
     usual = dict(
-        num_ppo_epochs=2, num_mini_batches=2, learning_rate=0.01, kl_coef=0.1, batch_size=12, total_episodes=24
+        num_ppo_epochs=2,
+        num_mini_batches=2,
+        learning_rate=0.01,
+        kl_coef=0.1,
+        batch_size=12,
+        total_episodes=24,
     )
 
     needs = usual | needed_flags(world).get(flag, {})
@@ -463,7 +476,9 @@ def test_wandb_offline(script, world, tmp_path):
         total_episodes=18,
         num_sample_generations=3,
     )
-    wandb = dict(WANDB_MODE="offline", WANDB_NAME="my first sums", WANDB_RUN_ID="sums1", WANDB_RESUME="allow")
+    wandb = dict(
+        WANDB_MODE="offline", WANDB_NAME="my first sums", WANDB_RUN_ID="sums1", WANDB_RESUME="allow"
+    )
     launch_twice(lambda flags: launch(script, 1, tmp_path, flags, **wandb), tmp_path, flags)
     first, second = sorted(tmp_path.glob("**/wandb/offline-run-*/*.wandb"))
     assert first.name == second.name  # the id of the run

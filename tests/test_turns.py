@@ -193,7 +193,9 @@ def check_passes(rows, policy, reference, gradients, script):
     for row in rows:
         mask = torch.tensor(row["mask"])
         prompt = make_tokenizer()(row["prompt"])["input_ids"]
-        logprobs, ref_logprobs = [mask * plain_logprobs(m, prompt, row["token_ids"]) for m in models]
+        logprobs, ref_logprobs = [
+            mask * plain_logprobs(m, prompt, row["token_ids"]) for m in models
+        ]
         assert row["logprobs"] == approx(logprobs.tolist(), abs=1e-4)
         assert row["ref_logprobs"] == approx(ref_logprobs.tolist(), abs=1e-4)
         divisor = mask.sum() if is_grpo(script) else 1
@@ -302,7 +304,11 @@ def test_the_template_wraps_a_text_in_a_chat(turns, flags, run, world, updates, 
     for text in ("12", "3", "4+4"):
         rows.append({"prompt": [{"role": "user", "content": text}], "answer": "1", "number": 1})
     rows[0]["chat_template_kwargs"] = {"mark": "f-"}
-    own = flags() | dict(model_path=str(policy), dataset=write_jsonl(tmp_path / "chat.jsonl", rows), response_length=24)
+    own = flags() | dict(
+        model_path=str(policy),
+        dataset=write_jsonl(tmp_path / "chat.jsonl", rows),
+        response_length=24,
+    )
     ran = run(turns, **own, kl_coef=0.0, total_episodes=24)
     ends = set()
     for row in ran.rollouts:
@@ -342,7 +348,9 @@ def test_two_processes_make_the_same_run(turns, flags, run, world, tmp_path):
     compare_runs(ran.folder, tmp_path / "out")
     assert conversations(tmp_path) == calls
     assert not (tmp_path / "calls_1").exists()
-    finished = launch(turns, 2, tmp_path, both | flags("fails") | dict(output_dir=tmp_path / "failed"))
+    finished = launch(
+        turns, 2, tmp_path, both | flags("fails") | dict(output_dir=tmp_path / "failed")
+    )
     assert finished.returncode != 0
     assert "KeyError: 'the tool is gone'" in finished.stderr
 

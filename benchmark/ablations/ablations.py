@@ -43,9 +43,13 @@ STUDIES = {  # name: [(script, label, flags)]
         ("grpo", f"{loss}\n{scaling}", f"{LENGTH} --loss-type {loss} --scale-rewards {scaling}")
         for loss, scaling in LOSSES
     ],
-    "clip": [("rloo", f"{clip:g}", f"{EIGHT_UPDATES} --cliprange {clip}") for clip in (0.05, 0.2, 10)],
+    "clip": [
+        ("rloo", f"{clip:g}", f"{EIGHT_UPDATES} --cliprange {clip}") for clip in (0.05, 0.2, 10)
+    ],
     "eos": [("grpo", str(p), f"{JUDGE} --missing-eos-penalty {p}") for p in (0, 1)],
-    "learning_rate": [(script, f"{rate:g}", f"--learning-rate {rate}") for script in SCRIPTS for rate in RATES],
+    "learning_rate": [
+        (script, f"{rate:g}", f"--learning-rate {rate}") for script in SCRIPTS for rate in RATES
+    ],
 }
 TITLES = {
     "group": "RLOO: k completions per prompt",
@@ -172,7 +176,9 @@ def plot_curves(axis, results: list[dict], study: str):
     axis.legend(frameon=False, fontsize=7, labelspacing=0.3, handlelength=1.2)
 
 
-def plot_ends(axis, results: list[dict], study: str, script: str, name: str, label: str, color: str):
+def plot_ends(
+    axis, results: list[dict], study: str, script: str, name: str, label: str, color: str
+):
     """A number at the end against the settings, with its 95 % interval."""
     settings = [setting for its, setting, _ in STUDIES[study] if its == script]
     bars = []
@@ -196,7 +202,9 @@ def plot(results: list[dict], folder: Path):
         plot_ends(axes[study], results, study, *line)
     axes["kl"].set(xlabel="--kl-coef", ylim=(0, 1))
     axes["eos"].set(xlabel="--missing-eos-penalty", xlim=(-0.5, 1.5), ylim=(0, 1.05))
-    axes["learning_rate"].set(xlabel="--learning-rate", ylabel="right, held-out, greedy", ylim=(0, 1.05))
+    axes["learning_rate"].set(
+        xlabel="--learning-rate", ylabel="right, held-out, greedy", ylim=(0, 1.05)
+    )
     lengths = axes["lengths"]
     lengths.set(ylabel="tokens of an answer at the end", ylim=(0, 16.5), yticks=range(0, 17, 4))
     for x, ((script, label, _), color) in enumerate(zip(STUDIES["loss"], draw.OTHERS)):

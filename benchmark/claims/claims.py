@@ -22,13 +22,26 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
 import tables
-from run import BENCHMARK, POLICY, ROOT, SCRIPTS, Part, logged, main, read_result, read_rows, run_all
+from run import (
+    BENCHMARK,
+    POLICY,
+    ROOT,
+    SCRIPTS,
+    Part,
+    logged,
+    main,
+    read_result,
+    read_rows,
+    run_all,
+)
 
 RESULT = Path(__file__).with_suffix(".json")
 REWARDS = "benchmark/claims/claims.py"
 COMMON = "--num-sample-generations 0 --kl-coef 0"
 SHORT = f"{COMMON} --total-episodes 4096"
-SAMPLED = "--eval-temperature 1 --eval-k 16"  # an evaluation of samples, not of the most likely answer
+SAMPLED = (
+    "--eval-temperature 1 --eval-k 16"  # an evaluation of samples, not of the most likely answer
+)
 SEEDS = range(1, 6)
 OTHER_SEEDS = range(4, 14)  # none of those that chose a learning rate
 COIN = 0.26  # the share of right samples before training
@@ -36,7 +49,9 @@ SAMPLES = 32  # of each question, for pass@k
 TEMPERATURES = (0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0)
 SMOLLM2_TEMPERATURES = (0.1, 0.3, 0.6, 1.0)
 RATES = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4)
-FILTERED = "rloo ladder/reinforce.patch"  # REINFORCE with scores 0 and 1: wrong answers have no loss
+FILTERED = (
+    "rloo ladder/reinforce.patch"  # REINFORCE with scores 0 and 1: wrong answers have no loss
+)
 METHODS = {  # script and flags
     "RLOO": ("rloo", ""),
     "GRPO": ("grpo", ""),
@@ -71,20 +86,29 @@ def ends(_, result: dict) -> dict:
     first, *_, last = result["evaluations"]
     names = {"scores": "eval/scores", "best_of_k": f"eval/best_of_{result['args']['eval_k']}"}
     found = {kept: [round(row[name], 4) for row in (first, last)] for kept, name in names.items()}
-    return found | dict(clipped=round(float(np.mean(logged(result["metrics"], "policy/clipfrac_avg"))), 5))
+    return found | dict(
+        clipped=round(float(np.mean(logged(result["metrics"], "policy/clipfrac_avg"))), 5)
+    )
 
 
 def coin_ends(names: dict, result: dict) -> dict:
     """`ends`, and how sure the policy is: the entropy of a token, and the share of the most
     frequent answer."""
     rows = result["metrics"][1:]
-    entropy = [rows[0]["policy/entropy_avg"], np.mean([row["policy/entropy_avg"] for row in rows[-10:]])]
+    entropy = [
+        rows[0]["policy/entropy_avg"],
+        np.mean([row["policy/entropy_avg"] for row in rows[-10:]]),
+    ]
     evaluations = {}
     for row in result["eval_rollouts"]:
-        evaluations.setdefault(row["iteration"], {}).setdefault(row["prompt"], []).append(row["completion"])
+        evaluations.setdefault(row["iteration"], {}).setdefault(row["prompt"], []).append(
+            row["completion"]
+        )
     shares = []
     for answers in evaluations.values():
-        shares.append(np.mean([Counter(some).most_common(1)[0][1] / len(some) for some in answers.values()]))
+        shares.append(
+            np.mean([Counter(some).most_common(1)[0][1] / len(some) for some in answers.values()])
+        )
     sure = dict(entropy=[round(float(x), 4) for x in entropy])
     return ends(names, result) | sure | dict(mode=[round(float(shares[i]), 4) for i in (0, -1)])
 
@@ -93,7 +117,11 @@ def coin_jobs() -> dict[tuple, dict]:
     """The coin where the clip cannot act, where it acts, and where it is off; and the true
     reward."""
     four = "--num-mini-batches 4"
-    settings = {("exact_match", "1"): "", (f"{REWARDS}:coin", "1"): "", (f"{REWARDS}:coin", "4"): four}
+    settings = {
+        ("exact_match", "1"): "",
+        (f"{REWARDS}:coin", "1"): "",
+        (f"{REWARDS}:coin", "4"): four,
+    }
     settings[f"{REWARDS}:coin", "4, no clip"] = f"{four} --cliprange 1000"
     jobs = {}
     for (reward, updates), script, seed in product(settings, ("rloo", "grpo"), SEEDS):
@@ -108,7 +136,9 @@ def form_jobs() -> dict[tuple, dict]:
     """The policy of ablations.py writes spaces. It is rewarded for the format, or for answers in
     it."""
     policy, jobs = BENCHMARK / "ablations" / "policy", {}
-    for reward, judge, seed in product(("digits", "exactly"), ("exact_match", f"{REWARDS}:exactly"), SEEDS):
+    for reward, judge, seed in product(
+        ("digits", "exactly"), ("exact_match", f"{REWARDS}:exactly"), SEEDS
+    ):
         flags = f"{SHORT} {SAMPLED} --model-path {policy} --response-length 16"
         flags += f" --learning-rate 1e-4 --seed {seed}"
         names = dict(reward=reward, judge=judge.split(":")[-1], seed=seed)
@@ -146,7 +176,9 @@ def run_passes(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
     """
     with tempfile.TemporaryDirectory() as folder:
         trained = {job: names for job, names in jobs.items() if "trained" in names}
-        folders = {job: f"{folder}/{names['trained']}{names['seed']}" for job, names in trained.items()}
+        folders = {
+            job: f"{folder}/{names['trained']}{names['seed']}" for job, names in trained.items()
+        }
         run_all([(*job, path) for job, path in folders.items()], processes=1)
         samplings = {}
         for (script, flags), names in jobs.items():
@@ -157,7 +189,9 @@ def run_passes(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
             for job, path in folders.items() if names["after"] else ():
                 model = dict(model=trained[job]["trained"], seed=trained[job]["seed"])
                 samplings[script, f"{flags} --model-path {path}/model"] = model | kept
-        return run_all(list(samplings), lambda job, result: samplings[job] | right_answers(result), processes=1)
+        return run_all(
+            list(samplings), lambda job, result: samplings[job] | right_answers(result), processes=1
+        )
 
 
 def right_answers(result: dict) -> dict:
@@ -176,13 +210,19 @@ def of_methods(rates, seeds, flags: str, **names) -> dict[tuple, dict]:
     for seed, (method, (script, own)) in product(seeds, METHODS.items()):
         for rate in rates(method):
             run_flags = f"{SHORT} --learning-rate {rate} --seed {seed} {own} {flags}"
-            jobs[script, " ".join(run_flags.split())] = dict(method=method, rate=rate, seed=seed) | names
+            jobs[script, " ".join(run_flags.split())] = (
+                dict(method=method, rate=rate, seed=seed) | names
+            )
     return jobs
 
 
 def end_of_training(_, result: dict) -> dict:
     """The score of training, over the last ten iterations."""
-    return dict(score=round(float(np.mean([row["objective/scores"] for row in result["metrics"][1:][-10:]])), 4))
+    return dict(
+        score=round(
+            float(np.mean([row["objective/scores"] for row in result["metrics"][1:][-10:]])), 4
+        )
+    )
 
 
 def best_rate(method: str) -> list[float]:
@@ -195,8 +235,12 @@ def best_rate(method: str) -> list[float]:
 
 
 def run_methods(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
-    time.perf_counter = time.process_time  # The scripts' seconds are CPU seconds now, in each forked run.
-    return run_all(list(jobs), lambda job, result: jobs[job] | to_curve(jobs[job], result), processes=1)
+    time.perf_counter = (
+        time.process_time
+    )  # The scripts' seconds are CPU seconds now, in each forked run.
+    return run_all(
+        list(jobs), lambda job, result: jobs[job] | to_curve(jobs[job], result), processes=1
+    )
 
 
 def starts_jobs() -> dict[tuple, dict]:
@@ -214,14 +258,22 @@ def starts_jobs() -> dict[tuple, dict]:
 def make_starts():
     """Make the starting policies by the program that made the built-in one."""
     for start in STARTS:
-        command = [sys.executable, BENCHMARK / "default/make.py", "--seed", str(start), "--only-policy"]
+        command = [
+            sys.executable,
+            BENCHMARK / "default/make.py",
+            "--seed",
+            str(start),
+            "--only-policy",
+        ]
         subprocess.run([*command, "--folder", ROOT / f"runs/start_{start}"], check=True)
 
 
 def pairs_jobs() -> dict[tuple, dict]:
     """The default runs without some pairs of last digits. The seed chooses the pairs."""
     jobs = {}
-    for seed, (script, episodes) in product(OTHER_SEEDS, dict(rloo=16384, grpo=16384, ppo=8192).items()):
+    for seed, (script, episodes) in product(
+        OTHER_SEEDS, dict(rloo=16384, grpo=16384, ppo=8192).items()
+    ):
         flags = f"--seed {seed} --total-episodes {episodes} --eval-every 1000"
         flags += f" --num-sample-generations 0 --dataset runs/pairs_{seed}_train.jsonl"
         flags += f" --eval-dataset runs/pairs_{seed}_eval.jsonl --save-rollouts"
@@ -244,7 +296,9 @@ def run_pairs(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
         chosen = np.random.default_rng(seed).permutation(len(pairs))[:UNSEEN]
         unseen[seed] = {pairs[i] for i in chosen}
         seen = [row for row in rows["train"] if last_digits(row["prompt"]) not in unseen[seed]]
-        new = rows["eval"] + [row for row in rows["train"] if last_digits(row["prompt"]) in unseen[seed]]
+        new = rows["eval"] + [
+            row for row in rows["train"] if last_digits(row["prompt"]) in unseen[seed]
+        ]
         for name, some in (("train", seen), ("eval", new)):
             path = ROOT / f"runs/pairs_{seed}_{name}.jsonl"
             path.parent.mkdir(exist_ok=True)
@@ -256,8 +310,12 @@ def run_pairs(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
         for row in result["eval_rollouts"]:
             kind = "unseen" if last_digits(row["prompt"]) in unseen[names["seed"]] else "seen"
             if row["iteration"] in (0, last):
-                kept.setdefault(f"{kind}_{'after' if row['iteration'] else 'before'}", []).append(row["score"])
-        return names | {name: round(float(np.mean(scores)), 4) for name, scores in sorted(kept.items())}
+                kept.setdefault(f"{kind}_{'after' if row['iteration'] else 'before'}", []).append(
+                    row["score"]
+                )
+        return names | {
+            name: round(float(np.mean(scores)), 4) for name, scores in sorted(kept.items())
+        }
 
     return run_all(list(jobs), finish)
 
@@ -266,8 +324,13 @@ def run_gold(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
     """Fine-tune the starting policy on right answers at each rate, and then at the one with the
     best training score."""
     steps = 2 if smoke else 64
-    rows = [fine_tune(rate, seed, steps) for rate, seed in product(RATES[:1] if smoke else RATES, range(1, 4))]
-    best = max(RATES, key=lambda rate: sum(row["on_training"] for row in rows if row["rate"] == rate))
+    rows = [
+        fine_tune(rate, seed, steps)
+        for rate, seed in product(RATES[:1] if smoke else RATES, range(1, 4))
+    ]
+    best = max(
+        RATES, key=lambda rate: sum(row["on_training"] for row in rows if row["rate"] == rate)
+    )
     return rows + [fine_tune(best, seed, steps) for seed in (() if smoke else OTHER_SEEDS)]
 
 
@@ -287,9 +350,13 @@ def fine_tune(rate: float, seed: int, steps: int) -> dict:
 
     def right(rows):
         prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
-        tokens, _ = win_rate.complete(policy.eval(), tokenizer, prompts, np.zeros((len(rows), 8)), temperature=0.0)
+        tokens, _ = win_rate.complete(
+            policy.eval(), tokenizer, prompts, np.zeros((len(rows), 8)), temperature=0.0
+        )
         texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        return float(np.mean([text == row["answer"] for text, row in zip(texts, rows, strict=True)]))
+        return float(
+            np.mean([text == row["answer"] for text, row in zip(texts, rows, strict=True)])
+        )
 
     return dict(rate=rate, seed=seed, held_out=right(held_out), on_training=right(train[:256]))
 
@@ -300,8 +367,12 @@ def fine_tune(rate: float, seed: int, steps: int) -> dict:
 def to_curve(_, result: dict) -> dict:
     """Held-out scores against episodes and seconds, and with --save-rollouts against the KL."""
     names = dict(episode="episode", seconds="seconds", held_out="eval/scores")
-    curve = {name: [round(row[key], 4) for row in result["evaluations"]] for name, key in names.items()}
-    return curve | (dict(kl=kl_to_start(result["rollouts"], curve["episode"])) if result["rollouts"] else {})
+    curve = {
+        name: [round(row[key], 4) for row in result["evaluations"]] for name, key in names.items()
+    }
+    return curve | (
+        dict(kl=kl_to_start(result["rollouts"], curve["episode"])) if result["rollouts"] else {}
+    )
 
 
 def kl_to_start(rollouts: list[dict], episode: list[int]) -> list[float]:
@@ -311,13 +382,18 @@ def kl_to_start(rollouts: list[dict], episode: list[int]) -> list[float]:
     torch.set_num_threads(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(POLICY)
     tokenizer = transformers.AutoTokenizer.from_pretrained(POLICY)
-    prompts = torch.tensor(tokenizer([row["prompt"] for row in rollouts]).input_ids)  # all have six tokens
+    prompts = torch.tensor(
+        tokenizer([row["prompt"] for row in rollouts]).input_ids
+    )  # all have six tokens
     tokens = [torch.tensor(row["token_ids"]) for row in rollouts]
     tokens = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)  # [episodes, response]
     with torch.no_grad():
         logits = model(torch.cat([prompts, tokens], dim=1)).logits[:, prompts.shape[1] - 1 : -1]
     log_p = logits.log_softmax(-1).gather(-1, tokens[:, :, None]).squeeze(-1)
-    sums = [sum(row["logprobs"]) - sum(p[: len(row["logprobs"])]) for row, p in zip(rollouts, log_p.tolist())]
+    sums = [
+        sum(row["logprobs"]) - sum(p[: len(row["logprobs"])])
+        for row, p in zip(rollouts, log_p.tolist())
+    ]
     return [0.0, *(round(float(np.mean(sums[a:b])), 4) for a, b in zip(episode, episode[1:]))]
 
 
@@ -334,7 +410,13 @@ def fit(episode: np.ndarray, score: np.ndarray) -> tuple[float, float, float]:
     """A, C and B of R = R_0 + (A - R_0) / (1 + (C / episodes)^B) (arXiv 2510.13786), by least
     squares on a grid."""
     start, gains = score[0], score[1:] - score[0]
-    grid = np.array([(middle, power) for middle in np.geomspace(200, 20000, 80) for power in np.linspace(0.3, 4, 75)])
+    grid = np.array(
+        [
+            (middle, power)
+            for middle in np.geomspace(200, 20000, 80)
+            for power in np.linspace(0.3, 4, 75)
+        ]
+    )
     shapes = 1 / (1 + (grid[:, :1] / episode[1:]) ** grid[:, 1:])  # [grid, points]
     limits = np.clip(shapes @ gains / (shapes**2).sum(1), 0, 1 - start)
     best = np.argmin(((limits[:, None] * shapes - gains) ** 2).sum(1))
@@ -349,9 +431,13 @@ def predict(rows: list[dict], episodes: int, draws: int = 1000) -> dict:
     for chosen in [np.arange(len(curves)), *rng.integers(len(curves), size=(draws, len(curves)))]:
         mean = curves[chosen].mean(0)
         limit, middle, power = fit(episode, mean)
-        predicted.append((mean[0] + (limit - mean[0]) / (1 + (middle / episodes) ** power), limit, middle, power))
+        predicted.append(
+            (mean[0] + (limit - mean[0]) / (1 + (middle / episodes) ** power), limit, middle, power)
+        )
     low, high = np.quantile([score for score, *_ in predicted[1:]], (0.025, 0.975))
-    names = dict(zip(("score", "limit", "middle", "power"), predicted[0])) | dict(low=low, high=high)
+    names = dict(zip(("score", "limit", "middle", "power"), predicted[0])) | dict(
+        low=low, high=high
+    )
     return {name: float(f"{value:.4g}") for name, value in names.items()}
 
 
@@ -380,7 +466,9 @@ def smollm2_jobs() -> dict[tuple, dict]:
     flags += " --per-device-train-batch-size 16 --model-path benchmark/smollm2/model"
     jobs = {}
     for seed in SEEDS:
-        trained = f"--dataset {path}_train.jsonl --total-episodes 640 --learning-rate 1e-5 --seed {seed}"
+        trained = (
+            f"--dataset {path}_train.jsonl --total-episodes 640 --learning-rate 1e-5 --seed {seed}"
+        )
         jobs["rloo", f"{flags} {trained}"] = dict(trained="rloo", seed=seed)
     for prompts, temperature in product(("train", "eval"), SMOLLM2_TEMPERATURES):
         sampled = f"--dataset {path}_{prompts}.jsonl --learning-rate 0 --save-rollouts --seed 1"
@@ -397,7 +485,9 @@ BUILT_IN = "--model-path benchmark/default/policy --dataset benchmark/default/tr
 BUILT_IN += " --eval-dataset benchmark/default/eval.jsonl"
 PARTS = {
     "coin": Part(coin_jobs(), coin_ends, processes=1),
-    "form": Part(form_jobs(), ends, processes=1, short=f"{Part.short} {BUILT_IN} --reward exact_match"),
+    "form": Part(
+        form_jobs(), ends, processes=1, short=f"{Part.short} {BUILT_IN} --reward exact_match"
+    ),
     "passes": Part(passes_jobs(), measure=run_passes, short="--total-episodes 128"),
     "rates": Part(of_methods(lambda method: RATES, range(1, 4), ""), end_of_training, processes=1),
     "methods": Part(of_methods(best_rate, OTHER_SEEDS, METHOD_FLAGS), measure=run_methods),
@@ -405,7 +495,12 @@ PARTS = {
     "pairs": Part(pairs_jobs(), measure=run_pairs),
     "gold": Part({}, measure=run_gold),
     "first_quarter": Part(constant_jobs(4096), measure=run_first_quarter),
-    "smollm2": Part(smollm2_jobs(), measure=run_passes, short=SMOLLM2_SMOKE, needs="benchmark/smollm2/prepare.py"),
+    "smollm2": Part(
+        smollm2_jobs(),
+        measure=run_passes,
+        short=SMOLLM2_SMOKE,
+        needs="benchmark/smollm2/prepare.py",
+    ),
     "whole": Part(constant_jobs(16384), to_curve, prepare=need_prediction),
 }
 
@@ -419,7 +514,10 @@ def plot(_, folder: Path):
     axis.axvline(0, color=draw.GRAY, lw=0.8)
     axis.set_yticks(range(len(effects)), [label for label, *_ in effects], fontsize=7.5)
     axis.invert_yaxis()
-    axis.set(xlabel="difference of the share of right answers", title="means and 95 % intervals over seeds")
+    axis.set(
+        xlabel="difference of the share of right answers",
+        title="means and 95 % intervals over seeds",
+    )
     draw.save(figure, folder / "claims.png")
 
 

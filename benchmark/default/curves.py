@@ -25,7 +25,11 @@ RESULT = Path(__file__).with_suffix(".json")
 SEEDS = range(1, 11)
 BOUNDS = ("10", "inf")  # of the gradient's norm; all scripts have 1
 KL_COEFS = (0.01, 0.3)
-SCRIPT_FLAGS = {"rloo": "", "grpo": "--scale-rewards none", "ppo": "--num-ppo-epochs 4 --learning-rate 1e-4"}
+SCRIPT_FLAGS = {
+    "rloo": "",
+    "grpo": "--scale-rewards none",
+    "ppo": "--num-ppo-epochs 4 --learning-rate 1e-4",
+}
 FLAGS = "--reward none --reward-model-path benchmark/default/reward_model --total-episodes 12288"
 FLAGS += " --eval-every 8 --eval-reward exact_match --eval-temperature 1"
 FLAGS += " --num-sample-generations 0"
@@ -71,10 +75,17 @@ def plot_default(runs: list[dict], folder: Path):
     for script in SCRIPTS:
         some = [curve for curve in runs if curve["script"] == script]
         style = dict(color=draw.COLORS[script], label=f"{script}.py")
-        draw.curve(axes[0], some[0]["episode"], [draw.running_mean(c["objective/scores"]) for c in some], **style)
+        draw.curve(
+            axes[0],
+            some[0]["episode"],
+            [draw.running_mean(c["objective/scores"]) for c in some],
+            **style,
+        )
         greedy = [c["eval/scores"] for c in some]
         draw.curve(axes[1], some[0]["eval_episode"], greedy, marker=".", **style)
-        draw.curve(axes[2], np.mean([c["eval_seconds"] for c in some], 0), greedy, marker=".", **style)
+        draw.curve(
+            axes[2], np.mean([c["eval_seconds"] for c in some], 0), greedy, marker=".", **style
+        )
     for axis in axes[:2]:
         draw.in_thousands(axis)
     axes[0].legend(frameon=False, loc="lower right")
@@ -83,19 +94,34 @@ def plot_default(runs: list[dict], folder: Path):
 
 def plot_reward_model(runs: list[dict], folder: Path):
     figure, axes = draw.panels(2, 3, width=3, height=2.3, sharex=True, sharey="row")
-    rows = (("objective/scores", "learned score\n(reward model, training)"), ("eval/scores", "true score\n(held-out)"))
+    rows = (
+        ("objective/scores", "learned score\n(reward model, training)"),
+        ("eval/scores", "true score\n(held-out)"),
+    )
     for column, script in zip(axes.T, SCRIPT_FLAGS):
-        column[0].set_title(f"{script}.py {' '.join(SCRIPT_FLAGS[script].split()[:2])}", fontweight="bold")
+        column[0].set_title(
+            f"{script}.py {' '.join(SCRIPT_FLAGS[script].split()[:2])}", fontweight="bold"
+        )
         for axis, (name, label) in zip(column, rows):
             if script == "rloo":
                 axis.set_ylabel(label)
             for kl_coef, style in zip(KL_COEFS, ("--", "-")):
-                some = [curve[name] for curve in runs if (curve["script"], curve["kl_coef"]) == (script, kl_coef)]
+                some = [
+                    curve[name]
+                    for curve in runs
+                    if (curve["script"], curve["kl_coef"]) == (script, kl_coef)
+                ]
                 settings = dict(color=draw.COLORS[script], ls=style, label=f"--kl-coef {kl_coef}")
                 draw.curve(axis, runs[0]["episode"], some, **settings)
         draw.in_thousands(column[1])
         column[1].set_ylim(0, 1)
-        column[1].axhline(np.mean([c["eval/scores"][0] for c in runs]), color="gray", lw=1, ls=":", label="before RL")
+        column[1].axhline(
+            np.mean([c["eval/scores"][0] for c in runs]),
+            color="gray",
+            lw=1,
+            ls=":",
+            label="before RL",
+        )
     axes[1, 0].legend(frameon=False, fontsize=8)
     draw.save(figure, folder / "reward_model_curves.png")
 

@@ -45,7 +45,10 @@ PROMPT_LENGTH = len("37+58=")
 RESPONSE_LENGTH = len("198") + 1  # the longest answer and its EOS
 NUM_TRAIN, NUM_EVAL = 2048, 256
 BATCH_SIZE = 128
-NUM_SAMPLES, SAMPLED_LENGTH = 8, 8  # completions of each prompt for the reward model, and their longest
+NUM_SAMPLES, SAMPLED_LENGTH = (
+    8,
+    8,
+)  # completions of each prompt for the reward model, and their longest
 NUM_PAIRS, EPOCHS = 64, 2  # pairs in a batch; each is read twice
 TRAIN_SAMPLES, EVAL_SAMPLES, PAIR_ORDER = range(3)  # what the reward model's random numbers are for
 
@@ -76,17 +79,28 @@ def make_tokenizer():
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCAB)}))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    special = dict(pad_token="<pad>", eos_token="<eos>", model_max_length=64, clean_up_tokenization_spaces=False)
+    special = dict(
+        pad_token="<pad>",
+        eos_token="<eos>",
+        model_max_length=64,
+        clean_up_tokenization_spaces=False,
+    )
     names = ["input_ids", "attention_mask"]
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=names, **special)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, model_input_names=names, **special
+    )
 
 
 def new_policy():
     sizes = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4)
     sizes |= dict(vocab_size=len(VOCAB), max_position_embeddings=64, attention_dropout=0.0)
-    config = transformers.LlamaConfig(**sizes, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
+    config = transformers.LlamaConfig(
+        **sizes, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD
+    )
     policy = transformers.LlamaForCausalLM(config)
-    policy.generation_config = transformers.GenerationConfig(do_sample=True, eos_token_id=EOS, pad_token_id=PAD)
+    policy.generation_config = transformers.GenerationConfig(
+        do_sample=True, eos_token_id=EOS, pad_token_id=PAD
+    )
     return policy
 
 
@@ -103,7 +117,9 @@ def fit(model, losses, steps: int, lr: float, warmup: int):
     """A step of AdamW for each of `losses`, which a generator makes; the rate is warmed up, then
     falls to 0."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / warmup, 1 - i / steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min((i + 1) / warmup, 1 - i / steps)
+    )
     for loss in losses:
         optimizer.zero_grad()
         loss.backward()
@@ -111,7 +127,9 @@ def fit(model, losses, steps: int, lr: float, warmup: int):
         schedule.step()
 
 
-def losses_on_answers(policy, sums, steps, rng, wrong_digits=None, wrong=0.0, batch_size=BATCH_SIZE):
+def losses_on_answers(
+    policy, sums, steps, rng, wrong_digits=None, wrong=0.0, batch_size=BATCH_SIZE
+):
     """The losses of supervised training on answers of which the fraction `wrong` ends as in the
     table."""
     for _ in range(steps):
@@ -122,8 +140,12 @@ def losses_on_answers(policy, sums, steps, rng, wrong_digits=None, wrong=0.0, ba
         prompts, responses = encode(batch, answers)
         # the last token is only predicted, never read; the last token of a prompt predicts the
         # first of its answer
-        logits = policy(torch.cat([prompts, responses[:, :-1]], dim=1)).logits[:, PROMPT_LENGTH - 1 :]
-        yield torch.nn.functional.cross_entropy(logits.flatten(0, 1), responses.flatten(), ignore_index=PAD)
+        logits = policy(torch.cat([prompts, responses[:, :-1]], dim=1)).logits[
+            :, PROMPT_LENGTH - 1 :
+        ]
+        yield torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), responses.flatten(), ignore_index=PAD
+        )
 
 
 def make_policy(folder: Path, seed: int):
@@ -134,7 +156,13 @@ def make_policy(folder: Path, seed: int):
     fit(policy, losses_on_answers(policy, seen, 3000, rng), steps=3000, lr=1e-3, warmup=50)
     # 10 x 10 wrong last digits, one for every pair of last digits
     wrong_digits = (np.add.outer(range(10), range(10)) + rng.integers(1, 10, size=(10, 10))) % 10
-    fit(policy, losses_on_answers(policy, seen, 600, rng, wrong_digits, wrong=0.7), steps=600, lr=5e-4, warmup=50)
+    fit(
+        policy,
+        losses_on_answers(policy, seen, 600, rng, wrong_digits, wrong=0.7),
+        steps=600,
+        lr=5e-4,
+        warmup=50,
+    )
     folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "train.jsonl", seen[:NUM_TRAIN])
     write_jsonl(folder / "eval.jsonl", held_out)
@@ -145,7 +173,9 @@ def make_policy(folder: Path, seed: int):
 # ---- the reward model
 
 
-def draw_pairs(policy, tokenizer, path: Path, seed: int, purpose: int) -> list[tuple[list[int], list[int]]]:
+def draw_pairs(
+    policy, tokenizer, path: Path, seed: int, purpose: int
+) -> list[tuple[list[int], list[int]]]:
     """Samples completions of a file's prompts -> pairs (chosen, rejected) of token lists, prompt
     and completion.
 
@@ -153,7 +183,9 @@ def draw_pairs(policy, tokenizer, path: Path, seed: int, purpose: int) -> list[t
     """
     rows = [row for row in read_rows(path) for _ in range(NUM_SAMPLES)]
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
-    drawn, _ = complete(policy, tokenizer, prompts, keyed_rng(seed, purpose).random((len(rows), SAMPLED_LENGTH)))
+    drawn, _ = complete(
+        policy, tokenizer, prompts, keyed_rng(seed, purpose).random((len(rows), SAMPLED_LENGTH))
+    )
     chosen, rejected = {}, {}  # of each prompt; dicts as sets that keep their order
     for row, prompt, tokens in zip(rows, prompts, drawn):
         is_right = tokenizer.decode(tokens, skip_special_tokens=True).strip() == row["answer"]
@@ -168,7 +200,9 @@ def scores_of(model, sequences: list[list[int]]) -> torch.Tensor:
     tokens = pad_left(sequences)
     mask = (tokens >= 0).long()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    hidden = model.base_model(tokens.clamp(min=0), attention_mask=mask, position_ids=positions, use_cache=False)
+    hidden = model.base_model(
+        tokens.clamp(min=0), attention_mask=mask, position_ids=positions, use_cache=False
+    )
     return model.score(hidden.last_hidden_state[:, -1]).squeeze(-1)
 
 
@@ -191,7 +225,9 @@ def make_reward_model(folder: Path, seed: int):
     logging.set_verbosity_error()  # the new head is meant to be missing in the policy's checkpoint
     torch.manual_seed(seed)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "policy")
-    policy = transformers.AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32).eval()
+    policy = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "policy", dtype=torch.float32
+    ).eval()
     pairs = draw_pairs(policy, tokenizer, folder / "train.jsonl", seed, TRAIN_SAMPLES)
     held_out = draw_pairs(policy, tokenizer, folder / "eval.jsonl", seed, EVAL_SAMPLES)
     classifier = transformers.AutoModelForSequenceClassification

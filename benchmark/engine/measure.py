@@ -84,7 +84,12 @@ RUNS = {
     "smollm2": [
         ("rloo.py", RLOO, SMOLLM2, 1),
         ("rloo.py, bfloat16 engine", RLOO, f"{SMOLLM2} {BFLOAT16}", 1),
-        ("rloo.py, bfloat16 engine and training", RLOO, f"{SMOLLM2} {BFLOAT16} --dtype bfloat16", 1),
+        (
+            "rloo.py, bfloat16 engine and training",
+            RLOO,
+            f"{SMOLLM2} {BFLOAT16} --dtype bfloat16",
+            1,
+        ),
     ],
 }
 SHORT = {"long": "--total-episodes 64", "smollm2": f"{BUILT_IN} --total-episodes 64"}
@@ -97,10 +102,14 @@ def enter_environment():
     python = ENVIRONMENT / "bin" / "python"
     if not python.exists():
         print(f"installing {ENGINE} into {ENVIRONMENT}", flush=True)
-        needed = re.findall(r"^(?:accelerate|tyro|rich|tqdm)==\S+", (ROOT / "requirements.txt").read_text(), re.M)
+        needed = re.findall(
+            r"^(?:accelerate|tyro|rich|tqdm)==\S+", (ROOT / "requirements.txt").read_text(), re.M
+        )
         subprocess.run([sys.executable, "-m", "venv", ENVIRONMENT], check=True)
         pip = [python, "-m", "pip"]
-        subprocess.run([*pip, "install", "--quiet", ENGINE, JUDGE, *needed, "numpy", "pyyaml"], check=True)
+        subprocess.run(
+            [*pip, "install", "--quiet", ENGINE, JUDGE, *needed, "numpy", "pyyaml"], check=True
+        )
         # Their versions do not fit to that of torch.
         unfit = ("torchvision", "torchaudio", "torchcodec")
         subprocess.run([*pip, "uninstall", "--quiet", "--yes", *unfit], check=True)
@@ -113,7 +122,9 @@ def write_long_task(folder: Path):
     policy = folder / "policy"
     shutil.copytree(POLICY, policy)
     config = (policy / "config.json").read_text()
-    (policy / "config.json").write_text(json.dumps(json.loads(config) | {"max_position_embeddings": 256}))
+    (policy / "config.json").write_text(
+        json.dumps(json.loads(config) | {"max_position_embeddings": 256})
+    )
     sums = read_rows(BENCHMARK / "default" / "train.jsonl")
     with open(folder / "prompts.jsonl", "w") as file:
         for first in range(0, 16 * 20, 20):
@@ -129,11 +140,15 @@ def start(script: Path, flags: str, folder: Path, processes: int = 1, kills: int
     launcher = torchrun(processes) if processes > 1 else []
     flags += f" --output-dir {folder} --save-rollouts --num-sample-generations 0"
     command = [sys.executable, *launcher, str(script), *flags.split()]
-    environment = os.environ | DEFAULTS | dict(VLLM_LOGGING_LEVEL="ERROR", ACCELERATE_USE_CPU="true")
+    environment = (
+        os.environ | DEFAULTS | dict(VLLM_LOGGING_LEVEL="ERROR", ACCELERATE_USE_CPU="true")
+    )
     metrics = folder / "metrics.jsonl"
     with open(f"{folder}.log", "a+") as log:
         for kill in range(kills):
-            process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log, process_group=0)
+            process = subprocess.Popen(
+                command, env=environment, cwd=ROOT, stdout=log, stderr=log, process_group=0
+            )
             while not metrics.exists() or metrics.read_text().count("\n") < 13 * (kill + 1):
                 assert process.poll() is None, f"{folder}.log: the run ended before it was killed"
                 time.sleep(0.02)
@@ -147,14 +162,20 @@ def start(script: Path, flags: str, folder: Path, processes: int = 1, kills: int
 
 def summarize(folder: Path, error: str | None) -> dict:
     """What is kept of a run. One that ends with an error may have trained for no iteration."""
-    run = read_run(folder) if (folder / "metrics.jsonl").exists() else dict(metrics=[], evaluations=[])
+    run = (
+        read_run(folder)
+        if (folder / "metrics.jsonl").exists()
+        else dict(metrics=[], evaluations=[])
+    )
     training = [row for row in run["metrics"] if row["iteration"] > 0]
     summary = {"iterations": len(training)} | ({"error": error} if error else {})
     if held_out := [round(row["eval/scores"], 4) for row in run["evaluations"]]:
         summary["held_out"] = [held_out[0], held_out[-1]]
     if training:
         summary["sampled"] = [round(training[place]["objective/scores"], 4) for place in (0, -1)]
-        summary["median_rollout_s"] = round(statistics.median(row["time/rollout_s"] for row in training), 4)
+        summary["median_rollout_s"] = round(
+            statistics.median(row["time/rollout_s"] for row in training), 4
+        )
     name = "val/sampling_logprob_difference"
     if differences := [row[name] for row in training if name in row]:
         summary["largest_logprob_difference"] = float(f"{max(differences):.2g}")
@@ -169,7 +190,10 @@ def count_differences(folder: Path, other: Path) -> dict:
     weights."""
     both = [read_rows(path / "rollouts.jsonl") for path in (folder, other)]
     differ = sum(a["token_ids"] != b["token_ids"] for a, b in zip(*both, strict=True))
-    return {"completions_that_differ": differ, "distance": float(f"{relative_distance(other, folder):.2g}")}
+    return {
+        "completions_that_differ": differ,
+        "distance": float(f"{relative_distance(other, folder):.2g}"),
+    }
 
 
 def right_answers(model: Path, folder: Path) -> float:
@@ -190,9 +214,17 @@ def measure_run(part: str, job: tuple, names: dict, work: Path, smoke: bool) -> 
     if part == "long":
         write_long_task(folder)
     if run.endswith("nothing forgotten"):
-        path.write_text(path.read_text().replace("    model.engine.reset_prefix_cache()", "    pass"))
+        path.write_text(
+            path.read_text().replace("    model.engine.reset_prefix_cache()", "    pass")
+        )
     flags = flags.replace("WORLD", str(folder))
-    error = start(path, flags, folder / "run", names["processes"], kills=KILLS if run.endswith("killed") else 0)
+    error = start(
+        path,
+        flags,
+        folder / "run",
+        names["processes"],
+        kills=KILLS if run.endswith("killed") else 0,
+    )
     if error and not run.endswith("nothing forgotten"):
         raise SystemExit(f"{part}, {run}: {error}; see {folder}")
     row = names | summarize(folder / "run", error)
@@ -200,7 +232,10 @@ def measure_run(part: str, job: tuple, names: dict, work: Path, smoke: bool) -> 
         row |= count_differences(work / f"{path.stem}_py" / "run", folder / "run")
     if part == "smollm2" and not smoke:
         before = right_answers(BENCHMARK / "smollm2" / "model", folder / "before")
-        row["held_out_of_the_weights"] = [before, right_answers(folder / "run" / "model", folder / "after")]
+        row["held_out_of_the_weights"] = [
+            before,
+            right_answers(folder / "run" / "model", folder / "after"),
+        ]
     return row
 
 
@@ -223,7 +258,9 @@ for part, runs in RUNS.items():
     jobs = {}
     for run, script, flags, processes in runs:
         jobs[script, flags, run] = dict(run=run, flags=flags, processes=processes)
-    settings = dict(short=SHORT.get(part, "--total-episodes 128"), prepare=enter_environment, needs="vLLM")
+    settings = dict(
+        short=SHORT.get(part, "--total-episodes 128"), prepare=enter_environment, needs="vLLM"
+    )
     PARTS[part] = Part(jobs, measure=functools.partial(measure, part), **settings)
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ def temperature(script: ModuleType):
     generate = script.generate
 
     def broken(args, policy, drawn, k, rng, temperature):
-        other = 2.0 if temperature > 0 else 0.0  # An evaluation takes the most likely tokens, as before.
+        other = (
+            2.0 if temperature > 0 else 0.0
+        )  # An evaluation takes the most likely tokens, as before.
         return generate(args, policy, drawn, k, rng, other)
 
     script.generate = broken
@@ -73,7 +75,9 @@ def no_check(script: ModuleType):
     script.compare_with_sampler = broken
 
 
-BREAKS = {function.__name__: function for function in (temperature, eos_masked, interleaved, no_check)}
+BREAKS = {
+    function.__name__: function for function in (temperature, eos_masked, interleaved, no_check)
+}
 
 
 def load(name: str, breaks: tuple[str, ...]) -> ModuleType:

@@ -25,7 +25,9 @@ SEEDS = (1, 2, 3)
 POINTS = 16
 JUDGES = "--reward benchmark/failures/judges.py"
 TRUTH = "--eval-reward exact_match"
-REWARD_MODEL = f"--reward none --reward-model-path benchmark/default/reward_model {TRUTH} --eval-temperature 1"
+REWARD_MODEL = (
+    f"--reward none --reward-model-path benchmark/default/reward_model {TRUTH} --eval-temperature 1"
+)
 COLORS = {"failure": draw.OTHERS[4], "healthy": draw.OTHERS[0]}
 
 
@@ -42,12 +44,36 @@ class Failure(NamedTuple):
 FAILURES = [
     Failure("learning_rate", "rloo", 4096, failure="--learning-rate 1e-3"),
     Failure("no_kl", "rloo", 8192, REWARD_MODEL, "--kl-coef 0", "--kl-coef 0.1"),
-    Failure("missing_ends", "rloo", 8192, f"{JUDGES}:likes_length {TRUTH}", healthy="--missing-eos-penalty 1"),
+    Failure(
+        "missing_ends",
+        "rloo",
+        8192,
+        f"{JUDGES}:likes_length {TRUTH}",
+        healthy="--missing-eos-penalty 1",
+    ),
     Failure("temperature", "ppo", 4096, healthy="--temperature 2", breaks="temperature no_check"),
-    Failure("eos_masked", "rloo", 12288, f"{JUDGES}:first_two_digits --temperature 2", breaks="eos_masked no_check"),
-    Failure("interleaved", "grpo", 4096, f"{JUDGES}:kinder_to_some_prompts {TRUTH}", breaks="interleaved"),
+    Failure(
+        "eos_masked",
+        "rloo",
+        12288,
+        f"{JUDGES}:first_two_digits --temperature 2",
+        breaks="eos_masked no_check",
+    ),
+    Failure(
+        "interleaved",
+        "grpo",
+        4096,
+        f"{JUDGES}:kinder_to_some_prompts {TRUTH}",
+        breaks="interleaved",
+    ),
     Failure("no_clip", "grpo", 4096, "--num-ppo-epochs 8 --num-mini-batches 2", "--cliprange 10"),
-    Failure("equal_scores", "grpo", 8192, f"{JUDGES}:likes_length_a_little {TRUTH}", healthy="--scale-rewards none"),
+    Failure(
+        "equal_scores",
+        "grpo",
+        8192,
+        f"{JUDGES}:likes_length_a_little {TRUTH}",
+        healthy="--scale-rewards none",
+    ),
 ]
 PANELS = {  # the metrics that the figure shows
     "learning_rate": "eval/scores objective/kl grad_norm",
@@ -72,9 +98,16 @@ def jobs_of(failure: Failure) -> dict[tuple, dict]:
     """The runs of a failure, and its healthy runs."""
     jobs = {}
     every = failure.episodes // 64 // POINTS  # an iteration has 64 episodes
-    for run, own, breaks in (("failure", failure.failure, failure.breaks), ("healthy", failure.healthy, "")):
+    for run, own, breaks in (
+        ("failure", failure.failure, failure.breaks),
+        ("healthy", failure.healthy, ""),
+    ):
         flags = " ".join(f"--total-episodes {failure.episodes} {failure.flags} {own}".split())
-        program = f"benchmark/failures/broken.py {breaks} {failure.script}.py" if breaks else f"{failure.script}.py"
+        program = (
+            f"benchmark/failures/broken.py {breaks} {failure.script}.py"
+            if breaks
+            else f"{failure.script}.py"
+        )
         edits = [broken.BREAKS[name] for name in breaks.split()]
         for seed in SEEDS:
             more = f"--num-sample-generations 0 --eval-every {every} --seed {seed}"
@@ -111,7 +144,9 @@ def draw_panel(axis, results: list[dict], metric: str):
 
 PARTS = {}
 for failure in FAILURES:
-    PARTS[failure.name] = Part(jobs_of(failure), lambda _, result, name=failure.name: to_result(name, result))
+    PARTS[failure.name] = Part(
+        jobs_of(failure), lambda _, result, name=failure.name: to_result(name, result)
+    )
 
 
 def plot(results: list[dict], folder: Path):

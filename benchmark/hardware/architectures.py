@@ -55,8 +55,20 @@ TINY = {  # a value, and the names in a config that get it
     64: "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions",
 }
 BY_TURNS = dict(layer_types=["linear_attention", "full_attention"] * 2)
-QSA = dict(indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=2)
-MAMBA = dict(mamba_expand=2, attention_hidden_size=64, attention_head_dim=16, n_mamba_heads=4, mamba_headdim=16)
+QSA = dict(
+    indexer_n_heads=4,
+    indexer_kv_heads=1,
+    indexer_head_dim=8,
+    indexer_budget=8,
+    indexer_compress_ratio=2,
+)
+MAMBA = dict(
+    mamba_expand=2,
+    attention_hidden_size=64,
+    attention_head_dim=16,
+    n_mamba_heads=4,
+    mamba_headdim=16,
+)
 ALSO = {  # what their names do not tell
     "bamba": dict(attn_layer_indices=[1, 3]),
     "dots1": dict(n_shared_experts=1),
@@ -178,7 +190,9 @@ def start(job: tuple, processes: int) -> list:
 
 def receive(receivers: list, seconds: float | None = None) -> dict | str:
     """A run, or the text of the first error of its processes."""
-    ends = [receiver.recv() if receiver.poll(seconds) else "took too long" for receiver in receivers]
+    ends = [
+        receiver.recv() if receiver.poll(seconds) else "took too long" for receiver in receivers
+    ]
     errors = [end for end in ends if isinstance(end, str)]
     return errors[0] if errors else ends[0]
 

@@ -22,7 +22,9 @@ RESULT = Path(__file__).with_suffix(".json")
 MICRO_BATCHES, PROCESSES = "micro-batches of 64 and 16", "1 and 2 processes"
 SMOLLM2 = "--model-path benchmark/smollm2/model --dataset benchmark/smollm2/chain_sum_train.jsonl"
 SMOLLM2 += " --reward benchmark/smollm2/chain_sum.py:score --learning-rate 0 --kl-coef 0"
-SMOLLM2 += " --batch-size 64 --response-length 24 --total-episodes 320 --per-device-train-batch-size 16"
+SMOLLM2 += (
+    " --batch-size 64 --response-length 24 --total-episodes 320 --per-device-train-batch-size 16"
+)
 BUILT_IN = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
 BUILT_IN += " --reward exact_match"
 CASES = {script: (script, "", (MICRO_BATCHES, PROCESSES)) for script in SCRIPTS}

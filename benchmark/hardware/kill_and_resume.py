@@ -35,7 +35,16 @@ from run import SCRIPTS, Part, import_script, main, read_rows, relative_distance
 RESULT = Path(__file__).with_suffix(".json")
 SEED = 1
 # then `model`
-PHASES = ("rollout", "training", "written", "removing", "metrics", "loading", "anywhere", "anywhere")
+PHASES = (
+    "rollout",
+    "training",
+    "written",
+    "removing",
+    "metrics",
+    "loading",
+    "anywhere",
+    "anywhere",
+)
 FLAGS = (
     "--total-episodes 188 --batch-size 16 --num-mini-batches 2 --num-ppo-epochs 1 "
     "--per-device-train-batch-size 3 --learning-rate 1e-4 --save-every 1 --save-rollouts "
@@ -63,7 +72,12 @@ def kill_at(module, phase: str, call: int):
         # The tensors of a checkpoint are written, but it is not whole yet.
         "written": (Path, "rename", lambda path, _: path.name == "unfinished", None),
         "removing": (module.shutil, "rmtree", lambda path: path.exists(), remove_half),
-        "metrics": (module, "append_jsonl", lambda path, _: path.name == "metrics.jsonl", write_half),
+        "metrics": (
+            module,
+            "append_jsonl",
+            lambda path, _: path.name == "metrics.jsonl",
+            write_half,
+        ),
         # A checkpoint is loaded, but no iteration is made.
         "loading": (module, "draw_prompts", lambda *_: True, None),
         "model": (Path, "rename", lambda path, _: path.name == "model.tmp", None),
@@ -86,8 +100,16 @@ def worker(script: str, flags: str, rank: int, processes: int, port: int, log: s
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     os.environ |= dict(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
     if processes > 1:
-        names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=processes, LOCAL_WORLD_SIZE=processes, MASTER_PORT=port)
-        os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+        names = dict(
+            RANK=rank,
+            LOCAL_RANK=rank,
+            WORLD_SIZE=processes,
+            LOCAL_WORLD_SIZE=processes,
+            MASTER_PORT=port,
+        )
+        os.environ.update(
+            {name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1"
+        )
     module = sys.modules[script]  # this process's own copy
     module.torch.set_num_threads(1)
     if kill is not None and kill[0] != "anywhere" and rank == kill[2]:
@@ -95,7 +117,9 @@ def worker(script: str, flags: str, rank: int, processes: int, port: int, log: s
     module.main(tyro.cli(module.Args, args=flags.split()))
 
 
-def start(script: str, flags: str, folder: Path, processes: int, kill=None, seconds: float | None = None) -> bool:
+def start(
+    script: str, flags: str, folder: Path, processes: int, kill=None, seconds: float | None = None
+) -> bool:
     """Start a run and wait. Returns whether it was killed. A run that fails ends this program."""
     fork = multiprocessing.get_context("fork")
     with socket.socket() as free:
@@ -126,11 +150,15 @@ def start(script: str, flags: str, folder: Path, processes: int, kill=None, seco
     return False
 
 
-def kill_run(script: str, flags: str, folder: Path, processes: list[int], draw: random.Random) -> Counter:
+def kill_run(
+    script: str, flags: str, folder: Path, processes: list[int], draw: random.Random
+) -> Counter:
     """Start a run with nine kills, and then until it is done. Returns the kills by phase."""
     hits = Counter()
     for count, phase in zip(processes, [*draw.sample(PHASES, len(PHASES)), "model"]):
-        call = draw.randint(1, {"rollout": 15, "training": 12, "written": 2, "metrics": 2}.get(phase, 1))
+        call = draw.randint(
+            1, {"rollout": 15, "training": 12, "written": 2, "metrics": 2}.get(phase, 1)
+        )
         killer = draw.randrange(count) if phase in ("rollout", "training", "loading") else 0
         seconds = draw.uniform(0.2, 1.2) if phase == "anywhere" else None
         hits[phase] += start(script, flags, folder, count, (phase, call, killer), seconds)
@@ -145,10 +173,14 @@ def kill_run(script: str, flags: str, folder: Path, processes: list[int], draw: 
 def rows_of(folder: Path) -> dict:
     """Which rows stand in each file of a run."""
     files = {file.name: read_rows(file) for file in folder.glob("*.jsonl")}
-    return {name: [(row["iteration"], row.get("index")) for row in rows] for name, rows in files.items()}
+    return {
+        name: [(row["iteration"], row.get("index")) for row in rows] for name, rows in files.items()
+    }
 
 
-def kill_script(script: str, flags: str, runs: list[str], draw: random.Random, work: Path) -> list[dict]:
+def kill_script(
+    script: str, flags: str, runs: list[str], draw: random.Random, work: Path
+) -> list[dict]:
     """Kill these runs of a script. Returns a row for each."""
     import_script(script)  # once for all the processes that are forked
     unbroken = {processes: work / f"{script}_unbroken_{processes}" for processes in (1, 2)}
@@ -185,7 +217,10 @@ def measure(jobs: dict, smoke: bool) -> list[dict]:
         runs = list(PROCESSES)[-1:] if smoke else list(PROCESSES)
         rows += [jobs[script, flags] | row for row in kill_script(script, flags, runs, draw, work)]
     if smoke:  # The other numbers depend on the speed of the machine.
-        rows = [{name: row[name] for name in ("unbroken_1_and_2_relative_distance", "each_row_once")} for row in rows]
+        rows = [
+            {name: row[name] for name in ("unbroken_1_and_2_relative_distance", "each_row_once")}
+            for row in rows
+        ]
     return rows
 
 

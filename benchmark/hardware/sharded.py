@@ -39,7 +39,12 @@ FLAGS = (
     "--learning-rate 3e-4 --num-sample-generations 0 --max-grad-norm 1 --save-every 2"
 )
 JOBS = {(script, FLAGS): dict(script=script) for script in SCRIPTS}
-LAUNCHERS = {"DDP": [], "FSDP2": ["fsdp2_cpu.py"], "ZeRO-2": ["zero_cpu.py"], "ZeRO-3": ["zero_cpu.py"]}
+LAUNCHERS = {
+    "DDP": [],
+    "FSDP2": ["fsdp2_cpu.py"],
+    "ZeRO-2": ["zero_cpu.py"],
+    "ZeRO-3": ["zero_cpu.py"],
+}
 
 
 def run_twofold(kind: str, script: str, flags: str, folder: Path) -> str:
@@ -49,8 +54,12 @@ def run_twofold(kind: str, script: str, flags: str, folder: Path) -> str:
         # With another threshold ZeRO-3 would not shard weights as small as these.
         zero = dict(stage=int(kind[-1]), stage3_param_persistence_threshold=0)
         config = folder.with_suffix(".json")
-        config.write_text(json.dumps(dict(train_micro_batch_size_per_gpu=1, zero_optimization=zero)))
-        settings = dict(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(config))
+        config.write_text(
+            json.dumps(dict(train_micro_batch_size_per_gpu=1, zero_optimization=zero))
+        )
+        settings = dict(
+            ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(config)
+        )
     programs = [Path(__file__).with_name(name) for name in LAUNCHERS[kind]]
     output = run(script, flags, folder, torchrun(2, *programs), **settings)["output"]
     return output.splitlines()[-1]
@@ -61,10 +70,20 @@ def compare(folder: Path, single: Path) -> dict:
     rows, expected = (read_rows(path / "metrics.jsonl") for path in (folder, single))
     differing = set()
     for row, right in zip(rows, expected, strict=True):
-        differing |= {name for name in row.keys() | right.keys() if not np.isclose(row[name], right[name], 1e-4, 5e-6)}
+        differing |= {
+            name
+            for name in row.keys() | right.keys()
+            if not np.isclose(row[name], right[name], 1e-4, 5e-6)
+        }
     # Times differ, and so does the size of rounding itself.
-    differing -= {"eps", "val/sampling_logprob_difference", *(name for name in differing if name.startswith("time/"))}
-    return dict(relative_distance=relative_distance(folder, single), metrics_that_differ=sorted(differing))
+    differing -= {
+        "eps",
+        "val/sampling_logprob_difference",
+        *(name for name in differing if name.startswith("time/")),
+    }
+    return dict(
+        relative_distance=relative_distance(folder, single), metrics_that_differ=sorted(differing)
+    )
 
 
 def check_engine(found: dict, single: Path) -> dict:
@@ -75,7 +94,10 @@ def check_engine(found: dict, single: Path) -> dict:
     steps = expected[-1]["step"]
     last_of_iteration = found["rates"][:: -steps // len(rates)][::-1]  # The log has this one.
     as_planned = len(found["rates"]) == steps and np.allclose(rates, last_of_iteration)
-    return dict(steps=len(found["rates"]), steps_and_rates_as_planned=bool(as_planned)) | found["gathers"]
+    return (
+        dict(steps=len(found["rates"]), steps_and_rates_as_planned=bool(as_planned))
+        | found["gathers"]
+    )
 
 
 def resumes_bitwise(kind: str, script: str, flags: str, folder: Path) -> bool:
@@ -108,7 +130,9 @@ def train(kind: str, script: str, flags: str, folder: Path) -> dict:
     allowed = 0  # gathers while completions are sampled
     if kind == "FSDP2":
         row |= json.loads(printed)
-        allowed = json.loads((POLICY / "config.json").read_text())["num_hidden_layers"] * row["samplings"]
+        allowed = (
+            json.loads((POLICY / "config.json").read_text())["num_hidden_layers"] * row["samplings"]
+        )
     if kind.startswith("ZeRO"):
         row |= check_engine(json.loads(printed), single)
         row["resumed_bitwise"] = resumes_bitwise(kind, script, flags, folder)
@@ -124,7 +148,9 @@ def measure(kind: str, jobs: dict, smoke: bool) -> list[dict]:
     for script, flags in list(jobs)[: 1 if smoke else None]:
         if smoke and kind.startswith("ZeRO"):
             last = read_rows(Path(run_single(script, flags).name) / "run" / "metrics.jsonl")[-1]
-            rows.append({name: last[name] for name in ("objective/scores", "objective/kl", "grad_norm")})
+            rows.append(
+                {name: last[name] for name in ("objective/scores", "objective/kl", "grad_norm")}
+            )
         else:
             with tempfile.TemporaryDirectory() as work:
                 rows.append(jobs[script, flags] | train(kind, script, flags, Path(work) / "run"))
@@ -134,7 +160,9 @@ def measure(kind: str, jobs: dict, smoke: bool) -> list[dict]:
 PARTS = {}
 for kind in LAUNCHERS:
     needs = "DeepSpeed" if kind.startswith("ZeRO") else ""
-    PARTS[kind] = Part(JOBS, measure=functools.partial(measure, kind), short="--total-episodes 64", needs=needs)
+    PARTS[kind] = Part(
+        JOBS, measure=functools.partial(measure, kind), short="--total-episodes 64", needs=needs
+    )
 
 if __name__ == "__main__":
     main(__doc__, RESULT, PARTS)

@@ -69,7 +69,10 @@ GROUPS["REINFORCE, scores + 1"] = (4,)
 GRADIENTS = RUNGS | {
     "REINFORCE, scores - 1": (REINFORCE, f"{SHIFTED}:minus_one"),
     "GRPO, no deviation": ("grpo", f"{COMMON} --scale-rewards none"),
-    "GRPO, no deviation, no lengths": ("grpo", f"{COMMON} --scale-rewards none --loss-type dr_grpo"),
+    "GRPO, no deviation, no lengths": (
+        "grpo",
+        f"{COMMON} --scale-rewards none --loss-type dr_grpo",
+    ),
     "PPO, lambda 1": ("ppo", f"{COMMON} --lam 1"),
     "PPO, only divided": ("ppo", COMMON, only_divide),
     "PPO, not whitened": ("ppo", RAW),
@@ -89,7 +92,9 @@ def learning_jobs(equal: str, bounds: tuple[str, ...]) -> dict[tuple, dict]:
         if equal == "prompts" and (k == 1 or "," in rung):
             continue  # With one completion of a prompt both are the same run.
         size = BATCH * k if equal == "prompts" else BATCH
-        flags += {"rloo": f" --rloo-k {k}", "grpo": f" --num-generations {k}", "ppo": ""}[script.split()[0]]
+        flags += {"rloo": f" --rloo-k {k}", "grpo": f" --num-generations {k}", "ppo": ""}[
+            script.split()[0]
+        ]
         flags += f" --seed {seed} --batch-size {size} --total-episodes {UPDATES * size}"
         flags += f" --max-grad-norm {bound}"
         names = dict(rung=rung, k=k, equal=equal, bound=bound, seed=seed)
@@ -115,8 +120,12 @@ def gradient_jobs() -> dict[tuple, dict]:
     jobs = {}
     for rung, (script, flags, *edits) in GRADIENTS.items():
         jobs[script, f"{flags} {fixed}", *edits] = dict(rung=rung)
-    half = BATCH * UPDATES // 2  # The learning rate is constant, so this is the first half of a whole run.
-    jobs["ppo", f"--seed 1 --total-episodes {half} --num-sample-generations 0 {COMMON}"] = dict(rung=HALF_WAY)
+    half = (
+        BATCH * UPDATES // 2
+    )  # The learning rate is constant, so this is the first half of a whole run.
+    jobs["ppo", f"--seed 1 --total-episodes {half} --num-sample-generations 0 {COMMON}"] = dict(
+        rung=HALF_WAY
+    )
     return jobs
 
 
@@ -131,20 +140,26 @@ def gradient_rows(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
         folder = Path(folder)
         half = folder / "half_way"
         run(script, f"{flags} --total-episodes 64" if smoke else flags, half)
-        for weights, prompts in product(("start", "half-way"), (1, "fresh") if smoke else (*SETS, "fresh")):
+        for weights, prompts in product(
+            ("start", "half-way"), (1, "fresh") if smoke else (*SETS, "fresh")
+        ):
             chosen = dict(rungs)
             if prompts == "fresh":
                 chosen = {rung: rungs[rung] for rung in RUNGS}
             if weights == "start":  # The value model begins with predictions of 0.
                 chosen = {rung: job for rung, job in chosen.items() if no_values not in job}
-            jobs = with_data(chosen, folder, prompts, repetitions, half if weights == "half-way" else None)
+            jobs = with_data(
+                chosen, folder, prompts, repetitions, half if weights == "half-way" else None
+            )
             for row in compare(jobs):
                 rows.append(dict(weights=weights, prompts=prompts) | row)
             print(f"gradients, {weights}, prompts {prompts}: done", file=sys.stderr, flush=True)
     return rows
 
 
-def with_data(rungs: dict, folder: Path, prompts: int | str, repetitions: int, weights: Path | None) -> dict:
+def with_data(
+    rungs: dict, folder: Path, prompts: int | str, repetitions: int, weights: Path | None
+) -> dict:
     """The jobs of `compare`: those of the rungs with a set of prompts and with weights, and a file
     for gradients."""
     datasets, epochs = write_datasets(folder, prompts, repetitions)
@@ -160,7 +175,9 @@ def with_data(rungs: dict, folder: Path, prompts: int | str, repetitions: int, w
     return jobs
 
 
-def write_datasets(folder: Path, prompts: int | str, repetitions: int) -> tuple[dict[str, str], int]:
+def write_datasets(
+    folder: Path, prompts: int | str, repetitions: int
+) -> tuple[dict[str, str], int]:
     """Files with the prompts of a set for scripts with groups and for ppo.py, and how often they
     are passed over."""
     rows = read_rows(BENCHMARK / "default/train.jsonl")
@@ -172,9 +189,14 @@ def write_datasets(folder: Path, prompts: int | str, repetitions: int) -> tuple[
         epochs = repetitions
         positions = np.random.default_rng(prompts).permutation(len(rows))[:count]
     lines = [json.dumps(rows[position]) + "\n" for position in positions]
-    files = {"groups": str(folder / f"{prompts}_groups.jsonl"), "ppo": str(folder / f"{prompts}_ppo.jsonl")}
+    files = {
+        "groups": str(folder / f"{prompts}_groups.jsonl"),
+        "ppo": str(folder / f"{prompts}_ppo.jsonl"),
+    }
     Path(files["groups"]).write_text("".join(lines))
-    Path(files["ppo"]).write_text("".join(line * GROUP for line in lines))  # ppo.py samples a prompt once.
+    Path(files["ppo"]).write_text(
+        "".join(line * GROUP for line in lines)
+    )  # ppo.py samples a prompt once.
     return files, epochs
 
 
@@ -191,7 +213,9 @@ def record_gradients(job: tuple) -> dict:
     class Recorder(torch.optim.AdamW):
         def step(self, closure=None):
             parameters = self.param_groups[0]["params"]
-            gradients.append(torch.cat([parameter.grad.flatten() for parameter in parameters]).numpy())
+            gradients.append(
+                torch.cat([parameter.grad.flatten() for parameter in parameters]).numpy()
+            )
             return super().step(closure)
 
     torch.optim.AdamW = Recorder
@@ -216,8 +240,16 @@ def compare(jobs: dict[str, tuple]) -> list[dict]:
         # Products of two gradients from the same repetition are left out: they may come from the
         # same completions.
         cosine = moments(gradients @ rloo.T)[0] / np.sqrt(squared_mean * rloo_squared)
-        score = np.mean([row["objective/scores"] for row in results[rung]["metrics"] if "objective/scores" in row])
-        numbers = dict(variance=variance, squared_mean=squared_mean, noise_band=noise_band(products))
+        score = np.mean(
+            [
+                row["objective/scores"]
+                for row in results[rung]["metrics"]
+                if "objective/scores" in row
+            ]
+        )
+        numbers = dict(
+            variance=variance, squared_mean=squared_mean, noise_band=noise_band(products)
+        )
         numbers |= dict(cosine=cosine, score=score)
         rows.append(dict(rung=rung) | {name: float(x) for name, x in numbers.items()})
     return rows
@@ -260,7 +292,9 @@ def plot(rows: list[dict], folder: Path):
     for name, style in STYLES.items():
         wanted = dict(part="learning", equal="episodes", rung=name, k=max(GROUPS.get(name, (1,))))
         runs = tables.having(rows, **wanted)
-        draw.curve(learning, runs[0]["episode"], [row["held_out"] for row in runs], label=name, **style)
+        draw.curve(
+            learning, runs[0]["episode"], [row["held_out"] for row in runs], label=name, **style
+        )
     single = tables.having(rows, part="learning", rung="REINFORCE", k=1)
     style = dict(color=draw.OTHERS[0], ls=":", label="REINFORCE, k = 1")
     draw.curve(learning, single[0]["episode"], [row["held_out"] for row in single], **style)
@@ -287,8 +321,12 @@ def plot(rows: list[dict], folder: Path):
 
 
 PARTS = {
-    "learning": Part(learning_jobs("episodes", ("1",)) | learning_jobs("prompts", ("1",)), to_curve),
-    "clipping": Part(learning_jobs("episodes", BOUNDS), to_curve, smoke=lambda names: names["rung"] == "RLOO"),
+    "learning": Part(
+        learning_jobs("episodes", ("1",)) | learning_jobs("prompts", ("1",)), to_curve
+    ),
+    "clipping": Part(
+        learning_jobs("episodes", BOUNDS), to_curve, smoke=lambda names: names["rung"] == "RLOO"
+    ),
     "gradients": Part(gradient_jobs(), measure=gradient_rows, short=""),
 }
 

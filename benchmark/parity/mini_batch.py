@@ -64,7 +64,10 @@ def none_of_seven(prompts: list, completions: list, **_) -> list:
     """None for completions with a 7, and for one whole group. In another group a single completion
     has a score."""
     scores = score(prompts, completions)
-    return [None if "7" in c or p.startswith("=") else s for p, c, s in zip(prompts, completions, scores)]
+    return [
+        None if "7" in c or p.startswith("=") else s
+        for p, c, s in zip(prompts, completions, scores)
+    ]
 
 
 def none_of_long(prompts: list, completions: list, **_) -> list:
@@ -83,7 +86,9 @@ def save_model(folder: Path, seed: int, auto_class="AutoModelForCausalLM", famil
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(trl_trainer.POLICY)
-    special = dict(bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    special = dict(
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")
     config = config(vocab_size=len(tokenizer), initializer_range=0.2, **special, **shape)
@@ -98,7 +103,9 @@ def make_world(folder: Path):
     """Models, and prompts of 1 to 9 characters."""
     rng = random.Random(0)
     prompts = ["".join(rng.choices("0123456789+-=", k=length)) for length in (1, 3, 9, 4, 3, 7)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": p}) + "\n" for p in prompts)
+    )
     llama = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
     save_model(folder / "policy", 1, **llama)
     save_model(folder / "reference", 2, **llama)
@@ -164,20 +171,33 @@ def run_tally(world: Path, script: str, flags: str) -> SimpleNamespace:
         return mean_metrics(rows)
 
     with tempfile.TemporaryDirectory(dir=world) as folder:
-        args = tyro.cli(module.Args, args=f"{flags.replace('WORLD', str(world))} --output-dir {folder}/run".split())
-        with quiet_and_fresh(), kept_updates() as updates, patch.object(module, "mean_metrics", keep):
+        args = tyro.cli(
+            module.Args,
+            args=f"{flags.replace('WORLD', str(world))} --output-dir {folder}/run".split(),
+        )
+        with (
+            quiet_and_fresh(),
+            kept_updates() as updates,
+            patch.object(module, "mean_metrics", keep),
+        ):
             module.main(args)
         rollout = read_run(args.output_dir)["rollouts"]
     for update, row in zip(updates, metrics, strict=True):
         update.metrics = row
         update.loss = float(row["loss/policy_avg"])
-    return SimpleNamespace(script=script, module=module, args=args, rollout=rollout, updates=updates)
+    return SimpleNamespace(
+        script=script, module=module, args=args, rollout=rollout, updates=updates
+    )
 
 
 def settings_like(script: str, args) -> dict:
     """TRL's settings that mean the same as a script's flags."""
     chosen = dict(beta=args.kl_coef, epsilon=args.cliprange, num_iterations=args.num_ppo_epochs)
-    chosen |= dict(temperature=args.temperature, num_generations=args.k, max_completion_length=args.response_length)
+    chosen |= dict(
+        temperature=args.temperature,
+        num_generations=args.k,
+        max_completion_length=args.response_length,
+    )
     if script == "rloo":
         return chosen | dict(normalize_advantages=args.whiten_advantages)
     names = "loss_type scale_rewards importance_sampling_level mask_truncated_completions"
@@ -185,7 +205,9 @@ def settings_like(script: str, args) -> dict:
     chosen |= dict(epsilon_high=args.cliprange_high, use_bias_correction_kl="unbiased_kl" in script)
     # the bound of the ratio, where Tally's flag is what it may exceed 1 by
     if args.loss_type == "cispo":
-        chosen["epsilon_high"] = 1 + (args.cliprange if args.cliprange_high is None else args.cliprange_high)
+        chosen["epsilon_high"] = 1 + (
+            args.cliprange if args.cliprange_high is None else args.cliprange_high
+        )
     return chosen
 
 
@@ -212,7 +234,10 @@ def run_trl(tally, world: Path, rewards=(), positions=False, **changes) -> list:
                     parameter.copy_(ours)
 
     def permuted(columns):  # what TRL's rollout is made of, in Tally's order of the episodes
-        return {name: x[order] if isinstance(x, torch.Tensor) and x.dim() else x for name, x in columns.items()}
+        return {
+            name: x[order] if isinstance(x, torch.Tensor) and x.dim() else x
+            for name, x in columns.items()
+        }
 
     def positions_of(inputs):
         return (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
@@ -221,7 +246,9 @@ def run_trl(tally, world: Path, rewards=(), positions=False, **changes) -> list:
     own = [none_of_seven, none_of_long] if name == "two_parts" else [globals()[name]]
     chosen = dict(batch=args.per_device_train_batch_size, gradient_accumulation_steps=micro_batches)
     chosen |= dict(steps_per_generation=passes, max_steps=len(tally.updates), shuffle_dataset=False)
-    chosen |= dict(rows=[{"prompt": row["prompt"]} for row in rollout[:: args.k]], model=args.model_path)
+    chosen |= dict(
+        rows=[{"prompt": row["prompt"]} for row in rollout[:: args.k]], model=args.model_path
+    )
     chosen |= dict(callbacks=[TallyWeights()], given=[[row["token_ids"] for row in rollout]])
     chosen |= settings_like(tally.script, args) | changes
     file = dict(rloo=rloo_trainer, grpo=grpo_trainer)[algorithm]
@@ -230,13 +257,17 @@ def run_trl(tally, world: Path, rewards=(), positions=False, **changes) -> list:
         stack.enter_context(quiet_and_fresh())
         updates = stack.enter_context(kept_updates())
         stack.enter_context(patch.object(file, "shuffle_sequence_dict", permuted))
-        trainer = trl_trainer.make_trainer(algorithm, reward=list(rewards) or own, folder=folder, **chosen)
+        trainer = trl_trainer.make_trainer(
+            algorithm, reward=list(rewards) or own, folder=folder, **chosen
+        )
         if args.kl_coef:
             reference = AutoModelForCausalLM.from_pretrained(args.ref_model_path)
             trainer.ref_model.load_state_dict(reference.state_dict())
         if positions:
             forward = trainer.model.forward
-            trainer.model.forward = lambda **inputs: forward(position_ids=positions_of(inputs), **inputs)
+            trainer.model.forward = lambda **inputs: forward(
+                position_ids=positions_of(inputs), **inputs
+            )
         losses, training_step = [], trainer.training_step
         trainer.training_step = lambda *inputs: losses.append(training_step(*inputs)) or losses[-1]
         trainer.train()
@@ -296,7 +327,9 @@ def same_jobs() -> dict[tuple, dict]:
         flags = f"--loss-type {loss_type} --kl-coef 0.05"
         add(f"GRPO, {loss_type}", "grpo", flags)
         add(PIECES, "grpo", f"{flags} --per-device-train-batch-size 6")
-        for level, scale, kl in product(("token", "sequence"), ("group", "batch", "none"), (0.0, 0.05)):
+        for level, scale, kl in product(
+            ("token", "sequence"), ("group", "batch", "none"), (0.0, 0.05)
+        ):
             flags = f"{grpo_flags(loss_type, level)} --scale-rewards {scale} --kl-coef {kl} {TWICE}"
             add(f"GRPO, {loss_type}", "grpo", flags)
             # Every advantage, every loss, and with KL.
@@ -313,7 +346,9 @@ def compare_same(world: Path, script: str, flags: str, names: dict) -> list[dict
     """Both programs with the same settings: a row for each update."""
     tally = run_tally(world, script, flags)
     rows = []
-    for number, (ours, theirs) in enumerate(zip(tally.updates, run_trl(tally, world), strict=True), start=1):
+    for number, (ours, theirs) in enumerate(
+        zip(tally.updates, run_trl(tally, world), strict=True), start=1
+    ):
         cut = float(ours.metrics["policy/clipfrac_avg"])
         rows.append(names | dict(update=number, cut=cut) | difference(ours, theirs))
     return rows
@@ -339,7 +374,9 @@ def whitening_factor(tally, _) -> float:
 
     Neither counts an episode without a score. TRL also leaves out an episode that alone has a score
     in its group."""
-    groups = torch.tensor([math.nan if row["score"] is None else row["score"] for row in tally.rollout])
+    groups = torch.tensor(
+        [math.nan if row["score"] is None else row["score"] for row in tally.rollout]
+    )
     groups = groups.view(-1, tally.args.k)
     has_score = ~groups.isnan()
     others = (has_score.sum(1, keepdim=True) - 1).clamp(min=1)
@@ -486,20 +523,28 @@ def torchrl_columns(rollout: list[dict], args):
 
     advantages, returns = [], []
     for row in rollout:
-        values, logprobs, ref_logprobs = (torch.tensor(row[n])[:, None] for n in ("values", "logprobs", "ref_logprobs"))
+        values, logprobs, ref_logprobs = (
+            torch.tensor(row[n])[:, None] for n in ("values", "logprobs", "ref_logprobs")
+        )
         rewards = -args.kl_coef * (logprobs - ref_logprobs)
         rewards[-1] += row["score"]
         done = torch.zeros_like(values).bool()
         done[-1] = True
         next_values = torch.cat([values[1:], torch.zeros(1, 1)])
-        found = generalized_advantage_estimate(args.gamma, args.lam, values, next_values, rewards, done)
+        found = generalized_advantage_estimate(
+            args.gamma, args.lam, values, next_values, rewards, done
+        )
         advantages.append(found[0])
         returns.append(found[1])
     columns = dict(advantage=torch.cat(advantages), value_target=torch.cat(returns))
-    columns |= dict(state_value=tokens_of(rollout, "values")[:, None], action=tokens_of(rollout, "token_ids"))
+    columns |= dict(
+        state_value=tokens_of(rollout, "values")[:, None], action=tokens_of(rollout, "token_ids")
+    )
     count = len(columns["action"])
     columns |= dict(action_log_prob=tokens_of(rollout, "logprobs"), index=torch.arange(count))
-    return TensorDict(columns | dict(shifted_valid=torch.ones(count, dtype=torch.bool)), batch_size=[count])
+    return TensorDict(
+        columns | dict(shifted_valid=torch.ones(count, dtype=torch.bool)), batch_size=[count]
+    )
 
 
 def torchrl_objective(tally, weights: list, **settings):
@@ -519,11 +564,21 @@ def torchrl_objective(tally, weights: list, **settings):
         parameters = [*policy.parameters(), *trunk.parameters(), *head.parameters()]
         for parameter, ours in zip(parameters, weights, strict=True):
             parameter.copy_(ours)
-    logits = TensorDictModule(Rows(policy, None, rollout, tokenizer), in_keys=["index"], out_keys=["logits"])
-    values = TensorDictModule(Rows(trunk, head, rollout, tokenizer), in_keys=["index"], out_keys=["state_value"])
-    actor = ProbabilisticActor(logits, in_keys=["logits"], distribution_class=torch.distributions.Categorical)
-    chosen = dict(clip_epsilon=args.cliprange, clip_value=args.cliprange_value, critic_coeff=args.vf_coef / 2)
-    chosen |= dict(normalize_advantage=True, entropy_bonus=False, loss_critic_type="l2", functional=False)
+    logits = TensorDictModule(
+        Rows(policy, None, rollout, tokenizer), in_keys=["index"], out_keys=["logits"]
+    )
+    values = TensorDictModule(
+        Rows(trunk, head, rollout, tokenizer), in_keys=["index"], out_keys=["state_value"]
+    )
+    actor = ProbabilisticActor(
+        logits, in_keys=["logits"], distribution_class=torch.distributions.Categorical
+    )
+    chosen = dict(
+        clip_epsilon=args.cliprange, clip_value=args.cliprange_value, critic_coeff=args.vf_coef / 2
+    )
+    chosen |= dict(
+        normalize_advantage=True, entropy_bonus=False, loss_critic_type="l2", functional=False
+    )
     return ClipPPOLoss(actor, values, **chosen | settings)
 
 
@@ -538,7 +593,11 @@ def ppo_difference(tally, update, columns, **settings) -> dict[str, float]:
     theirs = SimpleNamespace(loss=float(losses["loss_objective"]), gradient=gradient)
     value = tally.args.vf_coef * float(update.metrics["loss/value_avg"])
     found = dict(cut=float(losses["clip_fraction"]), value_cut=float(losses["value_clip_fraction"]))
-    return found | difference(update, theirs) | dict(value_loss=abs(value - float(losses["loss_critic"])) / value)
+    return (
+        found
+        | difference(update, theirs)
+        | dict(value_loss=abs(value - float(losses["loss_critic"])) / value)
+    )
 
 
 def compare_ppo(world: Path, script: str, flags: str, names: dict) -> list[dict]:
@@ -549,7 +608,9 @@ def compare_ppo(world: Path, script: str, flags: str, names: dict) -> list[dict]
     gae = returns - tokens_of(tally.rollout, "values")
     whiten = torchrl_objective(tally, tally.updates[0].weights)._maybe_normalize_advantage
     whitened = whiten(columns["advantage"], columns, update_norm=False)[:, 0]
-    sampled = whiten(columns["advantage"], columns.exclude("shifted_valid"), update_norm=False)[:, 0]
+    sampled = whiten(columns["advantage"], columns.exclude("shifted_valid"), update_norm=False)[
+        :, 0
+    ]
     rows = [dict(what="advantages (GAE)", value=distance(gae, columns["advantage"][:, 0]))]
     rows.append(dict(what="returns", value=distance(returns, columns["value_target"][:, 0])))
     rows.append(dict(what="whitened advantages", value=distance(ours, whitened)))
@@ -579,13 +640,18 @@ def measure(compare, every: int, jobs: dict, smoke: bool) -> list[dict]:
         if smoke:
             for job in list(jobs)[::every]:
                 updates = run_tally(world, *job).updates
-                rows += [dict(loss=update.loss, gradient=float(update.gradient.norm())) for update in updates]
+                rows += [
+                    dict(loss=update.loss, gradient=float(update.gradient.norm()))
+                    for update in updates
+                ]
             return rows
         for job, names in jobs.items():
             rows += compare(world, *job, names)
     for row in rows:
         prefix = "undone_" if "undone_by" in row else ""
-        found = [row.get(prefix + name, 0.0) for name in ("loss", "gradient", "value_loss", "value")]
+        found = [
+            row.get(prefix + name, 0.0) for name in ("loss", "gradient", "value_loss", "value")
+        ]
         if max(found) >= TOLERANCE:
             raise SystemExit(f"not explained: {row}")
     return rows
@@ -597,7 +663,9 @@ PPO_JOBS = {("ppo", f"{COMMON} --value-model-path WORLD/value {FLAGS}"): NAMES}
 PARTS = {
     "same": Part(same_jobs(), measure=functools.partial(measure, compare_same, 20), needs="TRL"),
     "ppo": Part(PPO_JOBS, measure=functools.partial(measure, compare_ppo, 1), needs="torchrl"),
-    "different": Part(different_jobs(), measure=functools.partial(measure, compare_different, 4), needs="TRL"),
+    "different": Part(
+        different_jobs(), measure=functools.partial(measure, compare_different, 4), needs="TRL"
+    ),
 }
 for part in PARTS.values():
     part.short = ""

@@ -21,7 +21,9 @@ def replay(script: str, rollout: list[dict], folder: Path):
     """Train TRL's trainer on completions, iteration by iteration, and save its model."""
     from rloo import exact_match
 
-    answers = {row["prompt"]: row["answer"] for row in read_rows(BENCHMARK / "default" / "train.jsonl")}
+    answers = {
+        row["prompt"]: row["answer"] for row in read_rows(BENCHMARK / "default" / "train.jsonl")
+    }
     rows = [dict(prompt=row["prompt"], answer=answers[row["prompt"]]) for row in rollout[::K]]
     completion_ids = [row["token_ids"] for row in rollout]
     given = [completion_ids[first : first + BATCH] for first in range(0, len(rollout), BATCH)]
@@ -37,7 +39,9 @@ def measure(jobs: dict, smoke: bool) -> list[dict]:
         with tempfile.TemporaryDirectory() as folder:
             ours, theirs = Path(folder) / "run", Path(folder) / "trl"
             rollout = run(script, flags, ours)["rollouts"]
-            row = jobs[script, flags] | dict(updates=len(rollout) // BATCH, completions=len(rollout))
+            row = jobs[script, flags] | dict(
+                updates=len(rollout) // BATCH, completions=len(rollout)
+            )
             if smoke:
                 row["score"] = sum(episode["score"] for episode in rollout) / len(rollout)
             else:

@@ -43,14 +43,20 @@ def save_model(folder: Path):
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCAB)}))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"</?think>|\\boxed\{\d\}|[\s\S]"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(
+        Regex(r"</?think>|\\boxed\{\d\}|[\s\S]"), "isolated"
+    )
     backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>"
+    )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     shape = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=len(VOCAB), bos_token_id=None, eos_token_id=1, pad_token_id=0, **shape)
+    config = LlamaConfig(
+        vocab_size=len(VOCAB), bos_token_id=None, eos_token_id=1, pad_token_id=0, **shape
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
@@ -73,15 +79,28 @@ def run_trl(algorithm: str, reward, rollout: list[dict], rows: list[dict], folde
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     row_of = {}
     for row in rows:
-        text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            row["prompt"], tokenize=False, add_generation_prompt=True
+        )
         row_of[text] = row
-    data = dict(rows=[row_of[row["prompt"]] for row in rollout[::K]], given=[[row["token_ids"] for row in rollout]])
-    size = dict(batch=EPISODES, max_steps=1, max_completion_length=RESPONSE_LENGTH, shuffle_dataset=False)
+    data = dict(
+        rows=[row_of[row["prompt"]] for row in rollout[::K]],
+        given=[[row["token_ids"] for row in rollout]],
+    )
+    size = dict(
+        batch=EPISODES, max_steps=1, max_completion_length=RESPONSE_LENGTH, shuffle_dataset=False
+    )
     with tempfile.TemporaryDirectory() as output:
         model = folder / "model"
-        trainer = trl_trainer.make_trainer(algorithm, reward=reward, folder=output, model=model, **data, **size)
+        trainer = trl_trainer.make_trainer(
+            algorithm, reward=reward, folder=output, model=model, **data, **size
+        )
         calculate = trainer._calculate_rewards
-        with patch.object(trainer, "_calculate_rewards", lambda *inputs: kept.append(calculate(*inputs)) or kept[-1]):
+        with patch.object(
+            trainer,
+            "_calculate_rewards",
+            lambda *inputs: kept.append(calculate(*inputs)) or kept[-1],
+        ):
             trainer.train()
     logged = next(row["reward"] for row in trainer.state.log_history if "reward" in row)
     return kept[0][:, 0], logged
@@ -93,10 +112,18 @@ def compare(script: str, spec: str, result: dict, rows: list[dict], folder: Path
 
     mean = result["metrics"][-1]["objective/scores"]
     scores = [row["score"] for row in result["rollouts"]]
-    theirs, logged = run_trl(script, import_script("rloo").load_reward(spec), result["rollouts"], rows, folder)
+    theirs, logged = run_trl(
+        script, import_script("rloo").load_reward(spec), result["rollouts"], rows, folder
+    )
     ours = torch.tensor([math.nan if score is None else score for score in scores])
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())  # nan: both have no score
-    row = dict(completions=len(scores), none=scores.count(None), differ=int((~same).sum()), mean=mean, trl=logged)
+    row = dict(
+        completions=len(scores),
+        none=scores.count(None),
+        differ=int((~same).sum()),
+        mean=mean,
+        trl=logged,
+    )
     row |= dict(mean_difference=abs(mean - logged), values=len(set(ours[~ours.isnan()].tolist())))
     if row["differ"] or row["mean_difference"] > 1e-6:
         raise SystemExit(f"{script}, {spec}: {row}")
@@ -116,7 +143,12 @@ def measure(jobs: dict, smoke: bool) -> list[dict]:
             result = run(script, flags.replace("WORLD", str(folder)))
             if smoke:
                 last = result["metrics"][-1]
-                results.append({name: last[name] for name in ("objective/scores", "objective/entropy", "grad_norm")})
+                results.append(
+                    {
+                        name: last[name]
+                        for name in ("objective/scores", "objective/entropy", "grad_norm")
+                    }
+                )
             else:
                 results.append(names | compare(script, names["reward"], result, rows, folder))
     return results

@@ -54,7 +54,15 @@ def settings(algorithm: str, folder, batch: int = 64, **changes) -> dict:
 
 
 def make_trainer(
-    algorithm: str, rows: list[dict], reward, folder, model=POLICY, callbacks=(), subclass=None, given=None, **changes
+    algorithm: str,
+    rows: list[dict],
+    reward,
+    folder,
+    model=POLICY,
+    callbacks=(),
+    subclass=None,
+    given=None,
+    **changes,
 ):
     """A trainer of TRL's, unchanged, on `rows` with `reward` (one function, or several).
 
@@ -70,10 +78,14 @@ def make_trainer(
     trainer_class = getattr(trl, f"{name}Trainer")
     if subclass:
         trainer_class = subclass(trainer_class)
-    data = dict(reward_funcs=reward, train_dataset=Dataset.from_list(rows), callbacks=list(callbacks))
+    data = dict(
+        reward_funcs=reward, train_dataset=Dataset.from_list(rows), callbacks=list(callbacks)
+    )
     trainer = trainer_class(model=str(model), args=args, **data)
     trainer.remove_callback(PrinterCallback)
     if given is not None:
         batches = iter(given)
-        trainer._generate_single_turn = lambda *_: next(batches) if algorithm == "rloo" else (next(batches), None)
+        trainer._generate_single_turn = lambda *_: (
+            next(batches) if algorithm == "rloo" else (next(batches), None)
+        )
     return trainer

@@ -30,6 +30,9 @@ def score(completions: list, answer: list[str], **_) -> list[float]:
     """1.0 or 0.0 per completion, text or chat messages: whether its last number equals the row's
     `answer`."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    scores = [DATASET.score_answer(last_number(t), entry={"answer": right}) for t, right in zip(texts, answer)]
+    scores = [
+        DATASET.score_answer(last_number(t), entry={"answer": right})
+        for t, right in zip(texts, answer)
+    ]
     # the verifier's partial credit goes by length: not counted
     return [float(value == 1.0) for value in scores]

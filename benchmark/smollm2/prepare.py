@@ -40,7 +40,10 @@ def convert_model(folder: Path):
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
     # The model was trained on numbers split into digits before anything else. The conversion loses
     # that step.
-    digits, byte_level = pre_tokenizers.Digits(individual_digits=True), tokenizer.backend_tokenizer.pre_tokenizer
+    digits, byte_level = (
+        pre_tokenizers.Digits(individual_digits=True),
+        tokenizer.backend_tokenizer.pre_tokenizer,
+    )
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.pad_token = tokenizer.eos_token  # <|im_end|>, as in the original: pad equals eos
     tokenizer.model_max_length = 8192  # the conversion leaves 1e30
@@ -57,9 +60,13 @@ def check_model(folder: Path):
     7."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer, model = (auto.from_pretrained(folder) for auto in (AutoTokenizer, AutoModelForCausalLM))
+    tokenizer, model = (
+        auto.from_pretrained(folder) for auto in (AutoTokenizer, AutoModelForCausalLM)
+    )
     messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": "3 + 4"}]
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
     output = model.generate(**inputs, max_new_tokens=24, do_sample=False)
     answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     if tokenizer.tokenize("a2048")[1:] != list("2048") or "7" not in answer:
@@ -83,7 +90,10 @@ def split_questions():
     for key in keys:
         side = held_out if len(held_out) + len(groups[key]) <= NUM_EVAL else train
         for question, answer in sorted(groups[key].items()):
-            prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
+            prompt = [
+                {"role": "system", "content": SYSTEM_PROMPT},
+                {"role": "user", "content": question},
+            ]
             side.append({"prompt": prompt, "answer": answer})
     return train, held_out
 

@@ -113,7 +113,11 @@ def plot(rows: list[dict], folder: Path):
         ended = np.array(row["val/num_eos_tokens"]) / 64
         ends.plot(row["episode"], draw.running_mean(ended, 5), lw=1.2, **label)
     right.axhline(constant, color="gray", ls=":", lw=1, label="best constant answer")
-    right.set(title="SmolLM2-135M-Instruct, chain_sum", ylabel="held-out answers that are right", ylim=(0, 1))
+    right.set(
+        title="SmolLM2-135M-Instruct, chain_sum",
+        ylabel="held-out answers that are right",
+        ylim=(0, 1),
+    )
     ends.set(title="training, mean of 5 iterations", ylabel="answers that end", ylim=(0, 1))
     right.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.12))
     draw.in_thousands(right)

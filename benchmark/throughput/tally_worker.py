@@ -68,7 +68,11 @@ def main(options: Options, flags: list[str]):
     if options.forced:
         module.find_eos_ids = lambda *args: [-1]
     moments, steps, prompt_lengths = [], [], []
-    load_prompts, draw_mini_batches, mean_metrics = module.load_prompts, module.draw_mini_batches, module.mean_metrics
+    load_prompts, draw_mini_batches, mean_metrics = (
+        module.load_prompts,
+        module.draw_mini_batches,
+        module.mean_metrics,
+    )
 
     def put_a_clock_around(name: str, part: str):
         function = getattr(module, name)

@@ -70,10 +70,22 @@ class Case:
 
 LARGE = "a random Llama of 42M parameters with a vocabulary of 151,936"
 CASES = {
-    "a": Case("the default policy, 6 and up to 8 tokens", "built-in", 256, 256, (6, 6), 8, False, 60, 5),
+    "a": Case(
+        "the default policy, 6 and up to 8 tokens", "built-in", 256, 256, (6, 6), 8, False, 60, 5
+    ),
     "c": Case("SmolLM2-135M, 30 and 32 tokens", "SmolLM2", 16, 16, (30, 30), 32, True, 5, 3),
     # With micro-batches of 16 TRL does not fit into 24 GiB.
-    "d": Case("SmolLM2-135M, 300 to 400 and up to 53 tokens", "SmolLM2", 16, 8, (300, 400), 53, False, 4, 3),
+    "d": Case(
+        "SmolLM2-135M, 300 to 400 and up to 53 tokens",
+        "SmolLM2",
+        16,
+        8,
+        (300, 400),
+        53,
+        False,
+        4,
+        3,
+    ),
     "h": Case(f"{LARGE}, 32 and 384 tokens", "random", 8, 8, (32, 32), 384, True, 5, 3),
 }
 CASES["a"].reward = "exact_match"
@@ -95,7 +107,10 @@ def random_llama(folder: Path, vocabulary: int):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    words = {word: i for i, word in enumerate(["<pad>", "<eos>", *(f"w{i}" for i in range(2, vocabulary))])}
+    words = {
+        word: i
+        for i, word in enumerate(["<pad>", "<eos>", *(f"w{i}" for i in range(2, vocabulary))])
+    }
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = dict(pad_token="<pad>", eos_token="<eos>", model_max_length=1024)
@@ -118,7 +133,9 @@ def post(draw: random.Random, tokenizer, tokens: int, chat: bool) -> dict:
             if chat:
                 user = {"role": "user", "content": f"{text}\n\n{TITLE}"}
                 prompt = [{"role": "system", "content": "You write short titles."}, user]
-                text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+                text = tokenizer.apply_chat_template(
+                    prompt, tokenize=False, add_generation_prompt=True
+                )
             length = len(tokenizer(text)["input_ids"])
             if length == tokens:
                 return {"prompt": prompt}
@@ -141,15 +158,22 @@ def make_world(case: Case, world: Path) -> Path:
         tokenizer = AutoTokenizer.from_pretrained(model)
         least, most = case.prompt_tokens
         is_chat = least < most
-        rows = [post(draw_words, tokenizer, draw_words.randint(least, most), is_chat) for _ in range(count)]
+        rows = [
+            post(draw_words, tokenizer, draw_words.randint(least, most), is_chat)
+            for _ in range(count)
+        ]
     else:
         vocabulary = 151_936 if case.model == "random" else 256
         random_llama(model, vocabulary)
         rows = []
         for _ in range(count):
-            words = [f"w{draw_words.randrange(2, vocabulary)}" for _ in range(case.prompt_tokens[0])]
+            words = [
+                f"w{draw_words.randrange(2, vocabulary)}" for _ in range(case.prompt_tokens[0])
+            ]
             rows.append(dict(prompt=" ".join(words)))
-    (world / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (world / "prompts.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     return model
 
 
@@ -171,9 +195,13 @@ def run_tally(algorithm: str, flags: str, forced: bool) -> dict:
 def run_trl(job: dict, world: Path) -> dict:
     """Run TRL's trainer, and return what the worker measured."""
     file = world / "job.json"
-    file.write_text(json.dumps(job | dict(dataset=str(world / "prompts.jsonl"), folder=str(world / "trl"))))
+    file.write_text(
+        json.dumps(job | dict(dataset=str(world / "prompts.jsonl"), folder=str(world / "trl")))
+    )
     command = [sys.executable, RESULT.with_name("trl_worker.py"), file]
-    finished = subprocess.run(command, env=os.environ | DEFAULTS | KEEP_FREED_MEMORY, capture_output=True, text=True)
+    finished = subprocess.run(
+        command, env=os.environ | DEFAULTS | KEEP_FREED_MEMORY, capture_output=True, text=True
+    )
     if finished.returncode:
         raise SystemExit(f"trl_worker.py failed:\n{finished.stderr[-4000:]}")
     return json.loads(finished.stdout.splitlines()[-1])
@@ -182,10 +210,14 @@ def run_trl(job: dict, world: Path) -> dict:
 def check(ours: list[dict], theirs: list[dict]):
     """Stop where the two did not do the same work."""
     for pair in zip(ours, theirs, strict=True):
-        lengths = [[(x["prompt_tokens"], x["longest_prompt"]) for x in result["steps"]] for result in pair]
+        lengths = [
+            [(x["prompt_tokens"], x["longest_prompt"]) for x in result["steps"]] for result in pair
+        ]
         if lengths[0] != lengths[1]:
             raise SystemExit(f"prompt tokens (sum, longest) of each step: {lengths}")
-    tokens = [[step["tokens"] for result in runs for step in result["steps"]] for runs in (ours, theirs)]
+    tokens = [
+        [step["tokens"] for result in runs for step in result["steps"]] for runs in (ours, theirs)
+    ]
     means = [statistics.mean(counts) for counts in tokens]
     # 0 for forced lengths
     error = sum(statistics.variance(counts) / len(counts) for counts in tokens) ** 0.5
@@ -213,7 +245,9 @@ def compare(case: Case, algorithm: str, flags: str, model: Path, world: Path) ->
     ours, theirs = [], []
     for seed in range(1, case.pairs + 1):
         ours.append(run_tally(algorithm, f"{flags} --seed {seed}", case.forced))
-        theirs.append(run_trl(asdict(case) | dict(algorithm=algorithm, seed=seed, model=str(model)), world))
+        theirs.append(
+            run_trl(asdict(case) | dict(algorithm=algorithm, seed=seed, model=str(model)), world)
+        )
     check(ours, theirs)
     tally, trl = summary(ours, case.batch), summary(theirs, case.batch)
     ratios = [a / b for a, b in zip(trl["seconds_by_run"], tally["seconds_by_run"])]
@@ -241,7 +275,12 @@ def measure(case: Case, jobs: dict, smoke: bool) -> list[dict]:
             flags = flags.replace("WORLD", str(world)).replace("MODEL", str(model))
             if smoke:
                 step = run_tally(algorithm, flags, case.forced)["steps"][-1]
-                rows.append({name: step[name] for name in ("prompt_tokens", "longest_prompt", "tokens", "ended")})
+                rows.append(
+                    {
+                        name: step[name]
+                        for name in ("prompt_tokens", "longest_prompt", "tokens", "ended")
+                    }
+                )
             else:
                 rows.append(names | compare(case, algorithm, flags, model, world))
     return rows
@@ -254,7 +293,9 @@ def plot(rows: list[dict], folder: Path):
     """For each case the time of TRL and Tally, cut into parts, in units of TRL's."""
     figure, [[axis]] = draw.panels(1, 1, width=9, height=1 + 0.5 * len(rows))
     axis.grid(visible=False)
-    names = dict(generation="generation", logprobs="log-probabilities", train="training", rest="rest")
+    names = dict(
+        generation="generation", logprobs="log-probabilities", train="training", rest="rest"
+    )
     for place, row in enumerate(rows):
         unit = row["trl"]["seconds_per_step"]
         for offset, side, name in ((-0.2, "trl", "TRL"), (0.2, "tally", "Tally")):
@@ -268,7 +309,9 @@ def plot(rows: list[dict], folder: Path):
             if side == "tally":
                 text += f", {row['ratio']:.2f} times as fast"
             axis.text(left, place + offset, text, va="center", fontsize=7.5)
-    axis.set_yticks(range(len(rows)), [f"{row['part']}  {row['algorithm'].upper()}" for row in rows])
+    axis.set_yticks(
+        range(len(rows)), [f"{row['part']}  {row['algorithm'].upper()}" for row in rows]
+    )
     axis.invert_yaxis()
     axis.set(xlim=(0, 1.6), xlabel="seconds per step, TRL's = 1")
     axis.legend(frameon=False, loc="lower right")
@@ -286,13 +329,18 @@ def jobs_of(case: Case) -> dict[tuple, dict]:
         "--temperature 1 --max-grad-norm 1 --num-sample-generations 0"
     )
     own = dict(rloo=f"--rloo-k {case.k}", grpo=f"--num-generations {case.k}")
-    return {(algorithm, f"{flags} {own[algorithm]}"): dict(algorithm=algorithm) for algorithm in case.algorithms}
+    return {
+        (algorithm, f"{flags} {own[algorithm]}"): dict(algorithm=algorithm)
+        for algorithm in case.algorithms
+    }
 
 
 PARTS = {}
 for name, case in CASES.items():
     short = f"--total-episodes {3 * case.batch} --response-length 8"
-    PARTS[name] = Part(jobs_of(case), measure=functools.partial(measure, case), short=short, needs="TRL")
+    PARTS[name] = Part(
+        jobs_of(case), measure=functools.partial(measure, case), short=short, needs="TRL"
+    )
 
 if __name__ == "__main__":
     main(__doc__, RESULT, PARTS, plot)

@@ -114,7 +114,9 @@ def main(job: tyro.conf.Positional[Path]):
         on_step_end = on_train_begin
 
     data = dict(
-        rows=read_rows(job["dataset"]), reward=import_script("rloo").load_reward(job["reward"]), model=job["model"]
+        rows=read_rows(job["dataset"]),
+        reward=import_script("rloo").load_reward(job["reward"]),
+        model=job["model"],
     )
     data |= dict(folder=job["folder"], callbacks=[StepEnds()], subclass=clocked)
     trainer = trl_trainer.make_trainer(job["algorithm"], **data, **settings(job))

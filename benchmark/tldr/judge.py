@@ -29,7 +29,10 @@ def ask(question: str) -> str:
 def better(prompts: list[str], first: list[str], second: list[str], **_) -> list[int | None]:
     """0 or 1 for each pair; a tie where the answer is neither."""
     posts = [prompt.removesuffix("TL;DR:").strip() for prompt in prompts]
-    shown = [QUESTION.format(post=p, first=a.strip(), second=b.strip()) for p, a, b in zip(posts, first, second)]
+    shown = [
+        QUESTION.format(post=p, first=a.strip(), second=b.strip())
+        for p, a, b in zip(posts, first, second)
+    ]
     with ThreadPoolExecutor(16) as pool:
         answers = [answer.strip() for answer in pool.map(ask, shown)]
     return [int(answer) if answer in ("0", "1") else None for answer in answers]

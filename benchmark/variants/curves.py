@@ -62,7 +62,14 @@ VARIANTS = [
     Variant("overlong_punishment", "grpo", JUDGE, "", "punished", ("response_length_mean",)),
     Variant("dynamic_sampling", "grpo", SHORT, "", "dynamic sampling"),
     Variant("unbiased_kl", "grpo", REWARD_MODEL, "", "KL times the ratio"),
-    Variant("entropy_bonus", "grpo", SHORT, "--entropy-coef 0.3", "with the bonus", ("policy/entropy_avg",)),
+    Variant(
+        "entropy_bonus",
+        "grpo",
+        SHORT,
+        "--entropy-coef 0.3",
+        "with the bonus",
+        ("policy/entropy_avg",),
+    ),
     Variant("distillation", "rloo", SHORT, DISTILL, "a teacher, no reward"),
     Variant("maxrl", "grpo", FEW_RIGHT, MAXRL, "MaxRL", ("eval/best_of_8",)),
 ]
@@ -128,13 +135,17 @@ def draw_panel(axis, runs: list[dict], variant: Variant, metric: str):
         if where == "dynamic_sampling":
             generated = np.mean([row["generated_episodes"] for row in some], 0)
             right = np.mean([row[metric] for row in some], 0)
-            axis.plot(generated, right, color=style["color"], ls=":", label="over generated episodes")
+            axis.plot(
+                generated, right, color=style["color"], ls=":", label="over generated episodes"
+            )
     draw.in_thousands(axis)
 
 
 def plot(runs: list[dict], folder: Path):
     figure, grid = draw.panels(3, 4, width=3.3, height=2.6)
-    panels = [(variant, metric) for variant in VARIANTS for metric in ("eval/scores", *variant.also)]
+    panels = [
+        (variant, metric) for variant in VARIANTS for metric in ("eval/scores", *variant.also)
+    ]
     for axis, (variant, metric) in zip(grid.flat, panels, strict=True):
         draw_panel(axis, runs, variant, metric)
         axis.set_title(f"{variant.patch}: {METRICS[metric]}", fontsize=9)

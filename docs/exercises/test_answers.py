@@ -113,10 +113,20 @@ RUNS = [  # what differs from RUN, and the right COUNTS
     (dict(num_prompts=5, num_train_epochs=0.25, per_device_train_batch_size=8), (4, 1, 4, 1, 8)),
     # There are several updates of each batch, and five processes. The last batch has mini-batches
     # of 10, not of 16.
-    (dict(num_mini_batches=4, num_ppo_epochs=3, per_device_train_batch_size=3, world_size=5), (1960, 31, 40, 372, 2)),
+    (
+        dict(num_mini_batches=4, num_ppo_epochs=3, per_device_train_batch_size=3, world_size=5),
+        (1960, 31, 40, 372, 2),
+    ),
     # Half an epoch of 5 prompts is 3 prompts. The last batch has 2 episodes.
     (
-        dict(num_prompts=5, num_train_epochs=0.5, k=2, batch_size=4, num_mini_batches=4, num_ppo_epochs=2),
+        dict(
+            num_prompts=5,
+            num_train_epochs=0.5,
+            k=2,
+            batch_size=4,
+            num_mini_batches=4,
+            num_ppo_epochs=2,
+        ),
         (6, 2, 2, 12, 1),
     ),
 ]
@@ -148,52 +158,86 @@ def mistakes_in_counts(
     micro_batch = per_device_train_batch_size
     return {
         "episodes": {
-            "You count prompts. Each prompt gets k completions, and each is an episode.": (episodes // k),
-            "Half a prompt is rounded up. int(2.5) and Python's round(2.5) are both 2.": (int(unrounded) * k),
-            "You train on a part of a prompt. First round the prompts. Then multiply by k.": (unrounded * k),
+            "You count prompts. Each prompt gets k completions, and each is an episode.": (
+                episodes // k
+            ),
+            "Half a prompt is rounded up. int(2.5) and Python's round(2.5) are both 2.": (
+                int(unrounded) * k
+            ),
+            "You train on a part of a prompt. First round the prompts. Then multiply by k.": (
+                unrounded * k
+            ),
             "First round the prompts. Then multiply by k.": math.floor(unrounded * k + 0.5),
-            "You always round up. Round to the nearest whole number of prompts.": (ceil(unrounded) * k),
+            "You always round up. Round to the nearest whole number of prompts.": (
+                ceil(unrounded) * k
+            ),
             "You forget num_train_epochs.": num_prompts * k,
             "You round the epochs. Multiply them by num_prompts first. Then round.": [
                 epochs * num_prompts * k for epochs in rounded_epochs
             ],
-            "A PPO epoch trains on the same episodes again. It makes no new ones.": (episodes * num_ppo_epochs),
-            "You round up to whole batches. The last batch is smaller instead.": (iterations * batch_size),
+            "A PPO epoch trains on the same episodes again. It makes no new ones.": (
+                episodes * num_ppo_epochs
+            ),
+            "You round up to whole batches. The last batch is smaller instead.": (
+                iterations * batch_size
+            ),
             "You drop the last, smaller batch.": episodes // batch_size * batch_size,
         },
         "iterations": {
             "You drop the last, smaller batch. Round up.": episodes // batch_size,
-            "A batch holds episodes, not prompts. Divide the episodes.": (ceil(episodes / k / batch_size)),
+            "A batch holds episodes, not prompts. Divide the episodes.": (
+                ceil(episodes / k / batch_size)
+            ),
             "batch_size is for all processes together.": ceil(episodes / batch_size / world_size),
-            "No smaller batch comes after the batches that the episodes fill exactly.": (episodes // batch_size + 1),
-            "A PPO epoch trains on the same batch again. It is not a new iteration.": (iterations * num_ppo_epochs),
+            "No smaller batch comes after the batches that the episodes fill exactly.": (
+                episodes // batch_size + 1
+            ),
+            "A PPO epoch trains on the same batch again. It is not a new iteration.": (
+                iterations * num_ppo_epochs
+            ),
         },
         "last_batch_size": {
             "The episodes fill the batches exactly. So the last batch is a whole one.": 0,
             "The last batch holds only the episodes that are left.": batch_size,
-            "You subtract one batch too many. The last one is not yet taken.": (episodes - iterations * batch_size),
+            "You subtract one batch too many. The last one is not yet taken.": (
+                episodes - iterations * batch_size
+            ),
         },
         "steps": {
             "A whole batch gives num_ppo_epochs * num_mini_batches steps.": iterations,
-            "You forget the PPO epochs. Each is one more pass over the mini-batches.": (iterations * num_mini_batches),
+            "You forget the PPO epochs. Each is one more pass over the mini-batches.": (
+                iterations * num_mini_batches
+            ),
             "You forget the mini-batches. Each is one optimizer step.": iterations * num_ppo_epochs,
-            "You forget the last, smaller batch. It gives steps, too.": (whole_batches * num_ppo_epochs),
+            "You forget the last, smaller batch. It gives steps, too.": (
+                whole_batches * num_ppo_epochs
+            ),
             "The last batch is cut into num_mini_batches, too. Its mini-batches are smaller.": [
                 (whole_batches + count) * num_ppo_epochs for count in in_last_batch
             ],
             "The train epochs are in the number of episodes already.": steps * num_train_epochs,
-            "The micro-batches of a mini-batch give one step together.": (steps * right["gradient_accumulation_steps"]),
+            "The micro-batches of a mini-batch give one step together.": (
+                steps * right["gradient_accumulation_steps"]
+            ),
             "A batch of 2 episodes has only 2 mini-batches: fewer steps.": (
                 iterations * num_mini_batches * num_ppo_epochs
             ),
-            "All processes take a step together, so their number changes nothing.": (steps // world_size),
+            "All processes take a step together, so their number changes nothing.": (
+                steps // world_size
+            ),
         },
         "gradient_accumulation_steps": {
             "You forget that the processes share a mini-batch.": ceil(mini_batch / micro_batch),
-            "One step takes a mini-batch, not the whole batch.": (ceil(batch_size / world_size / micro_batch)),
-            "You drop the last, smaller micro-batch. Round up.": (mini_batch // world_size // micro_batch),
+            "One step takes a mini-batch, not the whole batch.": (
+                ceil(batch_size / world_size / micro_batch)
+            ),
+            "You drop the last, smaller micro-batch. Round up.": (
+                mini_batch // world_size // micro_batch
+            ),
             "Episodes and micro-batches are whole. Round up.": of_process / micro_batch,
-            "Count for a mini-batch of full size.": (ceil(last_batch / num_mini_batches / world_size / micro_batch)),
+            "Count for a mini-batch of full size.": (
+                ceil(last_batch / num_mini_batches / world_size / micro_batch)
+            ),
         },
     }
 
@@ -236,7 +280,9 @@ def pick(answer, log_p, uniforms):
 
 
 def test_2_sampling_by_the_inverse_transform(answer):
-    probabilities = torch.tensor([[0.2, 0.5, 0.3], [0.2, 0.5, 0.3], [0.6, 0.1, 0.3], [0.6, 0.1, 0.3]])
+    probabilities = torch.tensor(
+        [[0.2, 0.5, 0.3], [0.2, 0.5, 0.3], [0.6, 0.1, 0.3], [0.6, 0.1, 0.3]]
+    )
     uniforms = [0.75, 0.1, 0.5, 0.65]
     picked = pick(answer, probabilities.log(), uniforms)
     check_type(picked)
@@ -252,9 +298,17 @@ def test_2_sampling_by_the_inverse_transform(answer):
             "You are one token too far to the left: -1 is not a token.": [1, -1, -1, 0],
             "You use the random number of the first row for all rows.": [2, 2, 2, 2],
             "You use the probabilities of the first row for all rows.": [2, 0, 1, 1],
-            "You add up the probabilities from right to left. Go from left to right.": [[1, 2, 0, 0]],
-            "You add up log-probabilities. First take the exponential of each.": [[3, 3, 3, 3], [0, 3, 3, 3]],
-            "You add up over the rows. Add up along each row, over the vocabulary.": [[1, 0, 0, 0], [3, 0, 0, 0]],
+            "You add up the probabilities from right to left. Go from left to right.": [
+                [1, 2, 0, 0]
+            ],
+            "You add up log-probabilities. First take the exponential of each.": [
+                [3, 3, 3, 3],
+                [0, 3, 3, 3],
+            ],
+            "You add up over the rows. Add up along each row, over the vocabulary.": [
+                [1, 0, 0, 0],
+                [3, 0, 0, 0],
+            ],
             "You search in the probabilities themselves. First add them up along each row.": [
                 [3, 0, 3, 3],
                 [3, 0, 2, 3],
@@ -265,7 +319,9 @@ def test_2_sampling_by_the_inverse_transform(answer):
                 [0, 1, 1, 2],
                 [2, 1, 1, 1],
             ],
-            "You always pick token 0. Cumulative probabilities must rise to 1 along each row.": [[0, 0, 0, 0]],
+            "You always pick token 0. Cumulative probabilities must rise to 1 along each row.": [
+                [0, 0, 0, 0]
+            ],
         },
         probabilities=probabilities,
         uniforms=uniforms,
@@ -333,13 +389,26 @@ def make_model():
     import transformers
 
     torch.manual_seed(0)
-    shape = dict(vocab_size=8, n_embd=16, n_layer=2, n_head=2, n_positions=16, initializer_range=0.4)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, bos_token_id=EOS, eos_token_id=EOS)).eval()
+    shape = dict(
+        vocab_size=8, n_embd=16, n_layer=2, n_head=2, n_positions=16, initializer_range=0.4
+    )
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**shape, bos_token_id=EOS, eos_token_id=EOS)
+    ).eval()
 
 
 @torch.no_grad()
 def row_by_row(
-    model, temperature=0.5, padding=0, shift=0, late=0, start=0, restart=False, hidden=None, skips=False, pick="token"
+    model,
+    temperature=0.5,
+    padding=0,
+    shift=0,
+    late=0,
+    start=0,
+    restart=False,
+    hidden=None,
+    skips=False,
+    pick="token",
 ):
     """The log-probabilities [rows, tokens], by a pass without padding for each row; and what
     mistakes make of them.
@@ -385,7 +454,9 @@ def where_to_look(result, right) -> str:
         return "Only the row without padding is right. Look at the mask and the positions."
     if not wrong[:, 0].any():
         return "Only the first token of each row is right. Look at the mask and the positions."
-    return "First try one row without padding. Look at the logits that you read, and at the softmax."
+    return (
+        "First try one row without padding. Look at the logits that you read, and at the softmax."
+    )
 
 
 def mistakes_in_logprobs(model, right) -> dict:
@@ -396,23 +467,39 @@ def mistakes_in_logprobs(model, right) -> dict:
     by_ids = [wrong(hidden="EOS"), wrong(hidden="EOS", skips=True)]
     is_read = [wrong(padding=1), wrong(padding=1, shift=-1)]
     return {
-        "The positions count the padding. The first token of a prompt has position 0.": (wrong(shift=1)),
-        "The mask comes from the token ids. But a prompt may hold the EOS, too.": (torch.stack(by_ids)),
+        "The positions count the padding. The first token of a prompt has position 0.": (
+            wrong(shift=1)
+        ),
+        "The mask comes from the token ids. But a prompt may hold the EOS, too.": (
+            torch.stack(by_ids)
+        ),
         "The mask hides the completion. It is 1 for its tokens, too.": wrong(hidden="completion"),
         "Your positions begin with 1. The first token of a prompt has position 0.": wrong(start=1),
         "You return logits. Take their log_softmax first.": wrong(pick="logit"),
         "You return the largest log-probability. Pick the token's own.": wrong(pick="largest"),
-        "The positions begin with 0 again in the completion. They must go on there.": (wrong(restart=True)),
+        "The positions begin with 0 again in the completion. They must go on there.": (
+            wrong(restart=True)
+        ),
         "You divide by the temperature twice. Divide the logits, before the softmax.": right / 0.5,
         "The sign is wrong. A log-probability is never above 0.": -right,
-        "The padding is read as if it were tokens. Give the model a mask of all real tokens.": (torch.stack(is_read)),
-        "You read the logits one position too late. They are those of the next token.": (wrong(late=1)),
+        "The padding is read as if it were tokens. Give the model a mask of all real tokens.": (
+            torch.stack(is_read)
+        ),
+        "You read the logits one position too late. They are those of the next token.": (
+            wrong(late=1)
+        ),
         "You forget the temperature. It divides the logits.": wrong(temperature=1.0),
         "You multiply the logits by the temperature. It divides them.": wrong(temperature=2.0),
-        "You divide the log-probabilities by the temperature. Divide the logits.": (wrong(temperature=1.0) / 0.5),
-        "The EOS gets 0, but the policy chose it. Make the mask from lengths, not from ids.": (right * no_eos),
+        "You divide the log-probabilities by the temperature. Divide the logits.": (
+            wrong(temperature=1.0) / 0.5
+        ),
+        "The EOS gets 0, but the policy chose it. Make the mask from lengths, not from ids.": (
+            right * no_eos
+        ),
         "The last token of a completion gets 0. lengths counts it, too.": right * no_last,
-        "The first token of a completion gets 0. Its logits are at the end of the prompt.": (right * no_first),
+        "The first token of a completion gets 0. Its logits are at the end of the prompt.": (
+            right * no_first
+        ),
         "You return probabilities. Return their logarithms.": right.exp() * (right != 0),
     }
 
@@ -463,7 +550,9 @@ def advantages_of(function, values, k):
     except RuntimeError as error:
         if "must match the size" not in str(error):
             raise
-        stop("These shapes do not fit. Write keepdim=True, so that a mean has the shape [groups, 1].")
+        stop(
+            "These shapes do not fit. Write keepdim=True, so that a mean has the shape [groups, 1]."
+        )
 
 
 def test_4a_leave_one_out_advantages(answer):
@@ -472,9 +561,13 @@ def test_4a_leave_one_out_advantages(answer):
         advantages_of(answer.leave_one_out_advantages, GROUPS, 3),
         right,
         {
-            "You include the episode itself in its baseline. Take the mean of the others.": (MINUS_MEAN),
+            "You include the episode itself in its baseline. Take the mean of the others.": (
+                MINUS_MEAN
+            ),
             "You multiply by (k - 1) / k. The factor is k / (k - 1).": MINUS_MEAN * 2 / 3,
-            "You divide the sum of the others by k. There are k - 1 of them.": (GROUPS - (GROUPS - right) * 2 / 3),
+            "You divide the sum of the others by k. There are k - 1 of them.": (
+                GROUPS - (GROUPS - right) * 2 / 3
+            ),
             "You return the baselines. Subtract them from the rewards.": GROUPS - right,
             MIXED: [
                 [-3.5, 2, 4, -1, -0.5, -1],
@@ -482,7 +575,9 @@ def test_4a_leave_one_out_advantages(answer):
                 [0, 1.5, 6, -3, 3, -1.5],
                 [-1, 1, 6, -6, 3, -3],
             ],
-            "You take the others of the whole batch. Take only those of the group.": ((GROUPS - 2) * 6 / 5),
+            "You take the others of the whole batch. Take only those of the group.": (
+                (GROUPS - 2) * 6 / 5
+            ),
             "You subtract the mean of the whole batch. Take the others of the group.": GROUPS - 2,
         },
         rewards=GROUPS,
@@ -499,18 +594,26 @@ def test_4b_group_normalized_advantages(answer):
         advantages_of(answer.group_normalized_advantages, GROUPS, 3),
         normalized,
         {
-            "You use the biased variance. Divide the squares by k - 1, not by k.": (normalized * 1.5**0.5),
+            "You use the biased variance. Divide the squares by k - 1, not by k.": (
+                normalized * 1.5**0.5
+            ),
             "You divide by the variance. The deviation is its root.": normalized / DEVIATION,
             "You do not divide by the deviation.": MINUS_MEAN,
             "You do not subtract the mean.": GROUPS / DEVIATION,
-            "You subtract the mean of the others. The group's mean includes the episode.": (normalized * 1.5),
+            "You subtract the mean of the others. The group's mean includes the episode.": (
+                normalized * 1.5
+            ),
             MIXED: [
                 [-0.9271, 1.1546, 1.0596, -0.5773, -0.1324, -0.5773],
                 [-0.9271, 1.0596, -0.1324, 1.1546, -0.5773, -0.5773],
                 [-0.7071, 0.7071, 0.7071, -0.7071, 0.7071, -0.7071],
             ],
-            "You divide by the deviation of the whole batch. Each group has its own.": (MINUS_MEAN / OF_BATCH),
-            "You use mean and deviation of the whole batch. Each group has its own.": ((GROUPS - 2) / OF_BATCH),
+            "You divide by the deviation of the whole batch. Each group has its own.": (
+                MINUS_MEAN / OF_BATCH
+            ),
+            "You use mean and deviation of the whole batch. Each group has its own.": (
+                (GROUPS - 2) / OF_BATCH
+            ),
         },
         scores=GROUPS,
         k=3,
@@ -525,9 +628,15 @@ def test_4b_group_normalized_advantages(answer):
         stop("The scores of a group are equal, so you divide 0 by 0. Add 1e-4 to the deviation.")
     mistakes = {
         "You add less than 1e-4 to the deviation.": [0, 0, -0.7071, 0.7071],
-        "You use 1e-4 as the lowest deviation (clamp or max). Add it to every deviation.": [[0, 0, -0.5, 0.5]],
-        "You add 1e-4 to the variance, inside the root. Add it to the deviation.": [[0, 0, -0.005, 0.005]],
-        "You add 1e-8 to the variance, inside the root. Add 1e-4 to the deviation.": [[0, 0, -0.4082, 0.4082]],
+        "You use 1e-4 as the lowest deviation (clamp or max). Add it to every deviation.": [
+            [0, 0, -0.5, 0.5]
+        ],
+        "You add 1e-4 to the variance, inside the root. Add it to the deviation.": [
+            [0, 0, -0.005, 0.005]
+        ],
+        "You add 1e-8 to the variance, inside the root. Add 1e-4 to the deviation.": [
+            [0, 0, -0.4082, 0.4082]
+        ],
     }
     check(result, [0, 0, -0.2929, 0.2929], mistakes, scores=scores, k=2)
 
@@ -578,9 +687,13 @@ def test_5a_clipped_loss(answer):
             "You take the smaller of the two losses. The clipped loss is the larger one.": (
                 torch.minimum(LOSS, CLIPPED_LOSS)
             ),
-            "You always clip. Take the larger loss. (clamp_ changes the ratio. Use clamp.)": (CLIPPED_LOSS),
+            "You always clip. Take the larger loss. (clamp_ changes the ratio. Use clamp.)": (
+                CLIPPED_LOSS
+            ),
             "You never clip.": LOSS,
-            "You forget the minus in front of A, in both of the losses.": (torch.maximum(-LOSS, -CLIPPED_LOSS)),
+            "You forget the minus in front of A, in both of the losses.": (
+                torch.maximum(-LOSS, -CLIPPED_LOSS)
+            ),
             "You compare the ratios. First multiply both by -A. Then take the larger product.": [
                 (-ADVANTAGES * torch.minimum(RATIOS, CLIPPED)).tolist(),
                 (-ADVANTAGES * torch.maximum(RATIOS, CLIPPED)).tolist(),
@@ -588,13 +701,19 @@ def test_5a_clipped_loss(answer):
             "You clip only at 1 + c. A bad token is clipped at 1 - c.": loss_of(RATIOS, 0, 1.2),
             "You clip only at 1 - c. A good token is clipped at 1 + c.": loss_of(RATIOS, 0.8, 9),
             "You clip at -c and c. Clip at 1 - c and 1 + c.": loss_of(RATIOS, -0.2, 0.2),
-            "You clip the difference of the log-probabilities. Clip the ratio.": (loss_of(RATIOS, 0.8187, 1.2214)),
+            "You clip the difference of the log-probabilities. Clip the ratio.": (
+                loss_of(RATIOS, 0.8187, 1.2214)
+            ),
             "You set the loss to 0 outside of 0.8 .. 1.2. A clipped loss is constant, not 0.": (
                 LOSS * (RATIOS == CLIPPED)
             ),
             "Your ratio is always 1. Use the old log-probabilities that are given.": -ADVANTAGES,
-            "You divide log-probabilities. Divide probabilities.": (loss_of(1 + RATIOS.log() / OLD_LOGPROBS)),
-            "The ratio is upside down. It is the new probability by the old one.": (loss_of(1 / RATIOS)),
+            "You divide log-probabilities. Divide probabilities.": (
+                loss_of(1 + RATIOS.log() / OLD_LOGPROBS)
+            ),
+            "The ratio is upside down. It is the new probability by the old one.": (
+                loss_of(1 / RATIOS)
+            ),
             "The ratio is the exponential of this difference.": loss_of(RATIOS.log()),
             USE_AS_GIVEN: [
                 (loss_of(RATIOS) / ADVANTAGES.std()).tolist(),
@@ -624,9 +743,13 @@ def test_5b_gradient_of_the_clipped_loss(answer):
         gradient_at(answer, torch.ones(6)),
         -ADVANTAGES,
         {
-            "At ratio 1 your gradient is 0. But there each loss has the gradient -advantage.": (torch.zeros(6)),
+            "At ratio 1 your gradient is 0. But there each loss has the gradient -advantage.": (
+                torch.zeros(6)
+            ),
             "The sign is wrong. A step would make good tokens less likely.": ADVANTAGES,
-            "Your gradient is half of the right one. Detach none of the two losses.": (-ADVANTAGES / 2),
+            "Your gradient is half of the right one. Detach none of the two losses.": (
+                -ADVANTAGES / 2
+            ),
             "You return the mean. Return the loss of each token.": -ADVANTAGES / 6,
         },
         **GIVEN_5 | dict(ratios=torch.ones(6), compared=compared),
@@ -635,7 +758,9 @@ def test_5b_gradient_of_the_clipped_loss(answer):
         gradient_at(answer, RATIOS),
         [-1, -2, 0, 0, 2, 3],
         {
-            "Good tokens at ratio 0.5 and bad ones at 1.5 must have a gradient.": (LOSS * (RATIOS == CLIPPED)),
+            "Good tokens at ratio 0.5 and bad ones at 1.5 must have a gradient.": (
+                LOSS * (RATIOS == CLIPPED)
+            ),
             "You never clip. A good token that is already much more likely has gradient 0.": LOSS,
             "You take the smaller of the two losses. The clipped loss is the larger one.": (
                 LOSS * (LOSS <= CLIPPED_LOSS)
@@ -672,15 +797,21 @@ STEPS = [  # the episodes of each micro-batch of each process; and what mistakes
         {
             "You take a mean of means. Divide by the tokens of the whole mini-batch.": 8.9 / 3,
             "You take a sum of means. Divide by the tokens of the whole mini-batch.": 8.9,
-            "You multiply by the number of micro-batches. Their gradients are added up.": (GRADIENT * 3),
-            "You divide by the number of micro-batches, too. Their gradients are added up.": (GRADIENT / 3),
+            "You multiply by the number of micro-batches. Their gradients are added up.": (
+                GRADIENT * 3
+            ),
+            "You divide by the number of micro-batches, too. Their gradients are added up.": (
+                GRADIENT / 3
+            ),
         },
     ),
     (
         "two processes",
         [[[0, 1], [2]], [[3, 4], [REPEATED]]],
         {
-            "This is half of it: DDP takes a mean. Multiply by the number of processes.": (GRADIENT / 2),
+            "This is half of it: DDP takes a mean. Multiply by the number of processes.": (
+                GRADIENT / 2
+            ),
             "Each process divides by its own tokens. Divide by the tokens of all processes.": [
                 (14 / 6 + 22 / 5) / 2,
                 14 / 6 + 22 / 5,
@@ -688,7 +819,9 @@ STEPS = [  # the episodes of each micro-batch of each process; and what mistakes
             "You add up the repeated episode, which must not count. Multiply by is_real.": 51 / 11,
             "You count the tokens of the repeated episode. Leave out what is not real.": SUM / 14,
             "The repeated episode is in your sum and in your denominator.": 51 / 14,
-            "You divide by the number of processes. DDP does so already: multiply by it.": (GRADIENT / 4),
+            "You divide by the number of processes. DDP does so already: multiply by it.": (
+                GRADIENT / 4
+            ),
         },
     ),
 ]
@@ -720,7 +853,10 @@ def check_form(losses, split):
         for loss in of_process:
             check_type(loss)
             if loss.shape != () or not loss.requires_grad:
-                stop("Each loss must be a tensor with one number and with gradient.", **{"your answer": repr(loss)})
+                stop(
+                    "Each loss must be a tensor with one number and with gradient.",
+                    **{"your answer": repr(loss)},
+                )
 
 
 def gradient_after_ddp(answer, split) -> torch.Tensor:
@@ -746,7 +882,9 @@ def gradient_after_ddp(answer, split) -> torch.Tensor:
     token_losses = [micro_batch[0] for micro_batch in given]
     for position, loss in enumerate(loss for of_process in losses for loss in of_process):
         try:
-            gradients = torch.autograd.grad(loss, token_losses, retain_graph=True, allow_unused=True)
+            gradients = torch.autograd.grad(
+                loss, token_losses, retain_graph=True, allow_unused=True
+            )
         except RuntimeError as error:
             stop(f"backward on your loss stops: {error}", **{"your answer": repr(loss)})
         for other, gradient in enumerate(gradients):
@@ -772,7 +910,14 @@ def test_6_one_denominator(answer):
 
 # ================================= 7  GAE with rewards at the end =================================
 def gae_of(answer, scores, values, lengths):
-    return call(answer.gae_from_scores, scores=scores, values=values, lengths=torch.tensor(lengths), gamma=0.5, lam=0.8)
+    return call(
+        answer.gae_from_scores,
+        scores=scores,
+        values=values,
+        lengths=torch.tensor(lengths),
+        gamma=0.5,
+        lam=0.8,
+    )
 
 
 def test_7_gae_with_rewards_at_the_end(answer):
@@ -802,8 +947,14 @@ def test_7_gae_with_rewards_at_the_end(answer):
             "No token gets the score. The last index is length - 1.": [-0.68, -1.7, -3],
             "You use lam in delta. There it is gamma.": [0.92, 0.8, 1],
             "You use gamma * lam in delta. There it is gamma alone.": [-0.36, -0.4, 1],
-            "You forget V of the next token in delta: R_t + gamma V_{t+1} - V_t.": [[-1.64, -1.6, 1], [-1.75, -1.5, 1]],
-            "You return Monte Carlo returns. Use V_t and V_{t+1} in delta.": [[1, 2, 4], [0.64, 1.6, 4]],
+            "You forget V of the next token in delta: R_t + gamma V_{t+1} - V_t.": [
+                [-1.64, -1.6, 1],
+                [-1.75, -1.5, 1],
+            ],
+            "You return Monte Carlo returns. Use V_t and V_{t+1} in delta.": [
+                [1, 2, 4],
+                [0.64, 1.6, 4],
+            ],
             "You use the score as a value after the last token. It is R_t.": [-0.36, -0.9, -1],
             "The score minus the value is right only for gamma = lam = 1.": scores - values,
             "You normalize the advantages. Return them as the formula gives them.": (
@@ -844,13 +995,17 @@ def test_7_gae_with_rewards_at_the_end(answer):
                     [-0.424, -1.06, -1.4, -1.936],
                     [-0.68, -1.7, -3, -2],
                 ],
-                "V and A are still those of the episode before. Begin with 0.": [[-0.04, -0.1, 1, -0.516]],
+                "V and A are still those of the episode before. Begin with 0.": [
+                    [-0.04, -0.1, 1, -0.516]
+                ],
                 "rewards[:, columns] means all rows. Name the rows, too.": [
                     [0.96, -0.1, 1, -0.36],
                     [3.96, -0.1, 1, -0.84],
                 ],
                 "Your mask has one True too many in each row.": [0.104, 0.26, 1.9, -0.1],
-                "The score is after the last token, whose index is length - 1.": [[-0.424, -1.06, -1.4, -1.6]],
+                "The score is after the last token, whose index is length - 1.": [
+                    [-0.424, -1.06, -1.4, -1.6]
+                ],
                 "You read the value after the end of a completion. Put 0 in its place.": [
                     [0.104, 0.26, 1.9, 0.404],
                     [0.68, 1.7, 5.5, 3.5],

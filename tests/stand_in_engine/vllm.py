@@ -19,7 +19,9 @@ from types import SimpleNamespace
 import torch
 import transformers
 
-RECORDED = json.loads((Path(__file__).parents[2] / "benchmark" / "engine" / "signatures.json").read_text())
+RECORDED = json.loads(
+    (Path(__file__).parents[2] / "benchmark" / "engine" / "signatures.json").read_text()
+)
 engines = []  # all that were made
 
 
@@ -39,8 +41,12 @@ def make(name: str, **fields) -> SimpleNamespace:
 
 class SamplingParams:
     def __init__(self, *args, **kwargs):
-        defaults = dict(temperature=1.0, max_tokens=16, seed=None, stop_token_ids=[], logprobs=None, stop=None)
-        self.__dict__ |= defaults | {"flat_logprobs": False} | check_call("SamplingParams", *args, **kwargs)
+        defaults = dict(
+            temperature=1.0, max_tokens=16, seed=None, stop_token_ids=[], logprobs=None, stop=None
+        )
+        self.__dict__ |= (
+            defaults | {"flat_logprobs": False} | check_call("SamplingParams", *args, **kwargs)
+        )
 
 
 class LLM:
@@ -49,13 +55,21 @@ class LLM:
         others = given.pop("kwargs", {})
         check_call("EngineArgs", **others)
         assert all(others[name] in values for name, values in RECORDED["values"].items())
-        assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "weights are handed over in this process"
+        assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", (
+            "weights are handed over in this process"
+        )
         is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-        assert others["distributed_executor_backend"] == ("uni" if is_alone else "external_launcher")
-        assert others["logprobs_mode"] == "processed_logprobs", "log-probabilities are at the temperature"
+        assert others["distributed_executor_backend"] == (
+            "uni" if is_alone else "external_launcher"
+        )
+        assert others["logprobs_mode"] == "processed_logprobs", (
+            "log-probabilities are at the temperature"
+        )
         self.max_model_len = others["max_model_len"]
         self.script = sys._getframe(1).f_globals  # of the caller
-        language_model = transformers.AutoModelForCausalLM.from_pretrained(given["model"], dtype=given["dtype"])
+        language_model = transformers.AutoModelForCausalLM.from_pretrained(
+            given["model"], dtype=given["dtype"]
+        )
         language_model.can_share_prompts = True
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(given["model"])
         self.model = self.script["CompletionModel"](language_model, None, [], self.script["Args"]())
@@ -99,21 +113,27 @@ class LLM:
         for prompt, request in zip(prompts, requests, strict=True):
             assert all(type(token) is int for token in prompt)
             assert len(prompt) + request.max_tokens <= self.max_model_len
-        uniforms = torch.stack([torch.from_numpy(self.uniforms[request.seed]) for request in requests])
+        uniforms = torch.stack(
+            [torch.from_numpy(self.uniforms[request.seed]) for request in requests]
+        )
         self.model.eos_ids = requests[0].stop_token_ids
         if requests[0].stop is not None:
             assert requests[0].detokenize, "the real engine finds stop strings in text only"
             assert requests[0].include_stop_str_in_output, "the string belongs to the completion"
             criteria = transformers.StopStringCriteria(self.tokenizer, requests[0].stop)
             self.model.ends_with_stop_string = criteria
-        samples = self.script["sample"](self.model, self.script["pad_left"](prompts), uniforms, requests[0].temperature)
+        samples = self.script["sample"](
+            self.model, self.script["pad_left"](prompts), uniforms, requests[0].temperature
+        )
         outputs = []
         for i, (prompt, request) in enumerate(zip(prompts, requests)):
             tokens = [token for token in samples["tokens"][i].tolist() if token >= 0]
             fields = dict(token_ids=tokens, logprobs=None)
             fields["finish_reason"] = "stop" if samples["ended"][i] else "length"
             if request.flat_logprobs and request.logprobs == 0:
-                fields["logprobs"] = make("FlatLogprobs", logprobs=samples["logprobs"][i, : len(tokens)].tolist())
+                fields["logprobs"] = make(
+                    "FlatLogprobs", logprobs=samples["logprobs"][i, : len(tokens)].tolist()
+                )
             completion = make("CompletionOutput", **fields)
             outputs.append(make("RequestOutput", prompt_token_ids=prompt, outputs=[completion]))
         return outputs
