@@ -59,7 +59,7 @@ def state(stamp: dict, today: dict) -> str:
 
 
 def main(options: Options):
-    stale = []
+    stale, total = [], 0.0
     for program in PROGRAMS:
         today = smoke(program)
         for part, stamp in read_result(BENCHMARK / f"{program}.json")["parts"].items():
@@ -67,11 +67,15 @@ def main(options: Options):
             minutes = f"{stamp['minutes']}{' by hand' if 'by_hand' in stamp else ''}"
             made = f"{stamp['commit']}, {stamp['date']}, {minutes} min, {stamp['machine']}"
             print(f"{program} {part}: {found}; {made}")
+            total += stamp["minutes"]
             if found == "stale":
                 stale.append((stamp["minutes"], program, part))
+    print(f"all: {total / 60:.1f} hours; {len(stale)} stale")
     for minutes, program, part in sorted(stale) if options.stale else ():
         print(f"measuring {program} {part}, some {minutes} min", flush=True)
-        subprocess.run([sys.executable, BENCHMARK / f"{program}.py", part], cwd=ROOT, check=True)
+        ran = subprocess.run([sys.executable, BENCHMARK / f"{program}.py", part], cwd=ROOT)
+        if ran.returncode:
+            print(f"{program} {part} failed; it may need other packages, see its docstring")
 
 
 if __name__ == "__main__":

@@ -741,7 +741,8 @@ def claims_methods() -> str:
         rows.append([method, *cells])
     head = ["at {episode:,} episodes", "at {seconds:.1f} CPU seconds", "at a KL of {kl:.2f}"]
     head = [text.format(**least) for text in head]
-    return markdown(["right answers", "CPU seconds", *head, "second policy", "third policy"], rows)
+    starts = [f"policy {start}" for start in grouped(claims("starts"), "start")]
+    return markdown(["right answers", "CPU seconds", *head, *starts], rows)
 
 
 def differences_of(part: str, **wanted) -> dict[tuple[str, str], list[float]]:
@@ -791,9 +792,8 @@ def claims_differences() -> str:
             middle, band = mean_and_band(column[one, other])
             cells.append(f"{middle:+.3f} ± {band:.3f}, {p[one, other]:.3f}")
         rows.append([f"{one} minus {other}", *cells])
-    return markdown(
-        ["difference, and Holm's p", "built-in policy", "second policy", "third policy"], rows
-    )
+    starts = [f"policy {start}" for start in grouped(claims("starts"), "start")]
+    return markdown(["difference, and Holm's p", "built-in policy", *starts], rows)
 
 
 CHI_SQUARED = (
