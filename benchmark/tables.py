@@ -266,15 +266,15 @@ the gradient under TRL's default | [parity](benchmark/parity/README.md)
 A whole run agrees with TRL | TRL, with the same ten removed, trains on Tally's completions: the \
 final weights differ by {small(replayed)} of the distance that they moved | \
 [parity](benchmark/parity/README.md)
-One run on any number of processes | two CPU processes against one, with DDP, FSDP2 and ZeRO: at \
-most {small(apart)} of the distance that the weights moved | \
+Two processes make the run of one | runs of 128 episodes, with DDP, FSDP2 and ZeRO: at most \
+{small(apart)} of the distance that the weights moved | \
 [processes](benchmark/README.md#one-run-on-any-number-of-processes)
 Nothing is lost | {killed} kills with SIGKILL: resumed runs give the unbroken run's weights, bit \
 for bit on as many processes | [kills](benchmark/README.md#kills)
 A real model learns | SmolLM2-135M on sums, at temperature 0.8: {right_before:.2f} of held-out \
 answers right before, {min(right):.2f} to {max(right):.2f} after. Before, 0.32 were right at the \
 best temperature tried | [a real model](benchmark/README.md#a-real-model)
-It is fast | beside TRL 1.16 on one CPU core, RLOO and GRPO, prompts of 6 to 32 tokens: {low:.1f} \
+It is faster than TRL on one CPU core | beside TRL 1.16, RLOO and GRPO, prompts of 6 to 32 tokens: {low:.1f} \
 to {high:.1f} times its episodes per second in {sum(row["pairs"] for row in pairs)} pairs of runs, \
 with {min(memory):.0f} to {max(memory):.0f} % of its memory | [speed](benchmark/README.md#speed)
 """
