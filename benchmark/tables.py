@@ -274,8 +274,8 @@ for bit on as many processes | [kills](benchmark/README.md#kills)
 A real model learns | SmolLM2-135M on sums, at temperature 0.8: {right_before:.2f} of held-out \
 answers right before, {min(right):.2f} to {max(right):.2f} after. Before, 0.32 were right at the \
 best temperature tried | [a real model](benchmark/README.md#a-real-model)
-It is faster than TRL on one CPU core | beside TRL 1.16, RLOO and GRPO, prompts of 6 to 32 tokens: \
-{low:.1f} to {high:.1f} times its episodes per second in {sum(row["pairs"] for row in pairs)} pairs of runs, \
+It is faster than TRL on one CPU core | beside TRL 1.16, RLOO and GRPO, prompts of 6 to 32 \
+tokens: {low:.1f} to {high:.1f} times its episodes per second in {sum(row["pairs"] for row in pairs)} pairs of runs, \
 with {min(memory):.0f} to {max(memory):.0f} % of its memory | [speed](benchmark/README.md#speed)
 """
     return markdown(
