@@ -255,6 +255,7 @@ def evidence() -> str:
     )
     pairs = [row for row in load("throughput/throughput.json") if row["pairs"] > 1]
     low, high = min(row["lowest"] for row in pairs), max(row["highest"] for row in pairs)
+    count = sum(row["pairs"] for row in pairs)
     memory = [100 * row["tally"]["peak_gib"] / row["trl"]["peak_gib"] for row in pairs]
     rows = f"""
 It learns | right answers to held-out sums, ten seeds (RLOO, GRPO, PPO): {before:.2f} before; \
@@ -275,8 +276,9 @@ A real model learns | SmolLM2-135M on sums, at temperature 0.8: {right_before:.2
 answers right before, {min(right):.2f} to {max(right):.2f} after. Before, 0.32 were right at the \
 best temperature tried | [a real model](benchmark/README.md#a-real-model)
 It is faster than TRL on one CPU core | beside TRL 1.16, RLOO and GRPO, prompts of 6 to 32 \
-tokens: {low:.1f} to {high:.1f} times its episodes per second in {sum(row["pairs"] for row in pairs)} pairs of runs, \
-with {min(memory):.0f} to {max(memory):.0f} % of its memory | [speed](benchmark/README.md#speed)
+tokens: {low:.1f} to {high:.1f} times its episodes per second in {count} \
+pairs of runs, with {min(memory):.0f} to {max(memory):.0f} % of its memory | \
+[speed](benchmark/README.md#speed)
 """
     return markdown(
         ["claim", "measured", "where"], [line.split(" | ") for line in rows.strip().splitlines()]
