@@ -97,6 +97,52 @@ def test_a_smoke_run(program):
             assert stamp["fingerprint"].keys() == found[part].keys()
 
 
+STAMP = dict(commit="c", date="d", minutes=2.0, machine=launcher.machine(), fingerprint={"x": 1.0})
+
+
+def test_all_measures_again_what_is_stale(monkeypatch, capsys):
+    """Cheapest first. On another processor, and without a fingerprint, nothing is known."""
+    parts = {
+        "slow": STAMP,
+        "quick": STAMP | dict(minutes=1.0),
+        "same": STAMP | dict(fingerprint={"x": 1.5}),
+        "elsewhere": STAMP | dict(machine="another processor, threads 1"),
+        "old": {name: STAMP[name] for name in ("commit", "date", "minutes", "machine")},
+    }
+    today = {part: {"x": 1.5} for part in parts}
+    started = []
+    monkeypatch.setattr(everything, "PROGRAMS", ["a/b"])
+    monkeypatch.setattr(everything, "smoke", lambda program: today)
+    monkeypatch.setattr(everything, "read_result", lambda path: dict(parts=parts))
+
+    def start(command, **_):
+        started.append(command[-1])
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(everything.subprocess, "run", start)
+    everything.main(everything.Options(stale=True))
+    printed = capsys.readouterr().out
+    assert started == ["quick", "slow"]
+    assert "a/b same: as today; c, d, 2.0 min" in printed
+    assert "a/b elsewhere: unknown: another processor" in printed
+    assert "a/b old: unknown: no fingerprint" in printed
+
+
+def test_a_part_is_measured_alone(tmp_path):
+    """Its rows and its stamp are new. Those of the other parts stay."""
+    path = tmp_path / "result.json"
+    old = [dict(part="first", x=1), dict(part="second", x=2)]
+    launcher.write_result(path, {"first": STAMP, "second": STAMP}, old)
+    part = launcher.Part({}, measure=lambda jobs, smoke: [dict(x=3 + smoke, seconds=5.0)])
+    launcher.measure_part(path, "first", {"first": part, "second": part})
+    found = launcher.read_result(path)
+    assert found["rows"] == [dict(part="first", x=3, seconds=5.0), old[1]]
+    assert found["parts"]["second"] == STAMP
+    stamp = found["parts"]["first"]
+    assert stamp["fingerprint"] == {"x": 4.0}  # of the smoke run, without times
+    assert stamp["machine"] == STAMP["machine"] and re.match("[0-9a-f]{7}", stamp["commit"])
+
+
 JUDGES = """
 def first_shown(prompts, first, second, answer, **_):
     return [0] * len(prompts)

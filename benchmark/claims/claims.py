@@ -488,10 +488,26 @@ PARTS = {
     "form": Part(
         form_jobs(), ends, processes=1, short=f"{Part.short} {BUILT_IN} --reward exact_match"
     ),
-    "passes": Part(passes_jobs(), measure=run_passes, short="--total-episodes 128"),
-    "rates": Part(of_methods(lambda method: RATES, range(1, 4), ""), end_of_training, processes=1),
+    "passes": Part(
+        passes_jobs(),
+        measure=run_passes,
+        short="--total-episodes 128",
+        smoke=lambda names: names.get("temperature", 1.0) == 1.0,
+    ),
+    "rates": Part(
+        of_methods(lambda method: RATES, range(1, 4), ""),
+        end_of_training,
+        smoke=lambda names: names["rate"] == 1e-4,
+        processes=1,
+    ),
     "methods": Part(of_methods(best_rate, OTHER_SEEDS, METHOD_FLAGS), measure=run_methods),
-    "starts": Part(starts_jobs(), to_curve, prepare=make_starts, short=f"{Part.short} {BUILT_IN}"),
+    "starts": Part(
+        starts_jobs(),
+        to_curve,
+        prepare=make_starts,
+        short=f"{Part.short} {BUILT_IN}",
+        smoke=lambda names: names["start"] == STARTS[0],
+    ),
     "pairs": Part(pairs_jobs(), measure=run_pairs),
     "gold": Part({}, measure=run_gold),
     "first_quarter": Part(constant_jobs(4096), measure=run_first_quarter),
