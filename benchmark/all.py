@@ -75,7 +75,7 @@ def main(options: Options):
         print(f"measuring {program} {part}, some {minutes} min", flush=True)
         ran = subprocess.run([sys.executable, BENCHMARK / f"{program}.py", part], cwd=ROOT)
         if ran.returncode:
-            print(f"{program} {part} failed; it may need other packages, see its docstring")
+            print(f"{program} {part} failed; it may need other packages, see its --help")
 
 
 if __name__ == "__main__":

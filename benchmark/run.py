@@ -284,7 +284,8 @@ def main(
 
     result: the .json file of its rows; plot(rows, folder): draws the figures into a folder
     """
-    options = tyro.cli(Options, description=f"{about}\nParts: {', '.join(parts)}")
+    names = [f"{name} (needs {part.needs})" if part.needs else name for name, part in parts.items()]
+    options = tyro.cli(Options, description=f"{about}\nParts: {', '.join(names)}")
     if wrong := [name for name in options.parts if name not in parts]:
         raise SystemExit(f"no part {', '.join(wrong)}; the parts are {', '.join(parts)}")
     os.chdir(ROOT)
