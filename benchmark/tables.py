@@ -266,9 +266,9 @@ def evidence() -> str:
 It learns | right answers to held-out sums, ten seeds (RLOO, GRPO, PPO): {before:.2f} before; \
 after {after}. On pairs of last digits that training did not show: {unseen} | [the default \
 task](benchmark/README.md#the-default-task), [pairs](docs/claims.md#are-the-held-out-questions-new)
-It computes what others compute | after {len(different)} differences are removed, loss and gradient \
-of a mini-batch: within {trl} of TRL 1.16, within {torchrl} of torchrl 0.14. One of them is {kl:.2f} \
-of the gradient under TRL's default | [parity](benchmark/parity/README.md)
+It computes what others compute | after {len(different)} differences are removed, loss and \
+gradient of a mini-batch: within {trl} of TRL 1.16, within {torchrl} of torchrl 0.14. One of \
+them is {kl:.2f} of the gradient under TRL's default | [parity](benchmark/parity/README.md)
 A whole run agrees with TRL | TRL, with its differences removed, trains on Tally's completions: \
 the final weights differ by {small(replayed)} of the distance that they moved | \
 [parity](benchmark/parity/README.md)

@@ -511,13 +511,13 @@ PARTS = {
     "pairs": Part(pairs_jobs(), measure=run_pairs),
     "gold": Part({}, measure=run_gold),
     "first_quarter": Part(constant_jobs(4096), measure=run_first_quarter),
+    "whole": Part(constant_jobs(16384), to_curve, prepare=need_prediction),
     "smollm2": Part(
         smollm2_jobs(),
         measure=run_passes,
         short=SMOLLM2_SMOKE,
         needs="benchmark/smollm2/prepare.py",
     ),
-    "whole": Part(constant_jobs(16384), to_curve, prepare=need_prediction),
 }
 
 
