@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
 import tables
-from run import BENCHMARK, Part, main, read_rows, run, run_forked
+from run import BENCHMARK, Part, main, prepare_forks, read_rows, run, run_forked
 
 RESULT = Path(__file__).with_suffix(".json")
 BATCH = 64  # episodes, the default of all scripts
@@ -140,9 +140,10 @@ def gradient_rows(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
         folder = Path(folder)
         half = folder / "half_way"
         run(script, f"{flags} --total-episodes 64" if smoke else flags, half)
-        for weights, prompts in product(
-            ("start", "half-way"), (1, "fresh") if smoke else (*SETS, "fresh")
-        ):
+        settings = [("start", "fresh"), ("half-way", 1)]  # of a smoke run: all rungs once
+        if not smoke:
+            settings = product(("start", "half-way"), (*SETS, "fresh"))
+        for weights, prompts in settings:
             chosen = dict(rungs)
             if prompts == "fresh":
                 chosen = {rung: rungs[rung] for rung in RUNGS}
@@ -227,6 +228,7 @@ def record_gradients(job: tuple) -> dict:
 def compare(jobs: dict[str, tuple]) -> list[dict]:
     """Run the jobs -> for each rung: variance, squared mean, the band of the noise, and the cosine
     with RLOO's mean."""
+    prepare_forks()
     with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as pool:
         results = dict(zip(jobs, pool.imap(record_gradients, jobs.values(), chunksize=1)))
     rloo = np.load(jobs["RLOO"][-1]).astype(np.float64)
