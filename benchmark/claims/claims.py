@@ -484,9 +484,12 @@ SMOLLM2_SMOKE += " --reward exact_match --total-episodes 16 --batch-size 16"
 BUILT_IN = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
 BUILT_IN += " --eval-dataset benchmark/default/eval.jsonl"
 PARTS = {
-    "coin": Part(coin_jobs(), coin_ends, processes=1),
+    "coin": Part(coin_jobs(), coin_ends, processes=1, short=f"{Part.short} --eval-k 2"),
     "form": Part(
-        form_jobs(), ends, processes=1, short=f"{Part.short} {BUILT_IN} --reward exact_match"
+        form_jobs(),
+        ends,
+        processes=1,
+        short=f"{Part.short} {BUILT_IN} --reward exact_match --eval-k 2",
     ),
     "passes": Part(
         passes_jobs(),
@@ -511,7 +514,12 @@ PARTS = {
     "pairs": Part(pairs_jobs(), measure=run_pairs),
     "gold": Part({}, measure=run_gold),
     "first_quarter": Part(constant_jobs(4096), measure=run_first_quarter),
-    "whole": Part(constant_jobs(16384), to_curve, prepare=need_prediction),
+    "whole": Part(
+        constant_jobs(16384),
+        to_curve,
+        prepare=need_prediction,
+        smoke=lambda names: names["script"] == "rloo",
+    ),
     "smollm2": Part(
         smollm2_jobs(),
         measure=run_passes,

@@ -145,7 +145,7 @@ def reward_model_jobs() -> dict[tuple, dict]:
 
 PARTS = {
     "default": Part(default_jobs(("1",)), to_curve),
-    "clipping": Part(default_jobs(BOUNDS), clipped),
+    "clipping": Part(default_jobs(BOUNDS), clipped, smoke=lambda names: names["bound"] == "inf"),
     "reward_model": Part(reward_model_jobs(), lambda _, result: curves(result, KEPT)),
 }
 
