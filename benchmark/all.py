@@ -1,7 +1,7 @@
 """Every result of this folder: where it comes from, and whether the programs would give another one
 today.
 
-    python benchmark/all.py                # a line for each part of each program, in five minutes
+    python benchmark/all.py                # a line for each part of each program, in six minutes
     python benchmark/all.py --stale        # and then measures again what is stale, cheapest first
 
 A result keeps a fingerprint: numbers of a smoke run, which is short, made when it was measured. It
@@ -64,8 +64,8 @@ def main(options: Options):
         today = smoke(program)
         for part, stamp in read_result(BENCHMARK / f"{program}.json")["parts"].items():
             found = state(stamp, today[part])
-            minutes = f"{stamp['minutes']}{' by hand' if 'by_hand' in stamp else ''}"
-            made = f"{stamp['commit']}, {stamp['date']}, {minutes} min, {stamp['machine']}"
+            minutes = f"{stamp['minutes']} min{' by hand' if 'by_hand' in stamp else ''}"
+            made = f"{stamp['commit']}, {stamp['date']}, {minutes}, {stamp['machine']}"
             print(f"{program} {part}: {found}; {made}")
             total += stamp["minutes"]
             if found == "stale":
