@@ -20,7 +20,7 @@ tests/conftest.py has the helpers:
                               given are those of base_flags(world): 7 prompts, k = 3, a batch of 12,
                               one update for each batch.
     updates                   a list; every optimizer step adds an entry, with its learning rate
-    world.dataset(n)          a file with the n different prompts of make_prompts(n)
+    dataset=n                 a file with the n different prompts of make_prompts(n)
     encode(text)              the tokens of a text
     record_calls(.., name)    a list; every call of the function adds an entry with its inputs and
                               its result
@@ -34,7 +34,6 @@ from collections import Counter
 from types import SimpleNamespace
 
 import conftest
-import pytest
 import torch
 import transformers
 import yaml
@@ -50,6 +49,7 @@ from conftest import (
     read_jsonl,
     record_calls,
 )
+from pytest import approx, fixture, mark
 
 # Tests take these as arguments. pytest finds them only under their own names in this file.
 run = conftest.run
@@ -57,7 +57,7 @@ world = conftest.world
 updates = conftest.updates
 
 
-@pytest.fixture(params=MODULES)
+@fixture(params=MODULES)
 def script(request):
     return MODULES[request.param]
 
@@ -241,7 +241,7 @@ def check_run(args, metrics, output_dir, num_prompts):
         step += steps
         episode += episodes
         assert (row["step"], row["episode"]) == (step, episode)
-        assert row["epoch"] == pytest.approx(episode / args.k / num_prompts)
+        assert row["epoch"] == approx(episode / args.k / num_prompts)
         positions += [(row["iteration"], index) for index in range(episodes)]
     rollouts = read_jsonl(output_dir / "rollouts.jsonl")
     assert [(row["iteration"], row["index"]) for row in rollouts] == positions
@@ -272,14 +272,14 @@ REAL_RUNS = {  # the number of prompts, and the flags
 }
 
 
-@pytest.mark.parametrize("case", REAL_RUNS)
+@mark.parametrize("case", REAL_RUNS)
 def test_real_runs_train_on_exactly_what_was_asked(script, run, world, monkeypatch, updates, case):
     """The run makes the planned steps, and each episode takes exactly one training pass in each PPO
     epoch."""
     num_prompts, flags = REAL_RUNS[case]
     calls = record_calls(monkeypatch, script, "token_logprobs")
     # With this reward no advantage is 0. An episode with advantage 0 may take no pass.
-    flags = flags | dict(dataset=world.dataset(num_prompts), reward=world.reward("squares"))
+    flags = flags | dict(dataset=world.dataset(num_prompts), reward="squares")
     args, metrics, output_dir = run(script, **flags)
     assert len(updates) == check_run(args, metrics, output_dir, num_prompts)
     passes = Counter()
@@ -379,7 +379,7 @@ def schedule_rates(name, learning_rate, warmup_steps, steps):
     return rates, scheduler.get_last_lr()[0]
 
 
-@pytest.mark.parametrize("schedule", typing.get_args(next(iter(MODULES.values())).Schedule))
+@mark.parametrize("schedule", typing.get_args(next(iter(MODULES.values())).Schedule))
 def test_schedule_is_transformers_own_over_exactly_the_steps(
     script, run, monkeypatch, updates, schedule
 ):
@@ -392,19 +392,19 @@ def test_schedule_is_transformers_own_over_exactly_the_steps(
     steps = metrics[-1]["step"]
     warmup_steps = math.ceil(asked * steps) if asked < 1 else asked
     rates, final = schedule_rates(schedule, args.learning_rate, warmup_steps, steps)
-    assert [update.lr for update in updates] == pytest.approx(rates, rel=1e-9)
+    assert [update.lr for update in updates] == approx(rates, rel=1e-9)
     for row in metrics:
-        assert row["lr"] == pytest.approx(rates[row["step"] - 1], rel=1e-9)
+        assert row["lr"] == approx(rates[row["step"] - 1], rel=1e-9)
     at_the_end = calls[0].result.get_last_lr()[0]
-    assert at_the_end == pytest.approx(final, rel=1e-9, abs=1e-15)
+    assert at_the_end == approx(final, rel=1e-9, abs=1e-15)
     if schedule == "cosine":  # It falls to 0 after the warm-up.
         assert rates[3:] == sorted(rates[3:], reverse=True)
-        assert final == pytest.approx(0, abs=1e-12)
+        assert final == approx(0, abs=1e-12)
 
 
 # =================================== 6  several processes ===================================
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODULES)
+@mark.slow
+@mark.parametrize("name", MODULES)
 def test_processes_change_no_count(name, run, world, tmp_path):
     """A run on several processes is the run on one. Here they divide neither 5 prompts nor
     mini-batches of 3 nor 6."""
@@ -417,13 +417,13 @@ def test_processes_change_no_count(name, run, world, tmp_path):
         num_train_epochs=3.0,
         warmup_steps=2,
         lr_scheduler_type="cosine",
-        dataset=world.dataset(5),
+        dataset=5,
         eval_dataset=world.dataset(3, seed=4),
     )
     _, _, alone = run(script, **flags)
     # This reward function writes down who called it, for how many episodes. Its file, probe.py,
     # also makes every process write down the last rate of its schedule.
-    flags = base_flags(world) | flags | dict(reward=f"{tmp_path / 'probe.py'}:probe")
+    flags = base_flags(world, flags | dict(reward=f"{tmp_path / 'probe.py'}:probe"))
     flags["per_device_train_batch_size"] = 1
     printed = launched(script, processes, tmp_path, flags)
     compare_runs(alone, tmp_path / "out")  # the same completions, metrics and final weights
@@ -444,17 +444,17 @@ def test_processes_change_no_count(name, run, world, tmp_path):
     assert sum(call["count"] for call in calls) == plan["episodes"] + 2 * 3
     rates, final = schedule_rates("cosine", args.learning_rate, 2, steps)
     for row in metrics:
-        assert row["lr"] == pytest.approx(rates[row["step"] - 1], rel=1e-9)
+        assert row["lr"] == approx(rates[row["step"] - 1], rel=1e-9)
     for rank in range(processes):
         last = float((tmp_path / f"last_lr_{rank}").read_text())
-        assert last == pytest.approx(final, abs=1e-12)
+        assert last == approx(final, abs=1e-12)
 
 
 # ======================================== 7  --plan =========================================
 def test_plan_is_yaml_and_that_of_the_run(script, run, world, monkeypatch, capsys, tmp_path):
     """--plan prints every count, as YAML, for any number of processes. A run prints the same."""
     flags = dict(num_mini_batches=2, num_ppo_epochs=3, per_device_train_batch_size=2)
-    flags = base_flags(world) | flags | dict(output_dir=str(tmp_path / "out"))
+    flags = base_flags(world, flags | dict(output_dir=str(tmp_path / "out")))
     printed = {}
     for processes in (1, 3):
         args = make_args(script, **flags, plan=processes)

@@ -35,6 +35,7 @@ import torch
 import transformers
 import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from pytest import fixture, mark, raises
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import (
@@ -79,7 +80,7 @@ SCRIPTS = [name for name in ("rloo", "grpo", "ppo") if name in MODULES]
 gc.freeze()
 
 
-@pytest.fixture(params=SCRIPTS)
+@fixture(params=SCRIPTS)
 def script(request):
     return MODULES[request.param]
 
@@ -87,7 +88,7 @@ def script(request):
 def only(*names):
     """Run a test on these scripts only, if they exist."""
     modules = [MODULES[name] for name in names if name in MODULES]
-    return pytest.mark.parametrize("script", modules, ids=lambda module: module.__name__)
+    return mark.parametrize("script", modules, ids=lambda module: module.__name__)
 
 
 # For code that is the same text in all three scripts. test_scripts.py checks that it is.
@@ -219,7 +220,7 @@ ARCHITECTURES = {  # what a config needs; its model_type is this name, where not
 
 
 def slow(*names):
-    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return [pytest.param(name, marks=mark.slow) for name in names]
 
 
 USUAL = ["llama", "qwen3", "neox", "gpt2"]
@@ -340,7 +341,7 @@ FAULTS = {  # what a faulty reward returns in place of its scores
     "nan": lambda scores: [*scores[1:], float("nan")],
     "inf": lambda scores: [*scores[1:], float("inf")],
     "huge": lambda scores: [*scores[1:], 1e39],
-    "none": lambda scores: [*scores[1:], None],
+    "no_score": lambda scores: [*scores[1:], None],
     "text": lambda scores: [*scores[1:], "one"],
     "rows": lambda scores: [{"score": score} for score in scores],
     "wrong_count": lambda scores: scores[1:],
@@ -394,7 +395,7 @@ POLICIES = {  # the arguments of `save_model`
 }
 
 
-@pytest.fixture(scope="session")
+@fixture(scope="session")
 def world(tmp_path_factory):
     """Paths of the policies, datasets and rewards that runs read."""
     folder = tmp_path_factory.mktemp("world")
@@ -433,24 +434,43 @@ def fresh_imports():
         importlib.invalidate_caches()
 
 
-def base_flags(world):
-    """The flags of every run: a tiny policy, prompts of different lengths, the reward `letters`."""
-    return dict(
-        model_path=world.llama,
-        dataset=world.dataset(7),
-        reward=world.reward("letters"),
-        batch_size=12,
-        k=3,
-        response_length=6,
-        learning_rate=3e-3,
-        num_train_epochs=1.0,
-        num_sample_generations=1,
-        num_ppo_epochs=1,
-        num_mini_batches=1,
-        kl_coef=0.05,
-        save_rollouts=True,
-        max_grad_norm=math.inf,
+def is_name(reward):
+    """Of a function of REWARDS. The scripts know some names themselves."""
+    return str(reward).isidentifier() and reward not in (None, "none", "exact_match")
+
+
+def base_flags(world, flags={}):
+    """The flags of every run: a tiny policy, prompts of different lengths, the reward `letters`.
+
+    Then these flags. A policy or a reward function of `world` may be given by its name, and a
+    dataset by its number of prompts."""
+    flags = (
+        dict(
+            model_path="llama",
+            dataset=7,
+            reward="letters",
+            batch_size=12,
+            k=3,
+            response_length=6,
+            learning_rate=3e-3,
+            num_train_epochs=1.0,
+            num_sample_generations=1,
+            num_ppo_epochs=1,
+            num_mini_batches=1,
+            kl_coef=0.05,
+            save_rollouts=True,
+            max_grad_norm=math.inf,
+        )
+        | flags
     )
+    for name, value in flags.items():
+        if name.endswith("reward") and is_name(value):
+            flags[name] = world.reward(value)
+        elif name.endswith("dataset") and isinstance(value, int):
+            flags[name] = world.dataset(value)
+        elif name.endswith("path"):
+            flags[name] = getattr(world, str(value), value)
+    return flags
 
 
 class Run(NamedTuple):
@@ -460,14 +480,14 @@ class Run(NamedTuple):
     rollouts = property(lambda self: read_jsonl(self.folder / "rollouts.jsonl"))
 
 
-@pytest.fixture
+@fixture
 def run(world, tmp_path):
     """run(script, **flags) runs `main` in this process, and returns a Run."""
     numbers = iter(range(100))
 
     def run(script, **flags):
         output_dir = str(tmp_path / f"run{next(numbers)}")
-        args = make_args(script, **base_flags(world) | dict(output_dir=output_dir) | flags)
+        args = make_args(script, **base_flags(world, dict(output_dir=output_dir) | flags))
         reset_accelerate()
         with fresh_imports():
             script.main(args)
@@ -478,14 +498,14 @@ def run(world, tmp_path):
     return run
 
 
-@pytest.fixture
+@fixture
 def refuses(run, tmp_path):
     """refuses(script, *words, **flags): the run must stop with these words in its message, and
     write nothing."""
 
     def refuses(script, *words, error=Exception, **flags):
         out = tmp_path / "out"
-        with pytest.raises(error) as raised:
+        with raises(error) as raised:
             run(script, **{"output_dir": str(out)} | flags)
         for word in words:
             assert re.search(word, str(raised.value)), f"{word!r} is not in: {raised.value}"
@@ -494,7 +514,7 @@ def refuses(run, tmp_path):
     return refuses
 
 
-@pytest.fixture
+@fixture
 def killed(run):
     """killed(script, strike, **flags): the run of a forked process ends by SIGKILL. strike: a
     function that prepares this there"""
@@ -513,7 +533,7 @@ def killed(run):
     return killed
 
 
-@pytest.fixture
+@fixture
 def updates(monkeypatch):
     """A list with an entry for each optimizer step: weights and gradients of all parameters, and
     the learning rate."""
@@ -717,7 +737,7 @@ def launched(script, processes, folder, flags, **more):
     return finished.stdout
 
 
-@pytest.fixture
+@fixture
 def same_on(run, world, tmp_path):
     """same_on(script, processes, flags, **own): fails unless a launch on so many processes, with
     these flags and its own, gives the run of one process. Returns the metrics, and what the launch
@@ -725,7 +745,7 @@ def same_on(run, world, tmp_path):
 
     def same_on(script, processes, flags, program=None, copy=None, **own):
         _, metrics, output_dir = run(script, **flags)
-        flags = base_flags(world) | flags | own
+        flags = base_flags(world, flags | own)
         printed = launched(copy or script, processes, tmp_path, flags, program=program)
         compare_runs(output_dir, tmp_path / "out")
         return metrics, printed

@@ -29,6 +29,7 @@ from conftest import (
     save_model,
     write_jsonl,
 )
+from pytest import raises
 from tokenizers.processors import TemplateProcessing
 
 BAD_FLAGS = [  # The message must name the first flag.
@@ -123,7 +124,7 @@ def test_bad_flags_are_refused_by_name(script):
     for line in BAD_FLAGS + OWN_BAD_FLAGS[script.__name__]:
         flags = yaml.safe_load("{" + line + "}")
         name = next(iter(flags)).replace("_", "-")
-        with pytest.raises(ValueError, match=WORDS.get(line, "")) as raised:
+        with raises(ValueError, match=WORDS.get(line, "")) as raised:
             script.Args(**flags)
         assert f"--{name}" in str(raised.value), line
     num_ppo_epochs = 1 if script.__name__ == "rloo" else 2  # of a ratio for each token
@@ -142,7 +143,7 @@ def test_the_command_line_shows_them_with_status_2(script, capsys):
         "--learning-rat 1": "--learning-rate",
         "--no-such-flag": "no-such",
     }.items():
-        with pytest.raises(SystemExit) as stopped:
+        with raises(SystemExit) as stopped:
             tyro.cli(script.Args, args=line.split())
         assert stopped.value.code == 2
         assert words in capsys.readouterr().err, line
@@ -215,7 +216,7 @@ def test_names_of_hub_datasets(script, monkeypatch):
         "sums:train[2:5]": "sums train[2:5]",
         "sums:main:train[:5]+test[5:]": "sums main train[:5]+test[5:]",
     }.items():
-        with pytest.raises(LookupError, match=re.escape(words)):
+        with raises(LookupError, match=re.escape(words)):
             script.load_prompts(script.Args(), name, "exact_match", make_tokenizer())
 
 
@@ -237,7 +238,7 @@ FEW = dict(total_episodes=3, batch_size=3)
 
 
 @only("rloo", "ppo")
-def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, world, tmp_path):
+def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, tmp_path):
     """The longest prompt and its response, without the last token, must fit into each model that
     computes them. Evaluation prompts count, too. A run that just fits is not refused."""
     room = 65 - max(map(len, make_prompts(7)))
@@ -279,7 +280,7 @@ def test_longrope_stays_within_its_original_positions(script, run, refuses, tmp_
         SimpleNamespace(rope_parameters={"full_attention": phi3}),  # for one type of layer
         SimpleNamespace(max_seq_len=longest),  # MPT's name
     ):
-        with pytest.raises(script.UsageError, match=f"policy {message}"):
+        with raises(script.UsageError, match=f"policy {message}"):
             script.check_positions("policy", config, longest + 1)
 
 
@@ -290,7 +291,7 @@ def test_a_reward_model_must_have_enough_positions(script, run, tmp_path):
     longest = max(map(len, make_prompts(7))) + 6
     path, _ = save_classifier(tmp_path / "short", max_position_embeddings=8)
     message = f"--reward-model-path {path} has 8 positions, .* --response-length"
-    with pytest.raises(script.UsageError, match=message):
+    with raises(script.UsageError, match=message):
         run(script, reward_model_path=path)
     path, _ = save_classifier(tmp_path / "enough", max_position_embeddings=longest)
     run(script, reward_model_path=path)
@@ -452,7 +453,7 @@ def test_a_mistake_ends_with_one_line(script, world, tmp_path):
     (tmp_path / "mine.py").write_text(MISTAKES)
 
     def start(**flags):
-        flags = base_flags(world) | FEW | flags
+        flags = base_flags(world, FEW | flags)
         return launch(script, 1, tmp_path, flags, PYTHONIOENCODING="ascii")
 
     for message, flags in {

@@ -21,6 +21,7 @@ from conftest import (
     weights_of,
     write_jsonl,
 )
+from pytest import approx, fixture, mark
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -28,7 +29,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 KEPT = dict(keep_checkpoints=3, save_every=1, num_train_epochs=7.0, response_length=4)
 
 
-def test_a_row_of_the_dataset_can_be_joined(script, run, world, tmp_path):
+def test_a_row_of_the_dataset_can_be_joined(script, run, tmp_path):
     """`row` counts dropped prompts, too. `columns` are the other columns. `ended` is not guessed
     from ids."""
     rows = [{"prompt": "1" * length, "score": length} for length in (9, 1, 8, 2, 3)]
@@ -36,7 +37,7 @@ def test_a_row_of_the_dataset_can_be_joined(script, run, world, tmp_path):
         script,
         dataset=write_jsonl(tmp_path / "rows.jsonl", rows),
         max_prompt_length=3,
-        model_path=world.many_eos,
+        model_path="many_eos",
         missing_eos_penalty=100.0,
         num_train_epochs=2.0,
         response_length=3,
@@ -59,7 +60,7 @@ def test_held_out_completions_are_written(script, run, world):
         for line in ran.metrics:
             scores = [row["score"] for row in rows if row["iteration"] == line["iteration"]]
             assert len(scores) == 5
-            assert sum(scores) / 5 == pytest.approx(line["eval/scores"])
+            assert sum(scores) / 5 == approx(line["eval/scores"])
     folder = run(script, **flags, save_rollouts=False).folder
     assert not (folder / "eval_rollouts.jsonl").exists()
 
@@ -68,13 +69,13 @@ def test_held_out_completions_are_written(script, run, world):
 def test_groups_with_equal_scores_are_counted(script, run, world):
     """By scores, not by advantages, which the KL makes different."""
     dataset = world.dataset(40, seed=2)
-    found = run(script, reward=world.reward("seldom"), dataset=dataset, kl_coef=0.5)
+    found = run(script, reward="seldom", dataset=dataset, kl_coef=0.5)
     fractions = set()
     for line in found.metrics:
         rows = [row for row in found.rollouts if row["iteration"] == line["iteration"]]
         groups = [{row["score"] for row in rows[i : i + 3]} for i in range(0, len(rows), 3)]
         equal = sum(len(scores) == 1 for scores in groups) / len(groups)
-        assert line["group/equal_scores_fraction"] == pytest.approx(equal)
+        assert line["group/equal_scores_fraction"] == approx(equal)
         fractions.add(equal)
     assert len(fractions) > 1
 
@@ -101,7 +102,7 @@ def test_checkpoints_stay_and_load(script, run):
 
 
 @one_text
-def test_a_kept_checkpoint_is_a_policy(script, run, world):
+def test_a_kept_checkpoint_is_a_policy(script, run):
     """A new run starts from it. With LoRA it holds the adapters, as `model/` does."""
     earlier, *_ = models_of(run(script, **KEPT).folder)
     run(script, model_path=str(earlier), total_episodes=12)
@@ -120,11 +121,11 @@ def test_a_run_killed_between_model_and_name(script, run, killed, tmp_path):
     check_kept(tmp_path / "out")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("program", [None, FSDP2], ids=["ddp", "fsdp2"])
+@mark.slow
+@mark.parametrize("program", [None, FSDP2], ids=["ddp", "fsdp2"])
 @only("rloo")
 def test_processes_keep_whole_models(script, world, tmp_path, program):
-    launched(script, 2, tmp_path, base_flags(world) | KEPT, program=program)
+    launched(script, 2, tmp_path, base_flags(world, KEPT), program=program)
     check_kept(tmp_path / "out")
 
 
@@ -133,7 +134,7 @@ def test_processes_keep_whole_models(script, world, tmp_path, program):
 WORDS = ["<pad>", "<eos>", *"abcdef0123456789+-=", "ab", "bc"]
 
 
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def byte_level(tmp_path_factory):
     """A policy with a small byte-level BPE: "ab" is one token, or two, or comes with a "c"."""
     backend = Tokenizer(BPE({word: i for i, word in enumerate(WORDS)}, [("a", "b"), ("b", "c")]))
@@ -146,8 +147,8 @@ def byte_level(tmp_path_factory):
     return save_model(folder, tokenizer=tokenizer, vocab_size=len(WORDS), initializer_range=0.1)
 
 
-@pytest.fixture
-def stopping(byte_level, world, tmp_path):
+@fixture
+def stopping(byte_level, tmp_path):
     """Prompts end with "a". A stop string that is looked for in prompt and completion together is
     found too early."""
     rows = [{"prompt": f"{number}a"} for number in range(16)]
@@ -183,7 +184,7 @@ def test_a_stop_string_ends_a_completion(script, run, stopping):
     assert ended == sum(row["ended"] for row in found.rollouts)
 
 
-@pytest.mark.slow
+@mark.slow
 @only("grpo")
 def test_a_stop_string_on_two_processes(script, stopping, same_on):
     same_on(script, 2, stopping)

@@ -13,12 +13,11 @@ from types import SimpleNamespace
 
 import conftest
 import numpy as np
-import pytest
 import torch
 import tyro
 from conftest import HERE, MODULES, distance, encode, import_file, make_prompts, read_jsonl
 from plain import plain_gradient, token_weights
-from pytest import approx
+from pytest import approx, fixture, mark, raises
 from test_pages import commands, diffs, patched
 from transformers import AutoModelForCausalLM
 
@@ -27,7 +26,7 @@ REFUSED = "sampling and training give log-probabilities"
 broken = import_file(HERE / "benchmark/failures/broken.py")
 
 
-@pytest.mark.parametrize("patch", PATCHES)
+@mark.parametrize("patch", PATCHES)
 def test_a_patch_applies(patch, tmp_path):
     """The scripts that it names stay clean."""
     for name in conftest.SCRIPTS:
@@ -55,7 +54,7 @@ def scores_are_the_advantages(module, rows, world, updates, **_):
     assert [row["advantage"] for row in rows] == approx(scores)
     expected = plain_gradient(world.llama, rows, token_weights(MODULES["rloo"], rows))
     assert distance(expected, updates[0].gradients) < 1e-4
-    with pytest.raises(ValueError, match="only one update"):
+    with raises(ValueError, match="only one update"):
         module.Args(num_ppo_epochs=2)
 
 
@@ -178,7 +177,7 @@ def the_entropy_has_its_gradient(rows, world, updates, **_):
     assert distance(both, policy) > 0.1
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "patch, script, flags, check", VARIANTS, ids=[check.__name__ for *_, check in VARIANTS]
 )
 def test_a_variant_keeps_its_promise(
@@ -187,8 +186,8 @@ def test_a_variant_keeps_its_promise(
     module = patched(script, [patch], tmp_path)
     monkeypatch.setattr(module, "LOGITS_AT_ONCE", 100)  # The head runs in pieces.
     calls = conftest.record_calls(monkeypatch, module, "map_episodes")
-    flags = dict(reward="letters", ref_model_path=world.reference, total_episodes=24) | flags
-    ran = run(module, **flags | dict(reward=world.reward(flags["reward"])))
+    flags = dict(reward="letters", ref_model_path="reference", total_episodes=24) | flags
+    ran = run(module, **flags)
     metrics = ran.metrics
     assert metrics[0]["val/sampling_logprob_difference"] < 1e-4
     rows = [row for row in ran.rollouts if row["iteration"] == 1]
@@ -207,7 +206,7 @@ def test_every_patch_is_tested():
 PAPERS = "remax rejected opo maxrl pass_at_4 gdpo two_sided sapo dppo gmpo vespo masked ppo entropy"
 
 
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def papers(tmp_path_factory):
     """The scripts with the changes that the page shows, in its order."""
     folder = tmp_path_factory.mktemp("papers")
@@ -233,7 +232,7 @@ def loss_and_gradient(module, old_logprobs, logprobs, advantage, **flags):
     return [loss.item(), *logprobs.grad[0].tolist()]
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "p_old, p, advantage, weight",
     [
         (0.5, 0.75, 2.0, 0),  # 0.25 more likely, which is more than 0.2
@@ -248,7 +247,7 @@ def test_dppo(papers, p_old, p, advantage, weight):
     assert found == approx([-advantage * weight] * 2, rel=1e-5)
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "first, second, advantage, mean, first_moves",
     [
         (-1.0, -2.2, 1.0, (0.4 - 0.2) / 2, 0),
@@ -264,7 +263,7 @@ def test_gmpo(papers, first, second, advantage, mean, first_moves):
     assert found == approx([loss, loss * first_moves / 2, loss / 2])
 
 
-@pytest.mark.parametrize("advantage, power, rate", [(2.0, 2, 3), (-2.0, 3, 2)])
+@mark.parametrize("advantage, power, rate", [(2.0, 2, 3), (-2.0, 3, 2)])
 def test_vespo(papers, advantage, power, rate):
     found = loss_and_gradient(papers.vespo, [-2.0, -2.0], [-1.5, -2.2], advantage)
     w = math.exp(0.5 - 0.2)  # of the completion
@@ -309,9 +308,9 @@ def test_losses_of_papers(papers):
     assert is_left == [False, True, True]
 
 
-def test_remax(papers, run, world, monkeypatch):
+def test_remax(papers, run, monkeypatch):
     rollouts = conftest.record_calls(monkeypatch, papers.remax, "generate")
-    ran = run(papers.remax, reward=world.reward("letters"), kl_coef=0.0, total_episodes=12)
+    ran = run(papers.remax, reward="letters", kl_coef=0.0, total_episodes=12)
     _, greedy = rollouts
     assert greedy.inputs["temperature"] == 0
     for i, row in enumerate(ran.rollouts):
@@ -322,9 +321,9 @@ def test_remax(papers, run, world, monkeypatch):
         assert row["advantage"] == approx(row["score"] - baseline, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["rejected", "opo"])
-def test_baselines_of_papers(papers, run, world, name):
-    flags = dict(reward=world.reward("seldom"), kl_coef=0.0, total_episodes=12)
+@mark.parametrize("name", ["rejected", "opo"])
+def test_baselines_of_papers(papers, run, name):
+    flags = dict(reward="seldom", kl_coef=0.0, total_episodes=12)
     rows = run(getattr(papers, name), **flags).rollouts
     for i in range(0, 12, 3):
         group = rows[i : i + 3]
@@ -336,8 +335,8 @@ def test_baselines_of_papers(papers, run, world, name):
         assert [row["advantage"] for row in group] == approx(expected, abs=1e-5)
 
 
-def test_gdpo(papers, run, world):
-    rows = run(papers.gdpo, reward=world.reward("parts"), total_episodes=12).rollouts
+def test_gdpo(papers, run):
+    rows = run(papers.gdpo, reward="parts", total_episodes=12).rollouts
     advantages = torch.zeros(12)
     for name in ("reward/length", "reward/ones"):
         part = torch.tensor([row[name] for row in rows])
@@ -355,10 +354,10 @@ def test_vapo(papers, run):
         assert row["advantage"] == approx([0.0] * (count - 1) + [row["score"]])
 
 
-def test_top_entropy_tokens(papers, run, world, monkeypatch):
+def test_top_entropy_tokens(papers, run, monkeypatch):
     rollouts = conftest.record_calls(monkeypatch, papers.entropy, "generate")
     losses = conftest.record_calls(monkeypatch, papers.entropy, "grpo_loss")
-    run(papers.entropy, ref_model_path=world.reference, total_episodes=12)
+    run(papers.entropy, ref_model_path="reference", total_episodes=12)
     batch = rollouts[0].result
     entropies = batch.entropies[batch.mask].tolist()
     is_trained = batch.entropies >= np.quantile(entropies, 0.8)
@@ -378,7 +377,7 @@ def load_engine(script, folder):
     return vllm, patched(script, [f"benchmark/engine/{script}.patch"], folder)
 
 
-@pytest.mark.parametrize("script", ["rloo", "grpo"])
+@mark.parametrize("script", ["rloo", "grpo"])
 def test_the_engine_makes_the_plain_run(script, run, tmp_path):
     """The same completions and weights. The engine is shut down."""
     vllm, module = load_engine(script, tmp_path)
@@ -397,13 +396,13 @@ def test_the_engine_makes_the_plain_run(script, run, tmp_path):
     assert cut.metrics[0]["grad_norm"] < 1e-4 * norm
 
 
-@pytest.mark.parametrize("forgotten", ["collective_rpc", "reset_prefix_cache"])
+@mark.parametrize("forgotten", ["collective_rpc", "reset_prefix_cache"])
 def test_an_engine_with_old_weights_or_old_prompts_stops_the_run(
     forgotten, run, tmp_path, monkeypatch
 ):
     vllm, module = load_engine("rloo", tmp_path)
     monkeypatch.setattr(vllm.LLM, forgotten, lambda *_, **__: None)
-    with pytest.raises((RuntimeError, AssertionError), match=f"{REFUSED}|the prefix cache holds"):
+    with raises((RuntimeError, AssertionError), match=f"{REFUSED}|the prefix cache holds"):
         run(module, **ENGINE_FLAGS)
 
 
@@ -435,7 +434,7 @@ BROKEN = [re.search(r"broken.py (.*) (\w+)\.py (.*)", command) for command in co
 BROKEN = [found.groups() for found in BROKEN if found]
 
 
-@pytest.mark.parametrize("breaks, script, flags", BROKEN)
+@mark.parametrize("breaks, script, flags", BROKEN)
 def test_a_broken_function_shows_its_symptom(breaks, script, flags, tmp_path, monkeypatch):
     """The page's commands with one batch. The healthy script has no symptom. Where a run stops, the
     page shows why."""
@@ -445,6 +444,6 @@ def test_a_broken_function_shows_its_symptom(breaks, script, flags, tmp_path, mo
         assert SYMPTOMS[breaks](train(module, flags, tmp_path / "broken"))
         assert not SYMPTOMS[breaks](train(MODULES[script], flags, tmp_path / "healthy"))
         return
-    with pytest.raises(RuntimeError, match=REFUSED) as refused:
+    with raises(RuntimeError, match=REFUSED) as refused:
         train(module, flags, tmp_path)
     assert f"RuntimeError: {refused.value}" in FAILURES.read_text()

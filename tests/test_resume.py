@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 from conftest import KILLS, contents, import_file, one_text, only, result_of, write_jsonl
+from pytest import fixture, raises
 from safetensors.torch import load_file
 
 kill_at = import_file(KILLS).kill_at
@@ -33,7 +34,7 @@ SAVING = dict(  # four iterations of two updates, the last one of three episodes
 )
 
 
-@pytest.fixture
+@fixture
 def flags(script, world):
     """Those of a run that saves and evaluates."""
     flags = SAVING | dict(eval_dataset=world.dataset(3, seed=4), eval_every=2)
@@ -42,7 +43,7 @@ def flags(script, world):
     return flags
 
 
-@pytest.fixture
+@fixture
 def expected(script, flags, run, cache={}):
     """The results of a run that is never stopped."""
     if script.__name__ not in cache:
@@ -50,7 +51,7 @@ def expected(script, flags, run, cache={}):
     return cache[script.__name__]
 
 
-@pytest.fixture
+@fixture
 def stopped_after(killed):
     """stopped_after(script, folder, iteration, **flags) kills a run in the iteration after this.
     Returns its folder."""
@@ -109,7 +110,7 @@ def test_a_killed_start_does_not_stand_in_the_way(
     """The run was killed while it wrote args.yaml. The same command starts it again. Other files
     are not cut."""
     own = Path(write_jsonl(tmp_path / "metrics.jsonl", [{"mine": 1}]))
-    with pytest.raises(FileNotFoundError, match="args.yaml"):
+    with raises(FileNotFoundError, match="args.yaml"):
         run(script, output_dir=str(tmp_path), resume=True)
     assert own.stat().st_size > 0
     flags |= dict(output_dir=str(tmp_path / "out"), resume=True)
@@ -134,7 +135,7 @@ def test_a_folder_belongs_to_one_process(script, run, tmp_path, flags, expected)
     process = fork.Process(target=first, daemon=True)
     process.start()
     assert has_begun.wait(60)
-    with pytest.raises(filelock.Timeout, match=str(tmp_path / "out" / ".lock")):
+    with raises(filelock.Timeout, match=str(tmp_path / "out" / ".lock")):
         run(script, **flags)
     process.kill()
     process.join()
@@ -170,7 +171,7 @@ def test_damaged_files(script, run, stopped_after, tmp_path, flags, expected, ca
     ):
         whole = (newest / name).read_bytes()
         (newest / name).write_bytes(damage)
-        with pytest.raises(Exception):  # a library's own, after a line that names the folder
+        with raises(Exception):  # a library's own, after a line that names the folder
             run(script, output_dir=str(stopped), **flags)
         message = f"--resume from {newest}; remove it if it is damaged"
         assert message in capsys.readouterr().out
@@ -238,15 +239,15 @@ def test_the_newest_two_checkpoints_are_kept(script, stopped_after, tmp_path):
 
 
 @one_text
-def test_a_finished_run_makes_no_step(script, run, world, capsys, caplog, updates):
+def test_a_finished_run_makes_no_step(script, run, capsys, caplog, updates):
     """A finished run that is started again says so, and changes nothing. Saving tied weights gives
     no warning."""
-    flags = SAVING | dict(model_path=world.gpt2)
+    flags = SAVING | dict(model_path="gpt2")
     output_dir = run(script, **flags).folder
     assert "shared" not in caplog.text
     before = contents(output_dir)
     updates.clear()
-    with pytest.raises(SystemExit) as stopped:
+    with raises(SystemExit) as stopped:
         run(script, output_dir=str(output_dir), resume=True, **flags)
     assert not stopped.value.code
     assert not updates
@@ -266,7 +267,7 @@ def test_another_run_is_refused(script, run, stopped_after, world, tmp_path, fla
 
     def is_refused(message, **changed):
         before = contents(stopped)
-        with pytest.raises(ValueError, match=message):
+        with raises(ValueError, match=message):
             run(script, **flags | changed)
         assert contents(stopped) == before
 
@@ -367,7 +368,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
     flags |= dict(output_dir=str(output_dir))
     with monkeypatch.context() as patch:
         patch.setattr(script, "save_checkpoint", save_without_room)
-        with pytest.raises(Exception, match="(?i)file too large|iostream|write"):
+        with raises(Exception, match="(?i)file too large|iostream|write"):
             run(script, **flags)
     assert whole_checkpoints(output_dir) == ["1", "2"]
     assert not (output_dir / "model").exists()

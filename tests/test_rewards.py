@@ -8,7 +8,6 @@ import traceback
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from conftest import (
     EOS,
@@ -28,6 +27,7 @@ from conftest import (
     save_classifier,
     write_jsonl,
 )
+from pytest import approx, mark, raises
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -113,11 +113,11 @@ def test_exact_match(script):
 
 
 @only("rloo", "grpo")
-def test_a_reward_that_names_its_prompt_comes_back_to_it(script, run, world):
+def test_a_reward_that_names_its_prompt_comes_back_to_it(script, run):
     """Every episode has the score of its own prompt, also where a prompt is drawn twice in an
     iteration. A reward that depends on the prompt alone has advantage 0."""
     flags = dict(num_train_epochs=3, batch_size=24, per_device_rollout_batch_size=5, kl_coef=0)
-    ran = run(script, reward=world.reward("number"), **flags)
+    ran = run(script, reward="number", **flags)
     for row in ran.rollouts:
         assert row["score"] == make_prompts(7).index(row["prompt"])
         assert row["advantage"] == 0
@@ -125,19 +125,19 @@ def test_a_reward_that_names_its_prompt_comes_back_to_it(script, run, world):
 
 
 @one_text
-def test_rewards_may_be_lists_arrays_or_tensors(script, run, world):
+def test_rewards_may_be_lists_arrays_or_tensors(script, run):
     """They give the same scores. A tensor may have a gradient and any type, and a list may hold
     tensors. But [n, 1] is refused: minus a penalty [n] it would be [n, n]."""
     rows = run(script, total_episodes=12).rollouts
     expected = [row["score"] for row in rows]
     for name in ("numpy_array", "tensor", "tensors", "bfloat16"):
-        rows = run(script, reward=world.reward(name), total_episodes=12).rollouts
+        rows = run(script, reward=name, total_episodes=12).rollouts
         rounding = 2**-8 if name == "bfloat16" else 1e-6
-        assert [row["score"] for row in rows] == pytest.approx(expected, rel=rounding), name
+        assert [row["score"] for row in rows] == approx(expected, rel=rounding), name
     for name in ("one_column", "array_column", "list_of_columns"):
         message = r"the score .*\[.*; it must be one finite number, or None"
-        with pytest.raises(script.UsageError, match=message):
-            run(script, reward=world.reward(name), total_episodes=12)
+        with raises(script.UsageError, match=message):
+            run(script, reward=name, total_episodes=12)
 
 
 CHANGING = """
@@ -164,7 +164,7 @@ def test_a_reward_may_change_what_it_gets(script, run, world, tmp_path):
     changed = run(script, reward=f"{world.folder / 'changing.py'}:changing", **flags).rollouts
     for row, other in zip(changed, expected, strict=True):
         assert row["token_ids"] == other["token_ids"]
-        assert row["score"] == pytest.approx(4 + other["score"])
+        assert row["score"] == approx(4 + other["score"])
 
 
 MOVING = """
@@ -185,9 +185,9 @@ def test_a_reward_may_change_the_folder(script, world, tmp_path, monkeypatch):
     shutil.copy(world.folder / "rewards.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     reset_accelerate()
-    flags = base_flags(world) | dict(output_dir="out", reward=f"{tmp_path / 'moving.py'}:moving")
+    flags = dict(output_dir="out", reward=f"{tmp_path / 'moving.py'}:moving")
     with fresh_imports():
-        script.main(make_args(script, **flags))
+        script.main(make_args(script, **base_flags(world, flags)))
     assert Path.cwd() == tmp_path / "inner" / "inner"
     assert (tmp_path / "out" / "model").exists()
 
@@ -216,27 +216,27 @@ def test_what_a_reward_is_called_with_is_named(script, run, tmp_path):
         ("surplus", script.UsageError, called + "got an unexpected keyword argument"),
         ("own", TypeError, "^mine$"),
     ):
-        with pytest.raises(error, match=message):
+        with raises(error, match=message):
             run(script, reward=f"{tmp_path / 'wrong.py'}:{name}")
 
 
 @only("rloo", "grpo")
-def test_large_scores_keep_their_differences(script, run, world):
+def test_large_scores_keep_their_differences(script, run):
     """2^24, 2^24 + 1 and 2^24 + 2 are three scores. In float32 they would be two."""
-    rows = run(script, kl_coef=0, reward=world.reward("large")).rollouts
+    rows = run(script, kl_coef=0, reward="large").rollouts
     step = 1.5 if script.__name__ == "rloo" else 1 / 1.0001
-    assert [row["advantage"] for row in rows] == pytest.approx([-step, 0, step] * 7)
+    assert [row["advantage"] for row in rows] == approx([-step, 0, step] * 7)
 
 
 @one_text
-def test_the_kl_alone_may_be_the_reward(script, run, world):
+def test_the_kl_alone_may_be_the_reward(script, run):
     """--reward none with a --ref-model-path: all scores are 0."""
-    rows = run(script, reward="none", ref_model_path=world.reference).rollouts
+    rows = run(script, reward="none", ref_model_path="reference").rollouts
     assert {row["score"] for row in rows} == {0.0}
     kl = torch.tensor([sum(row["logprobs"]) - sum(row["ref_logprobs"]) for row in rows])
     assert kl.std() > 0.5
     advantages = script.rloo_advantages(-0.05 * kl, 3).tolist()
-    assert [row["advantage"] for row in rows] == pytest.approx(advantages, abs=1e-5)
+    assert [row["advantage"] for row in rows] == approx(advantages, abs=1e-5)
 
 
 GAVE = "--reward gave a completion of '[^']+' the score {}.*; .* return one dict of lists"
@@ -258,15 +258,15 @@ FAULTS = {  # words of the message, of each faulty reward
 
 
 @one_text
-@pytest.mark.filterwarnings("ignore:coroutine")
+@mark.filterwarnings("ignore:coroutine")
 def test_a_faulty_reward_stops_the_run(script, run, world, updates, tmp_path):
     """What the reward raises is raised as it is. What it returns is named, with the iteration. No
     update of that iteration is made."""
     for fault, message in FAULTS.items():
         updates.clear()
         out = tmp_path / fault
-        flags = dict(reward=world.reward(fault), output_dir=str(out))
-        with pytest.raises(Exception, match=message) as raised:
+        flags = dict(reward=fault, output_dir=str(out))
+        with raises(Exception, match=message) as raised:
             run(script, **flags, batch_size=6, num_train_epochs=2)
         assert len(updates) == len(read_jsonl(out / "metrics.jsonl")) == 1
         assert not (out / "model").exists()
@@ -319,19 +319,19 @@ def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
             ("no_such_module.inner:score", ModuleNotFoundError, "no_such_module"),
             (f"{tmp_path}/json.py:score", AssertionError, "not the library"),
         ):
-            with pytest.raises(error, match=message):
+            with raises(error, match=message):
                 script.load_reward(name)
 
 
-def test_order_of_a_score(script, run, world):
+def test_order_of_a_score(script, run):
     """The penalty of a missing EOS comes first, then PPO's clip, then the KL. Evaluation has the
     score without them."""
-    flags = dict(reward=world.reward("five"), missing_eos_penalty=3.0, kl_coef=0.5)
-    flags |= dict(ref_model_path=world.reference, model_path=world.many_eos)
+    flags = dict(reward="five", missing_eos_penalty=3.0, kl_coef=0.5)
+    flags |= dict(ref_model_path="reference", model_path="many_eos")
     score = 5.0
     if script.__name__ == "ppo":
         score = flags["score_clip"] = 2.5
-    ran = run(script, **flags, eval_dataset=world.dataset(5))
+    ran = run(script, **flags, eval_dataset=5)
     for row in ran.rollouts:
         assert row["score"] == (score if row["token_ids"][-1] in MANY_EOS else 2.0)
     assert {row["score"] for row in ran.rollouts} == {score, 2.0}
@@ -343,10 +343,10 @@ def test_order_of_a_score(script, run, world):
 def test_evaluation_has_a_reward_of_its_own(script, run, world):
     """--eval-reward replaces --reward and the reward model."""
     flags = dict(eval_dataset=world.dataset(5, seed=9), total_episodes=3, learning_rate=0.0)
-    flags |= dict(reward=world.reward("five"), reward_model_path=world.classifier)
+    flags |= dict(reward="five", reward_model_path="classifier")
     before, *_ = run(script, **flags).metrics
-    assert before["eval/scores"] != pytest.approx(5.0, abs=1e-3)
-    before, *_ = run(script, **flags, eval_reward=world.reward("number")).metrics
+    assert before["eval/scores"] != approx(5.0, abs=1e-3)
+    before, *_ = run(script, **flags, eval_reward="number").metrics
     assert before["eval/scores"] == 2.0  # of 0 to 4
 
 
@@ -354,10 +354,10 @@ def test_evaluation_has_a_reward_of_its_own(script, run, world):
 def plain_score(model, token_ids):
     """The head at the last token: one sequence, no padding."""
     hidden = model.model(torch.tensor([token_ids])).last_hidden_state
-    return pytest.approx(model.score(hidden[0, -1]).item(), abs=1e-5)
+    return approx(model.score(hidden[0, -1]).item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("policy, pad", [("llama", PAD), ("pad_is_eos", EOS), ("emits_pad", PAD)])
+@mark.parametrize("policy, pad", [("llama", PAD), ("pad_is_eos", EOS), ("emits_pad", PAD)])
 @one_text
 def test_reward_model_reads_the_episode_with_its_eos(script, run, world, tmp_path, policy, pad):
     """A reward model with the policy's vocabulary reads the token ids of prompt and completion, the
@@ -369,18 +369,18 @@ def test_reward_model_reads_the_episode_with_its_eos(script, run, world, tmp_pat
     path, model = save_classifier(tmp_path / "rm", pad_token_id=pad, tokenizer=tokenizer)
     flags = dict(reward_model_path=path, model_path=getattr(world, policy), kl_coef=0)
     flags |= dict(per_device_train_batch_size=5, total_episodes=36, batch_size=36)
-    ran = run(script, reward=world.reward("five"), **flags)
+    ran = run(script, reward="five", **flags)
     assert any(row["token_ids"][-1] == EOS for row in ran.rollouts)
     scores = []
     for row in ran.rollouts:
         score = row["reward/reward_model"]
         assert score == plain_score(model, encode(row["prompt"]) + row["token_ids"])
-        assert row["score"] == pytest.approx(score + 5, abs=1e-4)
+        assert row["score"] == approx(score + 5, abs=1e-4)
         scores.append(score)
-    assert ran.metrics[0]["reward/reward_model"] == pytest.approx(np.mean(scores), abs=1e-5)
+    assert ran.metrics[0]["reward/reward_model"] == approx(np.mean(scores), abs=1e-5)
 
 
-@pytest.mark.parametrize("ends_with_eos", [False, True, None])
+@mark.parametrize("ends_with_eos", [False, True, None])
 @one_text
 def test_reward_model_of_another_vocabulary_reads_the_text(
     script, run, world, tmp_path, ends_with_eos

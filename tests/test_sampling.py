@@ -23,7 +23,7 @@ from conftest import (
     record_calls,
 )
 from plain import sample
-from pytest import approx
+from pytest import approx, mark
 from transformers import AutoModelForCausalLM
 
 PROMPTS = ["1", "23+45=", "0000-1111=22", "7="]
@@ -46,7 +46,7 @@ def greedy_tokens(model, prompt, length, eos_ids):
 
 
 @one_text
-@pytest.mark.parametrize("architecture", [*USUAL, *WINDOWS])
+@mark.parametrize("architecture", [*USUAL, *WINDOWS])
 def test_greedy_sampling_equals_generate(script, architecture):
     """At temperature 0, with prompts of different lengths, `sample` gives what model.generate
     gives."""
@@ -73,7 +73,7 @@ def first_two_tokens(model, prompt, temperature):
 
 
 @one_text
-@pytest.mark.parametrize("architecture", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
+@mark.parametrize("architecture", ["llama", pytest.param("mistral", marks=mark.slow)])
 def test_sampling_follows_the_exact_distribution(script, architecture):
     """The first two tokens of 4,096 episodes come as often as plain forward passes say. Their
     uniform numbers are a grid, so little is left to chance."""
@@ -173,7 +173,7 @@ def test_an_episode_does_not_depend_on_its_neighbours(script):
             torch.testing.assert_close(found[name], rows[indices], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "policy, stop_token_id, eos_ids",
     [
         ("llama", None, {EOS}),
@@ -259,11 +259,11 @@ def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
 
 
 @one_text
-@pytest.mark.parametrize("k, counts", [(4, [1, 2, 4]), (5, [1, 2, 4, 5])])
+@mark.parametrize("k, counts", [(4, [1, 2, 4]), (5, [1, 2, 4, 5])])
 def test_the_best_of_m_is_the_mean_over_all_choices(script, run, world, k, counts):
     """m of the k scores of a prompt are chosen without replacement. test_missing_scores.py shows
     what a missing score does."""
-    reward = world.reward("parts")
+    reward = "parts"
     flags = dict(eval_dataset=world.dataset(5, seed=9), eval_temperature=1.0, total_episodes=0)
     _, [line], folder = run(script, **flags, eval_k=k, reward=reward)
     scores = [row["score"] for row in read_jsonl(folder / "eval_rollouts.jsonl")]

@@ -6,7 +6,6 @@ import json
 import shutil
 
 import numpy as np
-import pytest
 import torch
 from conftest import (
     EOS,
@@ -24,13 +23,13 @@ from conftest import (
     write_jsonl,
 )
 from plain import row_logprobs
-from pytest import approx
+from pytest import approx, fixture, mark, raises
 from test_pages import patched
 from transformers import AutoModelForCausalLM
 
 
 # ---- one batch late
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def late(tmp_path_factory):
     folder = tmp_path_factory.mktemp("late")
     return patched("grpo", ["benchmark/variants/one_batch_late.patch"], folder)
@@ -82,7 +81,7 @@ def test_the_ratio_may_be_left_out(late, run, updates):
         assert line["policy/clipfrac_avg"] == 0
     flags = dict(importance_sampling_level="sequence", dtype="bfloat16")
     make_args(late, **flags, late_ratio=False)
-    with pytest.raises(ValueError, match="--no-late-ratio"):
+    with raises(ValueError, match="--no-late-ratio"):
         make_args(late, **flags)
 
 
@@ -103,7 +102,7 @@ def test_a_checkpoint_holds_the_batch(late, run, tmp_path, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(late, name, struck)
-            with pytest.raises(KeyboardInterrupt):
+            with raises(KeyboardInterrupt):
                 run(late, **flags, output_dir=output_dir)
         assert result_of(run(late, **flags, output_dir=output_dir).folder) == expected
 
@@ -153,22 +152,22 @@ def kinds(completion_ids, **_):
 '''
 
 
-@pytest.fixture(scope="module", params=["grpo", "rloo"])
+@fixture(scope="module", params=["grpo", "rloo"])
 def turns(request, tmp_path_factory):
     """A patched script."""
     folder = tmp_path_factory.mktemp("turns")
     return patched(request.param, ["benchmark/variants/turns.patch"], folder)
 
 
-@pytest.fixture
-def flags(world, tmp_path):
+@fixture
+def flags(tmp_path):
     """flags(name): those of a run with this environment. Most episodes have several turns."""
     (tmp_path / "talk.py").write_text(ENVIRONMENT)
 
     def flags(name="talks"):
         return dict(
-            model_path=world.many_eos,
-            ref_model_path=world.reference,
+            model_path="many_eos",
+            ref_model_path="reference",
             reward=f"{tmp_path}/talk.py:kinds",
             environment=f"{tmp_path}/talk.py:{name}",
             response_length=14,
@@ -280,9 +279,9 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@mark.parametrize("name", MISTAKES)
 def test_a_mistake_of_the_environment_is_clear(turns, flags, run, name):
-    with pytest.raises(Exception, match=MISTAKES[name]):
+    with raises(Exception, match=MISTAKES[name]):
         run(turns, **flags(name), total_episodes=12)
 
 
@@ -336,33 +335,34 @@ def test_the_last_message_is_the_answer(turns):
     assert turns.exact_match([chat, chat, "4"], ["4", "3", 4]) == [1, 0, 1]
 
 
-@pytest.mark.slow
+@mark.slow
 def test_two_processes_make_the_same_run(turns, flags, run, world, tmp_path):
     """The main process alone calls the environment, for all episodes. Its error ends both."""
     ran = run(turns, **flags(), per_device_rollout_batch_size=5)
     calls = conversations(tmp_path)
     (tmp_path / "calls_0").unlink()
-    both = base_flags(world) | flags() | dict(output_dir=tmp_path / "out")
+    both = base_flags(world, flags() | dict(output_dir=tmp_path / "out"))
     finished = launch(turns, 2, tmp_path, both)
     assert finished.returncode == 0, finished.stderr
     compare_runs(ran.folder, tmp_path / "out")
     assert conversations(tmp_path) == calls
     assert not (tmp_path / "calls_1").exists()
     finished = launch(
-        turns, 2, tmp_path, both | flags("fails") | dict(output_dir=tmp_path / "failed")
+        turns, 2, tmp_path, base_flags(world, flags("fails") | dict(output_dir=tmp_path / "failed"))
     )
     assert finished.returncode != 0
     assert "KeyError: 'the tool is gone'" in finished.stderr
 
 
-@pytest.mark.slow
+@mark.slow
 def test_a_killed_run_goes_on(turns, flags, run, world, tmp_path):
     """kill -9 after the first iteration. The run that resumes is bit for bit the run that was
     never stopped."""
     expected = result_of(run(turns, **flags(), save_every=1, total_episodes=36).folder)
     (tmp_path / "calls_0").unlink()
-    again = base_flags(world) | flags("killed") | dict(save_every=1, total_episodes=36, resume=True)
-    again["output_dir"] = tmp_path / "out"
+    saving = dict(save_every=1, total_episodes=36)
+    again = flags("killed") | saving | dict(resume=True, output_dir=tmp_path / "out")
+    again = base_flags(world, again)
     codes = [launch(turns, 1, tmp_path, again).returncode for _ in range(2)]
     assert codes == [-9, 0] and "killed" in (tmp_path / "calls_0").read_text()
     assert result_of(tmp_path / "out") == expected
