@@ -67,86 +67,89 @@ def script(request):
 # in GIVEN and COUNTS. world_size is the number of processes.
 # PPO samples one completion of each prompt. So the cases with k = 1 are for PPO, and the others for
 # the other scripts.
-GIVEN = dict(num_train_epochs=1.0, num_mini_batches=1, num_ppo_epochs=1)
-GIVEN |= dict(per_device_train_batch_size=64, world_size=1)
+GIVEN = dict(
+    num_train_epochs=1.0,
+    num_mini_batches=1,
+    num_ppo_epochs=1,
+    per_device_train_batch_size=64,
+    world_size=1,
+)
 COUNTS = dict(epochs=1.0, warmup_steps=0, gradient_accumulation_steps=1)
-# fmt: off
-WORKED_CASES = {
-    # 490 prompts * 2 = 980 episodes. 980 / 4 = 245 iterations, and each is one step.
-    "bug report, k = 2": (
-        dict(num_prompts=490, k=2, batch_size=4),
-        dict(prompts=490, episodes=980, prompts_per_iteration=2, mini_batch_size=4,
-             iterations=245, last_batch_size=4, steps=245)),
-    # 490 prompts * 4 = 1960 episodes. 1960 / 4 = 490 iterations, and each is one step.
-    "bug report, k = 4": (
-        dict(num_prompts=490, k=4, batch_size=4),
-        dict(prompts=490, episodes=1960, prompts_per_iteration=1, mini_batch_size=4,
-             iterations=490, last_batch_size=4, steps=490)),
-    # 490 episodes = 122 iterations * 4 + 2. The other 2 are one more iteration, number 123.
-    "bug report, PPO": (
-        dict(num_prompts=490, k=1, batch_size=4),
-        dict(prompts=490, episodes=490, prompts_per_iteration=4, mini_batch_size=4,
-             iterations=123, last_batch_size=2, steps=123)),
-    # 490 prompts * 4 = 1960 episodes = 30 iterations * 64 + 40. The last iteration has 40 episodes.
-    # 0.1 * 31 = 3.1 steps of warm-up are rounded up: 4 steps.
-    "a share of warm-up": (
-        dict(num_prompts=490, k=4, batch_size=64, warmup_steps=0.1),
-        dict(prompts=490, episodes=1960, prompts_per_iteration=16, mini_batch_size=64,
-             iterations=31, last_batch_size=40, steps=31, warmup_steps=4)),
-    # 5 * 2 = 10 episodes = 8 + 2. Each mini-batch has one episode: 8 steps, then 2 steps.
-    "few episodes left": (
-        dict(num_prompts=5, k=2, batch_size=8, num_mini_batches=8),
-        dict(prompts=5, episodes=10, prompts_per_iteration=4, mini_batch_size=1,
-             iterations=2, last_batch_size=2, steps=10)),
-    # 0.25 * 10 = 2.5 prompts. A half is rounded up: 3 prompts * 4 = 12 episodes = 8 + 4.
-    "a quarter of an epoch": (
-        dict(num_prompts=10, k=4, num_train_epochs=0.25, batch_size=8),
-        dict(prompts=3, episodes=12, prompts_per_iteration=2, mini_batch_size=8,
-             iterations=2, last_batch_size=4, steps=2, epochs=0.3)),
-    # 0.01 * 10 = 0.1 prompts would be rounded to 0. A run has at least one prompt.
-    "almost nothing, PPO": (
-        dict(num_prompts=10, k=1, num_train_epochs=0.01, batch_size=8),
-        dict(prompts=1, episodes=1, prompts_per_iteration=8, mini_batch_size=8,
-             iterations=1, last_batch_size=1, steps=1, epochs=0.1)),
-    # 3 * 4 = 12 episodes are one iteration. A whole batch takes 64 / 16 = 4 passes.
-    "fewer prompts than a batch": (
-        dict(num_prompts=3, k=4, batch_size=64, per_device_train_batch_size=16),
-        dict(prompts=3, episodes=12, prompts_per_iteration=16, mini_batch_size=64,
-             iterations=1, last_batch_size=12, steps=1, gradient_accumulation_steps=4)),
-    # 10 episodes = 8 + 2. They make 4 and 2 mini-batches: 2 * (4 + 2) = 12 steps.
-    "several PPO epochs, PPO": (
-        dict(num_prompts=10, k=1, batch_size=8, num_mini_batches=4, num_ppo_epochs=2),
-        dict(prompts=10, episodes=10, prompts_per_iteration=8, mini_batch_size=2,
-             iterations=2, last_batch_size=2, steps=12)),
-    # 1000 / 3 = 333.3, so it has 334 groups: 334 * 3 = 1002 episodes = 20 * 48 + 42.
-    "a number of episodes": (
-        dict(num_prompts=100, k=3, total_episodes=1000, batch_size=48),
-        dict(prompts=334, episodes=1002, prompts_per_iteration=16, mini_batch_size=48,
-             iterations=21, last_batch_size=42, steps=21, epochs=3.34)),
-    # 10 * 2 = 20 episodes = 10 + 10. The processes get 4, 3 and 3 of 10. 4 take 2 passes of 3.
-    "three processes": (
-        dict(num_prompts=10, k=2, batch_size=10, world_size=3, per_device_train_batch_size=3),
-        dict(prompts=10, episodes=20, prompts_per_iteration=5, mini_batch_size=10,
-             iterations=2, last_batch_size=10, steps=2, gradient_accumulation_steps=2)),
-    # 0 episodes need no prompt, no iteration and no step.
-    "only an evaluation": (
-        dict(num_prompts=10, k=2, total_episodes=0, batch_size=8),
-        dict(prompts=0, episodes=0, prompts_per_iteration=4, mini_batch_size=8,
-             iterations=0, last_batch_size=0, steps=0, epochs=0.0)),
-}
-# fmt: on
+WORKED_CASES = yaml.safe_load("""
+# 490 prompts * 2 = 980 episodes. 980 / 4 = 245 iterations, and each is one step.
+bug report, k = 2:
+  given: {num_prompts: 490, k: 2, batch_size: 4}
+  counts: {prompts: 490, episodes: 980, prompts_per_iteration: 2, mini_batch_size: 4,
+           iterations: 245, last_batch_size: 4, steps: 245}
+# 490 prompts * 4 = 1960 episodes. 1960 / 4 = 490 iterations, and each is one step.
+bug report, k = 4:
+  given: {num_prompts: 490, k: 4, batch_size: 4}
+  counts: {prompts: 490, episodes: 1960, prompts_per_iteration: 1, mini_batch_size: 4,
+           iterations: 490, last_batch_size: 4, steps: 490}
+# 490 episodes = 122 iterations * 4 + 2. The other 2 are one more iteration, number 123.
+bug report, PPO:
+  given: {num_prompts: 490, k: 1, batch_size: 4}
+  counts: {prompts: 490, episodes: 490, prompts_per_iteration: 4, mini_batch_size: 4,
+           iterations: 123, last_batch_size: 2, steps: 123}
+# 490 prompts * 4 = 1960 episodes = 30 iterations * 64 + 40. The last iteration has 40 episodes.
+# 0.1 * 31 = 3.1 steps of warm-up are rounded up: 4 steps.
+a share of warm-up:
+  given: {num_prompts: 490, k: 4, batch_size: 64, warmup_steps: 0.1}
+  counts: {prompts: 490, episodes: 1960, prompts_per_iteration: 16, mini_batch_size: 64,
+           iterations: 31, last_batch_size: 40, steps: 31, warmup_steps: 4}
+# 5 * 2 = 10 episodes = 8 + 2. Each mini-batch has one episode: 8 steps, then 2 steps.
+few episodes left:
+  given: {num_prompts: 5, k: 2, batch_size: 8, num_mini_batches: 8}
+  counts: {prompts: 5, episodes: 10, prompts_per_iteration: 4, mini_batch_size: 1,
+           iterations: 2, last_batch_size: 2, steps: 10}
+# 0.25 * 10 = 2.5 prompts. A half is rounded up: 3 prompts * 4 = 12 episodes = 8 + 4.
+a quarter of an epoch:
+  given: {num_prompts: 10, k: 4, num_train_epochs: 0.25, batch_size: 8}
+  counts: {prompts: 3, episodes: 12, prompts_per_iteration: 2, mini_batch_size: 8,
+           iterations: 2, last_batch_size: 4, steps: 2, epochs: 0.3}
+# 0.01 * 10 = 0.1 prompts would be rounded to 0. A run has at least one prompt.
+almost nothing, PPO:
+  given: {num_prompts: 10, k: 1, num_train_epochs: 0.01, batch_size: 8}
+  counts: {prompts: 1, episodes: 1, prompts_per_iteration: 8, mini_batch_size: 8,
+           iterations: 1, last_batch_size: 1, steps: 1, epochs: 0.1}
+# 3 * 4 = 12 episodes are one iteration. A whole batch takes 64 / 16 = 4 passes.
+fewer prompts than a batch:
+  given: {num_prompts: 3, k: 4, batch_size: 64, per_device_train_batch_size: 16}
+  counts: {prompts: 3, episodes: 12, prompts_per_iteration: 16, mini_batch_size: 64,
+           iterations: 1, last_batch_size: 12, steps: 1, gradient_accumulation_steps: 4}
+# 10 episodes = 8 + 2. They make 4 and 2 mini-batches: 2 * (4 + 2) = 12 steps.
+several PPO epochs, PPO:
+  given: {num_prompts: 10, k: 1, batch_size: 8, num_mini_batches: 4, num_ppo_epochs: 2}
+  counts: {prompts: 10, episodes: 10, prompts_per_iteration: 8, mini_batch_size: 2,
+           iterations: 2, last_batch_size: 2, steps: 12}
+# 1000 / 3 = 333.3, so it has 334 groups: 334 * 3 = 1002 episodes = 20 * 48 + 42.
+a number of episodes:
+  given: {num_prompts: 100, k: 3, total_episodes: 1000, batch_size: 48}
+  counts: {prompts: 334, episodes: 1002, prompts_per_iteration: 16, mini_batch_size: 48,
+           iterations: 21, last_batch_size: 42, steps: 21, epochs: 3.34}
+# 10 * 2 = 20 episodes = 10 + 10. The processes get 4, 3 and 3 of 10. 4 take 2 passes of 3.
+three processes:
+  given: {num_prompts: 10, k: 2, batch_size: 10, world_size: 3, per_device_train_batch_size: 3}
+  counts: {prompts: 10, episodes: 20, prompts_per_iteration: 5, mini_batch_size: 10,
+           iterations: 2, last_batch_size: 10, steps: 2, gradient_accumulation_steps: 2}
+# 0 episodes need no prompt, no iteration and no step.
+only an evaluation:
+  given: {num_prompts: 10, k: 2, total_episodes: 0, batch_size: 8}
+  counts: {prompts: 0, episodes: 0, prompts_per_iteration: 4, mini_batch_size: 8,
+           iterations: 0, last_batch_size: 0, steps: 0, epochs: 0.0}
+""")
 
 
 def test_worked_cases(script):
     """The script computes exactly the counts of the table. So does the count with cards below."""
-    for case, (given, counts) in WORKED_CASES.items():
-        flags = GIVEN | given
+    for case, worked in WORKED_CASES.items():
+        flags = GIVEN | worked["given"]
         if (flags["k"] == 1) == (group_flag(script) is None):
             num_prompts = flags.pop("num_prompts")
             world_size = flags.pop("world_size")
             args = make_args(script, **flags)
             computed = vars(script.batch_arithmetic(args, num_prompts, world_size))
-            assert computed == COUNTS | counts, case
+            assert computed == COUNTS | worked["counts"], case
             assert count_with_cards(args, num_prompts, world_size) == computed, case
 
 

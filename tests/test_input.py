@@ -32,82 +32,83 @@ from conftest import (
 from pytest import raises
 from tokenizers.processors import TemplateProcessing
 
-BAD_FLAGS = [  # The message must name the first flag.
-    "batch_size: 0",
-    "batch_size: -12",
-    "batch_size: 13, num_mini_batches: 2",
-    "num_mini_batches: 0",
-    "num_mini_batches: -1",
-    "num_ppo_epochs: 0",
-    "per_device_train_batch_size: 0",
-    "per_device_rollout_batch_size: 0",
-    "response_length: 0",
-    "response_length: -1",
-    "total_episodes: -1",
-    "total_episodes: 0, dataset: mine.jsonl",
-    "max_prompt_length: 0",
-    "eval_every: 0",
-    "eval_every: 2, dataset: mine.jsonl",
-    "eval_k: 2",
-    "eval_k: 3, dataset: mine.jsonl, eval_temperature: 1.0",
-    "eval_reward: mine.py:score, dataset: mine.jsonl",
-    "eval_temperature: -1.0",
-    "save_every: 0",
-    "lora_r: 0",
-    "lora_alpha: 0",
-    "plan: 0",
-    "num_train_epochs: 0.0",
-    "num_train_epochs: .nan",
-    "warmup_steps: -1",
-    "warmup_steps: 3, lr_scheduler_type: constant",
-    "stop_token_id: -1",
-    "num_sample_generations: -1",
-    "seed: -1",
-    "temperature: 0.0",
-    "temperature: .inf",
-    "learning_rate: -0.001",
-    "learning_rate: .nan",
-    "kl_coef: -0.1",
-    "cliprange: -0.1",
-    "missing_eos_penalty: -1.0",
-    "weight_decay: -1.0",
-    "max_grad_norm: 0.0",
-    "max_grad_norm: .nan",
-    "log_with: no_such_tracker",
-    "log_with: mlflow",
-    "reward: none",
-    "resume: true",
-]
+# In each line the flags of a run. The message must name the first of them.
+BAD_FLAGS = """
+batch_size: 0
+batch_size: -12
+batch_size: 13, num_mini_batches: 2
+num_mini_batches: 0
+num_mini_batches: -1
+num_ppo_epochs: 0
+per_device_train_batch_size: 0
+per_device_rollout_batch_size: 0
+response_length: 0
+response_length: -1
+total_episodes: -1
+total_episodes: 0, dataset: mine.jsonl
+max_prompt_length: 0
+eval_every: 0
+eval_every: 2, dataset: mine.jsonl
+eval_k: 2
+eval_k: 3, dataset: mine.jsonl, eval_temperature: 1.0
+eval_reward: mine.py:score, dataset: mine.jsonl
+eval_temperature: -1.0
+save_every: 0
+lora_r: 0
+lora_alpha: 0
+plan: 0
+num_train_epochs: 0.0
+num_train_epochs: .nan
+warmup_steps: -1
+warmup_steps: 3, lr_scheduler_type: constant
+stop_token_id: -1
+num_sample_generations: -1
+seed: -1
+temperature: 0.0
+temperature: .inf
+learning_rate: -0.001
+learning_rate: .nan
+kl_coef: -0.1
+cliprange: -0.1
+missing_eos_penalty: -1.0
+weight_decay: -1.0
+max_grad_norm: 0.0
+max_grad_norm: .nan
+log_with: no_such_tracker
+log_with: mlflow
+reward: none
+resume: true
+"""
+# In bfloat16, the ratio of a completion would be rounding alone. With a horizon of 12, the KL
+# coefficient of a batch of 64 episodes would be negative.
 OWN_BAD_FLAGS = {
-    "rloo": [
-        "rloo_k: 1",
-        "rloo_k: 0",
-        "rloo_k: -3",
-        "batch_size: 8, rloo_k: 3, num_mini_batches: 2",
-        "dtype: bfloat16, num_ppo_epochs: 2",
-    ],
-    "grpo": [
-        "num_generations: 1",
-        "num_generations: 0",
-        "cliprange_high: -0.1",
-        "batch_size: 8, num_generations: 3, num_mini_batches: 2",
-        # the ratio of a completion
-        "dtype: bfloat16, num_ppo_epochs: 2, importance_sampling_level: sequence",
-    ],
-    "ppo": [
-        "kl_target: 0.0",
-        "kl_horizon: 0",
-        # The coefficient of a batch of 64 episodes would be negative.
-        "kl_horizon: 12, adaptive_kl: true",
-        "adaptive_kl: true, kl_coef: 0.0",
-        "target_kl: 0.0",
-        "ratio_threshold: -1.0",
-        "gamma: 1.1",
-        "lam: -0.1",
-        "cliprange_value: -0.1",
-        "vf_coef: -1.0",
-        "score_clip: 0.0",
-    ],
+    "rloo": """
+rloo_k: 1
+rloo_k: 0
+rloo_k: -3
+batch_size: 8, rloo_k: 3, num_mini_batches: 2
+dtype: bfloat16, num_ppo_epochs: 2
+""",
+    "grpo": """
+num_generations: 1
+num_generations: 0
+cliprange_high: -0.1
+batch_size: 8, num_generations: 3, num_mini_batches: 2
+dtype: bfloat16, num_ppo_epochs: 2, importance_sampling_level: sequence
+""",
+    "ppo": """
+kl_target: 0.0
+kl_horizon: 0
+kl_horizon: 12, adaptive_kl: true
+adaptive_kl: true, kl_coef: 0.0
+target_kl: 0.0
+ratio_threshold: -1.0
+gamma: 1.1
+lam: -0.1
+cliprange_value: -0.1
+vf_coef: -1.0
+score_clip: 0.0
+""",
 }
 WORDS = {  # what else the message says
     "max_grad_norm: 0.0": "above 0, or inf",
@@ -121,7 +122,8 @@ WORDS = {  # what else the message says
 
 def test_bad_flags_are_refused_by_name(script):
     """`Args` raises a ValueError. That is before anything is loaded or written."""
-    for line in BAD_FLAGS + OWN_BAD_FLAGS[script.__name__]:
+    lines = BAD_FLAGS + OWN_BAD_FLAGS[script.__name__]
+    for line in filter(None, lines.splitlines()):
         flags = yaml.safe_load("{" + line + "}")
         name = next(iter(flags)).replace("_", "-")
         with raises(ValueError, match=WORDS.get(line, "")) as raised:

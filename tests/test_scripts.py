@@ -210,7 +210,7 @@ def test_help_documents_every_flag(script, capsys, monkeypatch):
 
 
 # For each flag another value.
-OTHER_VALUES = yaml.safe_load("""
+other_values = yaml.safe_load("""
 seed: 2
 dtype: bfloat16
 model_path: gpt2
@@ -269,7 +269,7 @@ max_grad_norm: 0.01
 save_rollouts: false
 """)
 # The flags with which another value matters, in both runs.
-NEEDED_FLAGS = yaml.safe_load("""
+needed_flags = yaml.safe_load("""
 dtype: {num_ppo_epochs: 1, num_mini_batches: 1}
 model_path: {ref_model_path: reference}
 lora_alpha: {lora_r: 2}
@@ -301,10 +301,10 @@ TRIED = [flag for flag in FIRST_WITH if flag not in ELSEWHERE]
 
 def test_every_flag_is_tried():
     """The slow test below knows another value of each flag."""
-    new = [flag for flag in TRIED if flag not in OTHER_VALUES]
+    new = [flag for flag in TRIED if flag not in other_values]
     about = "Give each another value, which changes a run, or name it in ELSEWHERE"
-    assert not new, f"{new} are missing in OTHER_VALUES. {about}."
-    old = {*OTHER_VALUES, *NEEDED_FLAGS, *ELSEWHERE} - FIRST_WITH.keys()
+    assert not new, f"{new} are missing in other_values. {about}."
+    old = {*other_values, *needed_flags, *ELSEWHERE} - FIRST_WITH.keys()
     assert not old, f"{old}: no script has these flags. Remove them from tests/test_scripts.py."
 
 
@@ -327,12 +327,12 @@ def test_changing_a_flag_changes_the_run(run, live_results, flag):
         total_episodes=24,
     )
 
-    needs = usual | NEEDED_FLAGS.get(flag, {})
+    needs = usual | needed_flags.get(flag, {})
     key = script.__name__, repr(needs)
     if key not in live_results:
         live_results[key] = result_of(run(script, **needs).folder)
     name = "k" if flag == group_flag(script) else flag
-    changed = needs | {name: OTHER_VALUES[flag]}
+    changed = needs | {name: other_values[flag]}
     assert result_of(run(script, **changed).folder) != live_results[key]
 
 
