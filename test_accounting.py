@@ -389,8 +389,15 @@ def test_schedule_is_transformers_own_over_exactly_the_steps(
     """Every update has its own rate of the schedule. The log has the last rate of an iteration."""
     calls = record_calls(monkeypatch, transformers, "get_scheduler")
     asked = {"constant": 0, "linear": 0.2}.get(schedule, 3)
-    flags = dict(batch_size=6, num_mini_batches=2, num_ppo_epochs=2, response_length=1)
-    flags |= dict(lr_scheduler_type=schedule, warmup_steps=asked, kl_coef=0.0)
+    flags = dict(
+        batch_size=6,
+        num_mini_batches=2,
+        num_ppo_epochs=2,
+        response_length=1,
+        lr_scheduler_type=schedule,
+        warmup_steps=asked,
+        kl_coef=0.0,
+    )
     args, metrics, _ = run(script, **flags)
     steps = metrics[-1]["step"]
     warmup_steps = math.ceil(asked * steps) if asked < 1 else asked
@@ -457,7 +464,7 @@ def test_processes_change_no_count(name, run, world, tmp_path):
 def test_plan_is_yaml_and_that_of_the_run(script, run, world, monkeypatch, capsys, tmp_path):
     """--plan prints every count, as YAML, for any number of processes. A run prints the same."""
     flags = dict(num_mini_batches=2, num_ppo_epochs=3, per_device_train_batch_size=2)
-    flags = base_flags(world, flags | dict(output_dir=str(tmp_path / "out")))
+    flags = base_flags(world, flags | dict(output_dir=tmp_path / "out"))
     printed = {}
     for processes in (1, 3):
         args = make_args(script, **flags, plan=processes)

@@ -470,6 +470,8 @@ def base_flags(world, flags={}):
             flags[name] = world.dataset(value)
         elif name.endswith("path"):
             flags[name] = getattr(world, str(value), value)
+        if isinstance(flags[name], Path):
+            flags[name] = str(flags[name])
     return flags
 
 
@@ -479,6 +481,9 @@ class Run(NamedTuple):
     folder: Path
     rollouts = property(lambda self: read_jsonl(self.folder / "rollouts.jsonl"))
 
+    def rows_of(self, iteration):
+        return [row for row in self.rollouts if row["iteration"] == iteration]
+
 
 @fixture
 def run(world, tmp_path):
@@ -486,7 +491,7 @@ def run(world, tmp_path):
     numbers = iter(range(100))
 
     def run(script, **flags):
-        output_dir = str(tmp_path / f"run{next(numbers)}")
+        output_dir = tmp_path / f"run{next(numbers)}"
         args = make_args(script, **base_flags(world, dict(output_dir=output_dir) | flags))
         reset_accelerate()
         with fresh_imports():
@@ -506,7 +511,7 @@ def refuses(run, tmp_path):
     def refuses(script, *words, error=Exception, **flags):
         out = tmp_path / "out"
         with raises(error) as raised:
-            run(script, **{"output_dir": str(out)} | flags)
+            run(script, **dict(output_dir=out) | flags)
         for word in words:
             assert re.search(word, str(raised.value)), f"{word!r} is not in: {raised.value}"
         assert not out.exists()
@@ -576,8 +581,12 @@ def distance(tensors, others):
     return ((first - flat(others)).norm() / first.norm()).item()
 
 
+def load_policy(path):
+    return AutoModelForCausalLM.from_pretrained(path).eval()
+
+
 def weights_of(path):
-    return [p.detach() for p in AutoModelForCausalLM.from_pretrained(path).parameters()]
+    return [p.detach() for p in load_policy(path).parameters()]
 
 
 def plain_logprobs(model, prompt_ids, token_ids, temperature=1.0):

@@ -15,6 +15,7 @@ from conftest import (
     encode,
     flat,
     import_file,
+    load_policy,
     only,
     record_calls,
     save_classifier,
@@ -23,14 +24,14 @@ from conftest import (
 from plain import DENOMINATORS, plain_gradient, row_logprobs
 from pytest import approx, mark
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel
 
 
 def test_metrics_of_the_rollout_are_those_of_its_episodes(script, run, world):
     """KL, entropy and scores in metrics.jsonl are those of rollouts.jsonl, without padding."""
     ran = run(script, ref_model_path="reference", kl_coef=0.1)
     for line in ran.metrics:
-        rows = [row for row in ran.rollouts if row["iteration"] == line["iteration"]]
+        rows = ran.rows_of(line["iteration"])
         logprobs = np.mean([sum(row["logprobs"]) for row in rows])
         kl = logprobs - np.mean([sum(row["ref_logprobs"]) for row in rows])
         assert abs(kl) > 0.5
@@ -38,7 +39,7 @@ def test_metrics_of_the_rollout_are_those_of_its_episodes(script, run, world):
         assert line["objective/entropy"] == approx(-logprobs, rel=1e-4)
         scores = [row["score"] for row in rows]
         assert line["objective/scores"] == approx(np.mean(scores), rel=1e-4)
-    model = AutoModelForCausalLM.from_pretrained(world.llama).eval()
+    model = load_policy(world.llama)
     entropies = []
     for row in ran.rollouts[:12]:
         with torch.no_grad():
@@ -375,7 +376,7 @@ def test_ppo_writes_its_value_model(script, run, tmp_path):
     values it ended with."""
     flags = dict(learning_rate=0.01, kl_coef=0.0, total_episodes=12)
     first = run(script, **flags).folder
-    paths = dict(model_path=str(first / "model"), value_model_path=str(first / "value_model"))
+    paths = dict(model_path=first / "model", value_model_path=first / "value_model")
     second = run(script, **flags | paths | dict(learning_rate=0.0)).folder
     for name in ("model.safetensors", "value_head.safetensors"):
         written = [load_file(folder / "value_model" / name) for folder in (first, second)]

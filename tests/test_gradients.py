@@ -122,7 +122,7 @@ def test_a_gradient_norm_that_is_not_finite_stops_the_run(
     monkeypatch.setattr(accelerator, "clip_grad_norm_", lambda *_: torch.tensor(next(norms)))
     flags = dict(num_mini_batches=2, batch_size=6, num_train_epochs=2)
     with raises(RuntimeError, match=f"iteration 2, step 3: gradient norm {norm}"):
-        run(script, output_dir=str(tmp_path / "out"), **flags)
+        run(script, output_dir=tmp_path / "out", **flags)
     assert len(updates) == 2
     assert not (tmp_path / "out" / "model").exists()
 

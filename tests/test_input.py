@@ -182,10 +182,10 @@ def test_bad_data_is_refused_by_file_and_line(script, refuses, tmp_path):
     for row, words in BAD_ROWS.items():
         file.write_text(GOOD + row + "\n" + GOOD, errors="surrogateescape")
         message = f"data.jsonl:2{ROW}.*{words}"
-        refuses(script, message, dataset=str(file), reward="exact_match")
-    refuses(script, "data.jsonl:2", eval_dataset=str(file))
+        refuses(script, message, dataset=file, reward="exact_match")
+    refuses(script, "data.jsonl:2", eval_dataset=file)
     file.write_text("")
-    refuses(script, "data.jsonl: has no rows", dataset=str(file))
+    refuses(script, "data.jsonl: has no rows", dataset=file)
     for flag in ("dataset", "eval_dataset"):
         missing = str(tmp_path / "no_such.jsonl")
         refuses(script, f"--{flag.replace('_', '-')} .*no_such.jsonl", **{flag: missing})
@@ -384,8 +384,14 @@ def test_weights_that_do_not_fit_their_config_are_refused_by_name(script, refuse
         refuses(script, re.escape(path), weight, **flags, error=ValueError)
 
     default = script.Args
-    fits = dict(dataset=default.dataset, model_path=default.model_path, kl_coef=0.1)
-    fits |= dict(total_episodes=4, k=4, batch_size=16)
+    fits = dict(
+        dataset=default.dataset,
+        model_path=default.model_path,
+        kl_coef=0.1,
+        total_episodes=4,
+        k=4,
+        batch_size=16,
+    )
     wide = misfit(intermediate_size=100)
     weight = "layers.0.mlp.down_proj.weight"
     refuses_weight("layers.3.input_layernorm.weight", "model_path", misfit(num_hidden_layers=4))

@@ -18,6 +18,7 @@ from conftest import (
     distance,
     encode,
     import_file,
+    load_policy,
     make_model,
     one_text,
     only,
@@ -28,7 +29,6 @@ from conftest import (
 )
 from plain import completion_model, plain_gradient, row_logprobs, sample, token_weights
 from pytest import approx, mark, raises
-from transformers import AutoModelForCausalLM
 
 PROMPTS = ["12+34=", "12+34=", "7", "7"]
 COMPLETIONS = [[5, 6, EOS], [7, EOS], [8, 9, 4, 5, 6, 7], [EOS]]
@@ -202,7 +202,7 @@ def test_lora_is_the_policy_with_its_adapter(script, run, world, monkeypatch):
     assert rows[0]["logprobs"] == approx(rows[0]["ref_logprobs"], abs=1e-5)
     assert rows[-1]["logprobs"] != approx(rows[-1]["ref_logprobs"], abs=1e-3)
     adapter = ran.folder / "model"
-    model = AutoModelForCausalLM.from_pretrained(world.llama)
+    model = load_policy(world.llama)
     prompt = torch.tensor([encode("12+34=")])
     before = model(prompt).logits
     adapted = peft.PeftModel.from_pretrained(model, adapter)
@@ -211,7 +211,7 @@ def test_lora_is_the_policy_with_its_adapter(script, run, world, monkeypatch):
     assert '"lora_alpha": 4,' in (adapter / "adapter_config.json").read_text()
     words = "merge LoRA adapters first.*Unrecognized model in .*model"
     with raises(ValueError, match=words):
-        run(script, model_path=str(adapter))
+        run(script, model_path=adapter)
     assert run(script, **flags).rollouts == rows
 
 

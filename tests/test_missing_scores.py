@@ -7,10 +7,9 @@ import statistics
 
 import pytest
 import torch
-from conftest import distance, encode, only, read_jsonl, weights_of
+from conftest import distance, encode, load_policy, only, read_jsonl, weights_of
 from plain import DENOMINATORS, plain_gradient
 from pytest import approx, mark, raises
-from transformers import AutoModelForCausalLM
 
 grouped = only("rloo", "grpo")
 ONE_BATCH = dict(batch_size=24, total_episodes=24, seed=5)
@@ -163,9 +162,16 @@ def test_evaluation_without_some_scores(script, run, world):
 @mark.slow
 def test_two_processes_without_some_scores(script, same_on, world):
     """Two processes give the run of one."""
-    flags = dict(reward="unsure_parts", num_train_epochs=2.0, learning_rate=1e-3)
-    flags |= dict(num_mini_batches=2, num_ppo_epochs=2, kl_coef=0.1)
-    flags |= dict(eval_dataset=world.dataset(3, seed=4), eval_reward="unsure")
+    flags = dict(
+        reward="unsure_parts",
+        num_train_epochs=2.0,
+        learning_rate=1e-3,
+        num_mini_batches=2,
+        num_ppo_epochs=2,
+        kl_coef=0.1,
+        eval_dataset=world.dataset(3, seed=4),
+        eval_reward="unsure",
+    )
     own = {"rloo": dict(whiten_advantages=True), "grpo": dict(scale_rewards="batch")}
     flags |= own[script.__name__]
     metrics, _ = same_on(script, 2, flags, per_device_train_batch_size=3)
@@ -187,7 +193,7 @@ def test_ppo_refuses_an_episode_without_a_score(script, run, world, updates, tmp
 def test_nan_of_a_model_is_not_a_missing_score(script, run, world, tmp_path, updates, flag):
     """A broken policy or reference stops the run, in sampling or before the first update."""
     broken = shutil.copytree(world.reference, tmp_path / "broken")
-    model = AutoModelForCausalLM.from_pretrained(broken)
+    model = load_policy(broken)
     model.model.embed_tokens.weight.data[encode("=")] = math.inf
     model.save_pretrained(broken)
     with raises(RuntimeError, match="a model gives nan or inf; are its weights whole"):

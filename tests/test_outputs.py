@@ -72,7 +72,7 @@ def test_groups_with_equal_scores_are_counted(script, run, world):
     found = run(script, reward="seldom", dataset=dataset, kl_coef=0.5)
     fractions = set()
     for line in found.metrics:
-        rows = [row for row in found.rollouts if row["iteration"] == line["iteration"]]
+        rows = found.rows_of(line["iteration"])
         groups = [{row["score"] for row in rows[i : i + 3]} for i in range(0, len(rows), 3)]
         equal = sum(len(scores) == 1 for scores in groups) / len(groups)
         assert line["group/equal_scores_fraction"] == approx(equal)
@@ -105,7 +105,7 @@ def test_checkpoints_stay_and_load(script, run):
 def test_a_kept_checkpoint_is_a_policy(script, run):
     """A new run starts from it. With LoRA it holds the adapters, as `model/` does."""
     earlier, *_ = models_of(run(script, **KEPT).folder)
-    run(script, model_path=str(earlier), total_episodes=12)
+    run(script, model_path=earlier, total_episodes=12)
     pytest.importorskip("peft")
     for folder in models_of(run(script, **KEPT, lora_r=2).folder):
         assert (folder / "adapter_model.safetensors").exists()
@@ -114,7 +114,7 @@ def test_a_kept_checkpoint_is_a_policy(script, run):
 @one_text
 def test_a_run_killed_between_model_and_name(script, run, killed, tmp_path):
     """The checkpoint is not whole then. The resumed run is the run that was never stopped."""
-    flags = KEPT | dict(output_dir=str(tmp_path / "out"), resume=True)
+    flags = KEPT | dict(output_dir=tmp_path / "out", resume=True)
     killed(script, partial(import_file(KILLS).kill_at, script, "written", 2), **flags)
     run(script, **flags)
     assert result_of(tmp_path / "out") == result_of(run(script, **KEPT).folder)

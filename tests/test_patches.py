@@ -15,11 +15,19 @@ import conftest
 import numpy as np
 import torch
 import tyro
-from conftest import HERE, MODULES, distance, encode, import_file, make_prompts, read_jsonl
+from conftest import (
+    HERE,
+    MODULES,
+    distance,
+    encode,
+    import_file,
+    load_policy,
+    make_prompts,
+    read_jsonl,
+)
 from plain import plain_gradient, token_weights
 from pytest import approx, fixture, mark, raises
 from test_pages import commands, diffs, patched
-from transformers import AutoModelForCausalLM
 
 PATCHES = sorted(str(path.relative_to(HERE)) for path in HERE.glob("benchmark/*/*.patch"))
 REFUSED = "sampling and training give log-probabilities"
@@ -164,7 +172,7 @@ def the_entropy_has_its_gradient(rows, world, updates, **_):
     """By plain passes of all episodes: also of those with advantage 0, which the script as it is
     leaves out."""
     assert any(row["advantage"] == 0 for row in rows)
-    model = AutoModelForCausalLM.from_pretrained(world.llama).eval()
+    model = load_policy(world.llama)
     for row in rows:
         prompt = encode(row["prompt"])
         logits = model(torch.tensor([prompt + row["token_ids"]])).logits[0]
@@ -190,7 +198,7 @@ def test_a_variant_keeps_its_promise(
     ran = run(module, **flags)
     metrics = ran.metrics
     assert metrics[0]["val/sampling_logprob_difference"] < 1e-4
-    rows = [row for row in ran.rollouts if row["iteration"] == 1]
+    rows = ran.rows_of(1)
     check(module=module, rows=rows, metrics=metrics, world=world, updates=updates, calls=calls)
 
 

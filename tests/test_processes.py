@@ -48,8 +48,11 @@ EVERYTHING = {  # the flags that compute something over the whole batch
 def test_memory_flags_give_the_same_run(script, run):
     """Micro-batches and rollouts of 1, 3 and all episodes give the same completions, metrics and
     weights."""
-    sizes = STRADDLING | EVERYTHING[script.__name__]
-    sizes |= dict(model_path="many_eos", ref_model_path="reference")
+    sizes = (
+        STRADDLING
+        | EVERYTHING[script.__name__]
+        | dict(model_path="many_eos", ref_model_path="reference")
+    )
     _, metrics, output_dir = run(script, **sizes)
     assert [row["episode"] for row in metrics] == [8, 16, 24, 26]
     for size in (1, 3):
@@ -62,8 +65,11 @@ def test_memory_flags_give_the_same_run(script, run):
 def test_any_hardware_gives_the_same_run(script, same_on):
     """Two processes give the run of one. Everything that computes sums over the batch is on, and
     the prompts have 1 to 16 tokens."""
-    sizes = STRADDLING | EVERYTHING[script.__name__]
-    sizes |= dict(model_path="many_eos", ref_model_path="reference")
+    sizes = (
+        STRADDLING
+        | EVERYTHING[script.__name__]
+        | dict(model_path="many_eos", ref_model_path="reference")
+    )
     memory = dict(per_device_train_batch_size=3, per_device_rollout_batch_size=1)
     _, printed = same_on(script, 2, sizes, **memory)
     assert printed.startswith("2 x cpu")
@@ -100,8 +106,13 @@ def test_a_reward_sees_whole_groups(script, same_on, world, processes):
     processes."""
     # A KL would be rounding at first, and so would the advantage of the middle rank, which Adam
     # would make large.
-    flags = dict(reward="ranks", kl_coef=0.0)
-    flags |= dict(eval_dataset=world.dataset(4, seed=2), eval_k=3, eval_temperature=1.0)
+    flags = dict(
+        reward="ranks",
+        kl_coef=0.0,
+        eval_dataset=world.dataset(4, seed=2),
+        eval_k=3,
+        eval_temperature=1.0,
+    )
     same_on(script, processes, flags)
 
 

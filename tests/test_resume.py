@@ -58,7 +58,7 @@ def stopped_after(killed):
 
     def stopped_after(script, folder, iteration, **flags):
         strike = partial(kill_at, script, "loading", iteration + 1)
-        killed(script, strike, output_dir=str(folder), **flags)
+        killed(script, strike, output_dir=folder, **flags)
         return folder
 
     return stopped_after
@@ -84,7 +84,7 @@ def whole_checkpoints(output_dir):
 def test_a_run_killed_in_every_phase(script, killed, run, tmp_path, flags, expected):
     """One command is killed in each phase, and started again each time. The results are those of an
     unbroken run."""
-    flags |= dict(output_dir=str(tmp_path / "out"), resume=True)
+    flags |= dict(output_dir=tmp_path / "out", resume=True)
     for phase, call in (
         ("rollout", 1),  # of the first iteration
         ("training", 4),  # of the second iteration, which has made one of its two updates
@@ -111,9 +111,9 @@ def test_a_killed_start_does_not_stand_in_the_way(
     are not cut."""
     own = Path(write_jsonl(tmp_path / "metrics.jsonl", [{"mine": 1}]))
     with raises(FileNotFoundError, match="args.yaml"):
-        run(script, output_dir=str(tmp_path), resume=True)
+        run(script, output_dir=tmp_path, resume=True)
     assert own.stat().st_size > 0
-    flags |= dict(output_dir=str(tmp_path / "out"), resume=True)
+    flags |= dict(output_dir=tmp_path / "out", resume=True)
     killed(script, partial(write_half, "args"), **flags)
     # The next start fails before its first metrics. Then the folder is free for other flags.
     stopped_after(script, tmp_path / "out", 0, **SAVING | dict(learning_rate=1.0))
@@ -124,7 +124,7 @@ def test_a_killed_start_does_not_stand_in_the_way(
 @one_text
 def test_a_folder_belongs_to_one_process(script, run, tmp_path, flags, expected):
     """Another process is refused as long as the first one lives. SIGKILL gives the folder back."""
-    flags |= dict(output_dir=str(tmp_path / "out"), resume=True)
+    flags |= dict(output_dir=tmp_path / "out", resume=True)
     fork = multiprocessing.get_context("fork")
     has_begun = fork.Event()
 
@@ -172,7 +172,7 @@ def test_damaged_files(script, run, stopped_after, tmp_path, flags, expected, ca
         whole = (newest / name).read_bytes()
         (newest / name).write_bytes(damage)
         with raises(Exception):  # a library's own, after a line that names the folder
-            run(script, output_dir=str(stopped), **flags)
+            run(script, output_dir=stopped, **flags)
         message = f"--resume from {newest}; remove it if it is damaged"
         assert message in capsys.readouterr().out
         (newest / name).write_bytes(whole)
@@ -184,7 +184,7 @@ def test_damaged_files(script, run, stopped_after, tmp_path, flags, expected, ca
     (empty / "metrics.jsonl").unlink()
     shutil.rmtree(newest)
     for folder in (stopped, cut, empty):
-        run(script, output_dir=str(folder), **flags)
+        run(script, output_dir=folder, **flags)
         assert result_of(folder)[1] == expected[1]
         assert b"\0" not in (folder / "metrics.jsonl").read_bytes()
     assert result_of(stopped) == expected
@@ -199,7 +199,7 @@ def test_only_the_runs_own_lines_are_cut(
     output_dir = tmp_path / "out"
     output_dir.mkdir()
     dataset = shutil.copy(world.dataset(7), output_dir / "train.jsonl")
-    flags |= dict(dataset=str(dataset))
+    flags |= dict(dataset=dataset)
     stopped_after(script, output_dir, 2, **flags)
     before = contents(output_dir)
     for name in ("metrics.jsonl", "rollouts.jsonl"):
@@ -212,7 +212,7 @@ def test_only_the_runs_own_lines_are_cut(
     assert after == before
     notes = output_dir / "checkpoints" / "mine.txt"
     notes.write_text("kept")
-    run(script, output_dir=str(output_dir), **flags)
+    run(script, output_dir=output_dir, **flags)
     assert result_of(output_dir) == expected
     assert list(notes.parent.iterdir()) == [notes]  # A finished run removes its own checkpoints.
     assert dataset.read_bytes() == before["train.jsonl"]
@@ -248,7 +248,7 @@ def test_a_finished_run_makes_no_step(script, run, capsys, caplog, updates):
     before = contents(output_dir)
     updates.clear()
     with raises(SystemExit) as stopped:
-        run(script, output_dir=str(output_dir), resume=True, **flags)
+        run(script, output_dir=output_dir, resume=True, **flags)
     assert not stopped.value.code
     assert not updates
     assert contents(output_dir) == before
@@ -261,9 +261,9 @@ def test_another_run_is_refused(script, run, stopped_after, world, tmp_path, fla
     run is refused by name, and so is a dataset with other rows. Nothing is changed. A flag that is
     newer than the run had its default."""
     dataset = Path(shutil.copy(world.dataset(7), tmp_path / "growing.jsonl"))
-    flags |= dict(dataset=str(dataset))
+    flags |= dict(dataset=dataset)
     stopped = stopped_after(script, tmp_path / "out", 2, **flags)
-    flags |= dict(output_dir=str(stopped), resume=True)
+    flags |= dict(output_dir=stopped, resume=True)
 
     def is_refused(message, **changed):
         before = contents(stopped)
@@ -282,7 +282,7 @@ def test_another_run_is_refused(script, run, stopped_after, world, tmp_path, fla
     (tmp_path / "metrics.jsonl").rename(stopped / "metrics.jsonl")
     taken = tmp_path / "taken"  # The run's model would replace the one that is there.
     (taken / "model").mkdir(parents=True)
-    is_refused(f"--output-dir {taken} holds a run", resume=False, output_dir=str(taken))
+    is_refused(f"--output-dir {taken} holds a run", resume=False, output_dir=taken)
     had = f"the run in {stopped} has .* To train longer, "
     for flag, value in dict(
         seed=9,
@@ -311,7 +311,7 @@ def test_flags_that_do_not_make_another_run_may_change(
     """These flags change memory, or what is shown and kept. They do not change what is computed."""
     stopped = stopped_after(script, tmp_path / "out", 2, **flags)
     flags |= dict(
-        output_dir=str(stopped),
+        output_dir=stopped,
         resume=True,
         per_device_train_batch_size=2,
         per_device_rollout_batch_size=3,
@@ -339,7 +339,7 @@ def test_a_resumed_lora_run_is_the_run_that_never_stopped(script, run, stopped_a
     kept = load_file(stopped / "checkpoints" / "iteration_00000002" / "model.safetensors")
     assert kept
     assert all(re.search("lora_|value_head", name) for name in kept)
-    run(script, output_dir=str(stopped), resume=True, **flags)
+    run(script, output_dir=stopped, resume=True, **flags)
     unbroken = result_of(run(script, **flags).folder)
     assert list(unbroken[1]) == ["adapter_model.safetensors"]
     assert result_of(stopped) == unbroken
@@ -365,7 +365,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    flags |= dict(output_dir=str(output_dir))
+    flags |= dict(output_dir=output_dir)
     with monkeypatch.context() as patch:
         patch.setattr(script, "save_checkpoint", save_without_room)
         with raises(Exception, match="(?i)file too large|iostream|write"):

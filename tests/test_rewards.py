@@ -158,8 +158,9 @@ def test_a_reward_may_change_what_it_gets(script, run, world, tmp_path):
     change."""
     (world.folder / "changing.py").write_text(CHANGING)
     rows = [{"prompt": prompt, "tags": ["a"] * 5} for prompt in ("1+1=", "2+2=")]
-    flags = dict(dataset=write_jsonl(tmp_path / "tags.jsonl", rows))
-    flags |= dict(total_episodes=24, batch_size=12)  # Each prompt is drawn twice.
+    flags = dict(
+        dataset=write_jsonl(tmp_path / "tags.jsonl", rows), total_episodes=24, batch_size=12
+    )  # Each prompt is drawn twice.
     expected = run(script, **flags).rollouts
     changed = run(script, reward=f"{world.folder / 'changing.py'}:changing", **flags).rollouts
     for row, other in zip(changed, expected, strict=True):
@@ -265,7 +266,7 @@ def test_a_faulty_reward_stops_the_run(script, run, world, updates, tmp_path):
     for fault, message in FAULTS.items():
         updates.clear()
         out = tmp_path / fault
-        flags = dict(reward=fault, output_dir=str(out))
+        flags = dict(reward=fault, output_dir=out)
         with raises(Exception, match=message) as raised:
             run(script, **flags, batch_size=6, num_train_epochs=2)
         assert len(updates) == len(read_jsonl(out / "metrics.jsonl")) == 1
@@ -326,8 +327,13 @@ def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
 def test_order_of_a_score(script, run):
     """The penalty of a missing EOS comes first, then PPO's clip, then the KL. Evaluation has the
     score without them."""
-    flags = dict(reward="five", missing_eos_penalty=3.0, kl_coef=0.5)
-    flags |= dict(ref_model_path="reference", model_path="many_eos")
+    flags = dict(
+        reward="five",
+        missing_eos_penalty=3.0,
+        kl_coef=0.5,
+        ref_model_path="reference",
+        model_path="many_eos",
+    )
     score = 5.0
     if script.__name__ == "ppo":
         score = flags["score_clip"] = 2.5
@@ -342,8 +348,13 @@ def test_order_of_a_score(script, run):
 @one_text
 def test_evaluation_has_a_reward_of_its_own(script, run, world):
     """--eval-reward replaces --reward and the reward model."""
-    flags = dict(eval_dataset=world.dataset(5, seed=9), total_episodes=3, learning_rate=0.0)
-    flags |= dict(reward="five", reward_model_path="classifier")
+    flags = dict(
+        eval_dataset=world.dataset(5, seed=9),
+        total_episodes=3,
+        learning_rate=0.0,
+        reward="five",
+        reward_model_path="classifier",
+    )
     before, *_ = run(script, **flags).metrics
     assert before["eval/scores"] != approx(5.0, abs=1e-3)
     before, *_ = run(script, **flags, eval_reward="number").metrics
@@ -367,8 +378,14 @@ def test_reward_model_reads_the_episode_with_its_eos(script, run, world, tmp_pat
     is added to that of --reward."""
     tokenizer = make_tokenizer(VOCAB[pad])
     path, model = save_classifier(tmp_path / "rm", pad_token_id=pad, tokenizer=tokenizer)
-    flags = dict(reward_model_path=path, model_path=getattr(world, policy), kl_coef=0)
-    flags |= dict(per_device_train_batch_size=5, total_episodes=36, batch_size=36)
+    flags = dict(
+        reward_model_path=path,
+        model_path=getattr(world, policy),
+        kl_coef=0,
+        per_device_train_batch_size=5,
+        total_episodes=36,
+        batch_size=36,
+    )
     ran = run(script, reward="five", **flags)
     assert any(row["token_ids"][-1] == EOS for row in ran.rollouts)
     scores = []

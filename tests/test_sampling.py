@@ -17,6 +17,7 @@ from conftest import (
     VOCAB,
     WINDOWS,
     encode,
+    load_policy,
     make_model,
     one_text,
     read_jsonl,
@@ -24,7 +25,6 @@ from conftest import (
 )
 from plain import sample
 from pytest import approx, mark
-from transformers import AutoModelForCausalLM
 
 PROMPTS = ["1", "23+45=", "0000-1111=22", "7="]
 
@@ -249,7 +249,7 @@ def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
     scores = {"eval/scores", "eval/best_of_1", "eval/num_unscored"}
     assert set(metrics[0]) == counts | scores
     models = {0: world.llama, last: folder / "model"}
-    models = {i: AutoModelForCausalLM.from_pretrained(path).eval() for i, path in models.items()}
+    models = {i: load_policy(path) for i, path in models.items()}
     rows = read_jsonl(folder / "eval_rollouts.jsonl")
     rows = [row for row in rows if row["iteration"] in models]
     assert len(rows) == 2 * 5

@@ -16,6 +16,7 @@ from conftest import (
     distance,
     encode,
     launch,
+    load_policy,
     make_args,
     make_tokenizer,
     plain_logprobs,
@@ -25,7 +26,6 @@ from conftest import (
 from plain import row_logprobs
 from pytest import approx, fixture, mark, raises
 from test_pages import patched
-from transformers import AutoModelForCausalLM
 
 
 # ---- one batch late
@@ -52,11 +52,11 @@ def test_a_batch_comes_from_the_policy_of_one_iteration_before(late, run, world,
     prompts = [row["prompt"] for row in ran.rollouts]
     assert prompts == [row["prompt"] for row in plain.rollouts]
     for iteration in range(1, 5):
-        rows = [row for row in ran.rollouts if row["iteration"] == iteration]
+        rows = ran.rows_of(iteration)
         # An entry of `updates` has the weights before its step.
         sampler = updates[max(0, iteration - 2)].weights
         trainer = updates[iteration - 1]
-        model = AutoModelForCausalLM.from_pretrained(world.llama).eval()
+        model = load_policy(world.llama)
         for parameter, weight in zip(model.parameters(), trainer.weights):
             parameter.data = weight
         largest = 0.0
@@ -88,7 +88,7 @@ def test_the_ratio_may_be_left_out(late, run, updates):
 def test_a_checkpoint_holds_the_batch(late, run, tmp_path, monkeypatch):
     """A run that is killed before any iteration goes on bit for bit, also after the last one."""
     flags = LATE | dict(save_every=1, num_mini_batches=2, resume=True)
-    expected = result_of(run(late, **flags, output_dir=str(tmp_path / "whole")).folder)
+    expected = result_of(run(late, **flags, output_dir=tmp_path / "whole").folder)
     for name, count in ("score_episodes", 2), ("score_episodes", 4), ("finish", 1):
         output_dir = str(tmp_path / f"{name}{count}")
         calls = []
@@ -188,7 +188,7 @@ def is_grpo(script):
 def check_passes(rows, policy, reference, gradients, script):
     """The log-probabilities, and the gradient, are those of plain passes over the policy's
     tokens."""
-    models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in (policy, reference)]
+    models = [load_policy(path) for path in (policy, reference)]
     for row in rows:
         mask = torch.tensor(row["mask"])
         prompt = make_tokenizer()(row["prompt"])["input_ids"]
@@ -304,9 +304,7 @@ def test_the_template_wraps_a_text_in_a_chat(turns, flags, run, world, updates, 
         rows.append({"prompt": [{"role": "user", "content": text}], "answer": "1", "number": 1})
     rows[0]["chat_template_kwargs"] = {"mark": "f-"}
     own = flags() | dict(
-        model_path=str(policy),
-        dataset=write_jsonl(tmp_path / "chat.jsonl", rows),
-        response_length=24,
+        model_path=policy, dataset=write_jsonl(tmp_path / "chat.jsonl", rows), response_length=24
     )
     ran = run(turns, **own, kl_coef=0.0, total_episodes=24)
     ends = set()
