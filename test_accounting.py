@@ -259,32 +259,26 @@ def check_run(args, metrics, output_dir, num_prompts):
     return step
 
 
-REAL_RUNS = {  # the number of prompts, and the flags
-    "smaller last iteration": (
-        7,
-        dict(k=3, batch_size=6, num_mini_batches=2, num_ppo_epochs=2, num_train_epochs=2.0),
-    ),
-    "batch larger than dataset": (
-        5,
-        dict(k=2, batch_size=32, num_mini_batches=4, num_train_epochs=8.0),
-    ),
-    "fewer than mini-batches": (
-        7,
-        dict(k=2, batch_size=8, num_mini_batches=8, num_ppo_epochs=3, total_episodes=9),
-    ),
-}
+# The flags of each run. The dataset is the number of its prompts.
+REAL_RUNS = yaml.safe_load("""
+smaller last iteration:
+  {dataset: 7, k: 3, batch_size: 6, num_mini_batches: 2, num_ppo_epochs: 2, num_train_epochs: 2.0}
+batch larger than dataset:
+  {dataset: 5, k: 2, batch_size: 32, num_mini_batches: 4, num_train_epochs: 8.0}
+fewer than mini-batches:
+  {dataset: 7, k: 2, batch_size: 8, num_mini_batches: 8, num_ppo_epochs: 3, total_episodes: 9}
+""")
 
 
 @mark.parametrize("case", REAL_RUNS)
-def test_real_runs_train_on_exactly_what_was_asked(script, run, world, monkeypatch, updates, case):
+def test_real_runs_train_on_exactly_what_was_asked(script, run, monkeypatch, updates, case):
     """The run makes the planned steps, and each episode takes exactly one training pass in each PPO
     epoch."""
-    num_prompts, flags = REAL_RUNS[case]
+    flags = REAL_RUNS[case]
     calls = record_calls(monkeypatch, script, "token_logprobs")
     # With this reward no advantage is 0. An episode with advantage 0 may take no pass.
-    flags = flags | dict(dataset=world.dataset(num_prompts), reward="squares")
-    args, metrics, output_dir = run(script, **flags)
-    assert len(updates) == check_run(args, metrics, output_dir, num_prompts)
+    args, metrics, output_dir = run(script, reward="squares", **flags)
+    assert len(updates) == check_run(args, metrics, output_dir, flags["dataset"])
     passes = Counter()
     for call in calls:
         if call.training and call.inputs:  # The check of a model gives no inputs by name.
@@ -433,15 +427,13 @@ def test_processes_change_no_count(name, run, world, tmp_path):
     _, _, alone = run(script, **flags)
     # This reward function writes down who called it, for how many episodes. Its file, probe.py,
     # also makes every process write down the last rate of its schedule.
-    flags = base_flags(world, flags | dict(reward=f"{tmp_path / 'probe.py'}:probe"))
+    flags = base_flags(world, flags | dict(reward="probe.py:probe"))
     flags["per_device_train_batch_size"] = 1
     printed = launched(script, processes, tmp_path, flags)
     compare_runs(alone, tmp_path / "out")  # the same completions, metrics and final weights
-    assert printed.startswith(f"{processes} x cpu, float32")
     args = make_args(script, **flags)
     # The first row is the evaluation before training.
-    before, *metrics = read_jsonl(tmp_path / "out" / "metrics.jsonl")
-    assert (before["step"], before["episode"], before["epoch"]) == (0, 0, 0)
+    _, *metrics = read_jsonl(tmp_path / "out" / "metrics.jsonl")
     steps = check_run(args, metrics, tmp_path / "out", 5)
     plan = vars(script.batch_arithmetic(args, 5, processes))
     assert yaml.safe_dump(plan, sort_keys=False) in printed
@@ -449,12 +441,9 @@ def test_processes_change_no_count(name, run, world, tmp_path):
     calls = read_jsonl(tmp_path / "calls.jsonl")
     assert {call["rank"] for call in calls} == {str(rank) for rank in range(processes)}
     assert {call["world_size"] for call in calls} == {processes}
-    assert {call["type"] for call in calls} == {"DistributedType.MULTI_CPU"}  # They are several.
     # Nothing is scored twice. There are two evaluations of 3 prompts.
     assert sum(call["count"] for call in calls) == plan["episodes"] + 2 * 3
-    rates, final = schedule_rates("cosine", args.learning_rate, 2, steps)
-    for row in metrics:
-        assert row["lr"] == approx(rates[row["step"] - 1], rel=1e-9)
+    _, final = schedule_rates("cosine", args.learning_rate, 2, steps)
     for rank in range(processes):
         last = float((tmp_path / f"last_lr_{rank}").read_text())
         assert last == approx(final, abs=1e-12)

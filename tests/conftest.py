@@ -571,6 +571,11 @@ def record_calls(monkeypatch, owner, name):
     return calls
 
 
+def option(name):
+    """The option of a flag on the command line."""
+    return "--" + name.replace("_", "-")
+
+
 def flat(tensors):
     return torch.cat([tensor.detach().flatten().double() for tensor in tensors])
 
@@ -675,7 +680,6 @@ def probe(prompts, completions, **_):
     scored."""
     state = PartialState()
     call = dict(rank=rank, count=len(prompts), world_size=state.num_processes)
-    call["type"] = str(state.distributed_type)
     with open(folder / "calls.jsonl", "a") as file:
         file.write(json.dumps(call) + "\\n")
     return letters(prompts, completions)
@@ -694,11 +698,10 @@ def command_line(flags):
     """Flags as a command line."""
     words = []
     for name, value in flags.items():
-        name = name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
+            words.append(option(name if value else f"no_{name}"))
         else:
-            words += [f"--{name}", str(value)]
+            words += [option(name), str(value)]
     return words
 
 
@@ -762,13 +765,12 @@ def same_on(run, world, tmp_path):
     return same_on
 
 
-def launch_twice(start, folder, flags):
-    """Start a run that its reward stops in the third call, and then start it again. start: a
-    function of the flags"""
-    flags = flags | dict(reward=f"{folder / 'rewards.py'}:stops_once", resume=True)
-    stopped = start(flags)
+def launch_twice(script, processes, folder, flags, **more):
+    """`launch` a run that its reward stops in the third call, and then launch it again."""
+    flags = flags | dict(reward="rewards.py:stops_once", resume=True)
+    stopped = launch(script, processes, folder, flags, **more)
     assert stopped.returncode != 0
     assert "KeyError: 'stopped'" in stopped.stderr, stopped.stderr
-    resumed = start(flags)
+    resumed = launch(script, processes, folder, flags, **more)
     assert resumed.returncode == 0, resumed.stderr
     return resumed

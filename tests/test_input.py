@@ -25,6 +25,7 @@ from conftest import (
     make_tokenizer,
     one_text,
     only,
+    option,
     save_classifier,
     save_model,
     write_jsonl,
@@ -125,10 +126,9 @@ def test_bad_flags_are_refused_by_name(script):
     lines = BAD_FLAGS + OWN_BAD_FLAGS[script.__name__]
     for line in filter(None, lines.splitlines()):
         flags = yaml.safe_load("{" + line + "}")
-        name = next(iter(flags)).replace("_", "-")
         with raises(ValueError, match=WORDS.get(line, "")) as raised:
             script.Args(**flags)
-        assert f"--{name}" in str(raised.value), line
+        assert option(next(iter(flags))) in str(raised.value), line
     num_ppo_epochs = 1 if script.__name__ == "rloo" else 2  # of a ratio for each token
     make_args(script, dtype="bfloat16", num_ppo_epochs=num_ppo_epochs)
     make_args(script, seed=2**32 - 1, max_grad_norm=math.inf, cliprange=0.0, eval_temperature=0.0)
@@ -188,7 +188,7 @@ def test_bad_data_is_refused_by_file_and_line(script, refuses, tmp_path):
     refuses(script, "data.jsonl: has no rows", dataset=file)
     for flag in ("dataset", "eval_dataset"):
         missing = str(tmp_path / "no_such.jsonl")
-        refuses(script, f"--{flag.replace('_', '-')} .*no_such.jsonl", **{flag: missing})
+        refuses(script, f"{option(flag)} .*no_such.jsonl", **{flag: missing})
     for name in ("rows.csv", "rows.parquet", "someone/sums"):
         message = f"{name}: must be a .jsonl file, or a Hub dataset as NAME:SPLIT"
         refuses(script, message, eval_dataset=name)
@@ -341,7 +341,7 @@ def test_a_model_must_give_the_same_in_padded_rows(
     bart = save_model(tmp_path / "bart", "bart")
     for dtype in ("float32", "bfloat16"):
         for flag in ("model_path", "ref_model_path"):
-            message = f"--{flag.replace('_', '-')} {bart} .* padded rows"
+            message = f"{option(flag)} {bart} .* padded rows"
             refuses(script, message, **{flag: bart}, dtype=dtype)
     models = 1  # The KL coefficient is 0 below, so there is no reference.
     if script.__name__ == "ppo":
@@ -436,7 +436,7 @@ def test_a_folder_without_a_whole_model(script, refuses, world, tmp_path):
         ("model_path", adapters),
         ("ref_model_path", adapters),
     ):
-        message = rf"--{flag.replace('_', '-')} {path} \(.*{advice}"
+        message = rf"{option(flag)} {path} \(.*{advice}"
         refuses(script, message, error=script.UsageError, **{flag: str(path)})
 
 

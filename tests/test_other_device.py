@@ -11,6 +11,7 @@ from conftest import (
     compare_runs,
     launch,
     launch_twice,
+    launched,
     only,
     read_jsonl,
     result_of,
@@ -30,17 +31,14 @@ BUGS = {
 }
 
 
-def launch_on_device(script, folder, flags):
-    program = HERE / "tests" / "simulated_device.py"
-    return launch(script, 1, folder, flags, program=program, ACCELERATE_USE_CPU="false")
+# how `launch` takes it
+DEVICE = dict(program=HERE / "tests" / "simulated_device.py", ACCELERATE_USE_CPU="false")
 
 
 def run_on_device(script, world, folder, flags):
     """A run with the flags of the fixture `run`, on the device. It writes into `out`."""
-    flags = base_flags(world, flags | dict(output_dir=folder / "out"))
-    finished = launch_on_device(script, folder, flags)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert finished.stdout.startswith("1 x sim")
+    printed = launched(script, 1, folder, base_flags(world, flags), **DEVICE)
+    assert printed.startswith("1 x sim")
 
 
 @only("grpo", "ppo")
@@ -57,8 +55,8 @@ def test_float32(script, run, world, tmp_path):
     )
     run_on_device(script, world, tmp_path, flags)
     compare_runs(run(script, **flags).folder, tmp_path / "out")
-    flags = base_flags(world, flags | dict(output_dir=tmp_path / "resumed"))
-    launch_twice(lambda flags: launch_on_device(script, tmp_path, flags), tmp_path, flags)
+    flags = base_flags(world, flags | dict(output_dir="resumed"))
+    launch_twice(script, 1, tmp_path, flags, **DEVICE)
     assert result_of(tmp_path / "resumed") == result_of(tmp_path / "out")
 
 
@@ -96,5 +94,5 @@ def test_bfloat16(script, run, world, tmp_path):
 def test_tensors_on_two_devices_are_refused(text, world, tmp_path):
     """The device refuses bugs that a CPU does not show. Each is put into a copy of rloo.py."""
     copy = changed_copy(MODULES["rloo"], tmp_path, text, BUGS[text])
-    finished = launch_on_device(copy, tmp_path, base_flags(world))
+    finished = launch(copy, 1, tmp_path, base_flags(world), **DEVICE)
     assert "RuntimeError: Expected all tensors to be on the same device" in finished.stderr

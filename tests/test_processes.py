@@ -34,6 +34,7 @@ STRADDLING = dict(
     kl_coef=0.1,
     learning_rate=1e-3,
 )
+MODELS = dict(model_path="many_eos", ref_model_path="reference")
 EVERYTHING = {  # the flags that compute something over the whole batch
     "rloo": dict(whiten_advantages=True),
     "grpo": dict(
@@ -48,11 +49,7 @@ EVERYTHING = {  # the flags that compute something over the whole batch
 def test_memory_flags_give_the_same_run(script, run):
     """Micro-batches and rollouts of 1, 3 and all episodes give the same completions, metrics and
     weights."""
-    sizes = (
-        STRADDLING
-        | EVERYTHING[script.__name__]
-        | dict(model_path="many_eos", ref_model_path="reference")
-    )
+    sizes = STRADDLING | EVERYTHING[script.__name__] | MODELS
     _, metrics, output_dir = run(script, **sizes)
     assert [row["episode"] for row in metrics] == [8, 16, 24, 26]
     for size in (1, 3):
@@ -65,11 +62,7 @@ def test_memory_flags_give_the_same_run(script, run):
 def test_any_hardware_gives_the_same_run(script, same_on):
     """Two processes give the run of one. Everything that computes sums over the batch is on, and
     the prompts have 1 to 16 tokens."""
-    sizes = (
-        STRADDLING
-        | EVERYTHING[script.__name__]
-        | dict(model_path="many_eos", ref_model_path="reference")
-    )
+    sizes = STRADDLING | EVERYTHING[script.__name__] | MODELS
     memory = dict(per_device_train_batch_size=3, per_device_rollout_batch_size=1)
     _, printed = same_on(script, 2, sizes, **memory)
     assert printed.startswith("2 x cpu")
@@ -92,7 +85,7 @@ def test_more_processes_than_episodes(script, same_on, tmp_path):
     """Three processes and two episodes in each iteration give the run of one process. No reward
     function is called with an empty list."""
     flags = dict(k=2, batch_size=2, num_ppo_epochs=2, dataset=3, kl_coef=0.1)
-    same_on(script, 3, flags, reward=f"{tmp_path / 'probe.py'}:probe")
+    same_on(script, 3, flags, reward="probe.py:probe")
     calls = read_jsonl(tmp_path / "calls.jsonl")
     assert {call["world_size"] for call in calls} == {3}
     assert [call["count"] for call in calls] == [2, 2, 2]
@@ -142,10 +135,8 @@ def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
     its model/ loads."""
     flags = STRADDLING | dict(per_device_train_batch_size=1, save_every=2)
     output_dir = run(script, **flags)[2]
-    flags = base_flags(world, flags | dict(output_dir=tmp_path / "out"))
-    finished = launch_twice(
-        lambda flags: launch(script, 2, tmp_path, flags, program=FSDP2), tmp_path, flags
-    )
+    flags = base_flags(world, flags | dict(output_dir="out"))
+    finished = launch_twice(script, 2, tmp_path, flags, program=FSDP2)
     assert "iteration_00000002; remove it if it is damaged" in finished.stdout
     compare_runs(output_dir, tmp_path / "out")
 
@@ -192,8 +183,8 @@ def test_lora_on_two_processes(script, run, world, tmp_path):
     assert rollouts[0] == rollouts[1]
     assert flat(adapters[0]).norm() > 0.1
     assert distance(*adapters) < 1e-3
-    flags |= dict(save_every=1, output_dir=tmp_path / "resumed")
-    finished = launch_twice(lambda flags: launch(script, 2, tmp_path, flags), tmp_path, flags)
+    flags |= dict(save_every=1, output_dir="resumed")
+    finished = launch_twice(script, 2, tmp_path, flags)
     assert "iteration_00000002; remove it if it is damaged" in finished.stdout
     assert result_of(tmp_path / "resumed") == result_of(tmp_path / "out")
 
@@ -206,7 +197,7 @@ def test_lora_on_two_processes(script, run, world, tmp_path):
 def test_a_failing_process_ends_the_launch(script, world, tmp_path, fault, message):
     """A reward raises on one of two processes, or its parts have other names there. The launch ends
     without a model."""
-    flags = dict(reward=f"{tmp_path / 'probe.py'}:{fault}", output_dir=tmp_path / "out")
+    flags = dict(reward=f"probe.py:{fault}", output_dir="out")
     finished = launch(script, 2, tmp_path, base_flags(world, flags))
     assert finished.returncode != 0
     assert message in finished.stderr
@@ -219,7 +210,7 @@ def test_a_failing_process_ends_the_launch(script, world, tmp_path, fault, messa
 def test_processes_that_think_they_are_alone_are_refused(script, world, tmp_path):
     """torchrun is started without ACCELERATE_USE_CPU on a machine without GPUs. Then the run has
     two processes that see each other, or it is refused."""
-    flags = dict(reward=f"{tmp_path / 'probe.py'}:probe", output_dir=tmp_path / "out")
+    flags = dict(reward="probe.py:probe", output_dir="out")
     flags = base_flags(world, flags)
     finished = launch(script, 2, tmp_path, flags, ACCELERATE_USE_CPU="false")
     if finished.returncode == 0:

@@ -17,7 +17,7 @@ import filelock
 import pytest
 import torch
 import yaml
-from conftest import KILLS, contents, import_file, one_text, only, result_of, write_jsonl
+from conftest import KILLS, contents, import_file, one_text, only, option, result_of, write_jsonl
 from pytest import fixture, raises
 from safetensors.torch import load_file
 
@@ -292,7 +292,7 @@ def test_another_run_is_refused(script, run, stopped_after, world, tmp_path, fla
         num_train_epochs=5.0,
         weight_decay=0.5,
     ).items():
-        is_refused(f"--{flag.replace('_', '-')} {value}: {had}", **{flag: value})
+        is_refused(f"{option(flag)} {value}: {had}", **{flag: value})
     text = dataset.read_text()
     for other, count in ((text + text, 14), (text.replace('"1"', '"2"'), 7)):
         dataset.write_text(other)

@@ -180,6 +180,7 @@ def test_the_table_of_kl_estimates(name, mean, in_reward, in_loss):
     found_mean = (P * estimate).sum()
     found_in_reward = -ascent(-estimate.detach(), P)
     assert same(gradient(found_mean), in_loss)
+    assert same(ppo.token_kl(LOG_P, REF, "abs"), (LOG_P - REF).abs())
     if name == "k2":
         assert far(found_mean, KL) and far(found_mean, OTHER_KL)
         for wrong in (KL_GRADIENT, OTHER_GRADIENT, KL_GRADIENT - OTHER_GRADIENT):
