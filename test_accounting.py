@@ -422,7 +422,7 @@ def test_processes_change_no_count(name, run, world, tmp_path):
         warmup_steps=2,
         lr_scheduler_type="cosine",
         dataset=5,
-        eval_dataset=world.dataset(3, seed=4),
+        eval_dataset=3,
     )
     _, _, alone = run(script, **flags)
     # This reward function writes down who called it, for how many episodes. Its file, probe.py,

@@ -253,7 +253,7 @@ def save_classifier(folder, architecture="llama", labels=1, seed=3, tokenizer=No
 
 
 REWARDS = '''
-import os, pathlib
+import json, os, pathlib
 import numpy, torch
 
 def letters(prompts, completions, **_):
@@ -331,6 +331,34 @@ def five(prompts, **_):
 def large(prompts, **_):
     """Three numbers, of which float32 knows only two."""
     return [2.0**24 + i % 3 for i in range(len(prompts))]
+
+def record(**inputs):
+    """Writes down all that it is called with."""
+    assert all(isinstance(values, list) for values in inputs.values()), inputs
+    with open(pathlib.Path(__file__).with_name("recorded.jsonl"), "a") as file:
+        file.write(json.dumps(inputs) + "\\n")
+    return [float(len(ids)) for ids in inputs["completion_ids"]]
+
+def changing(prompts, completions, completion_ids, tags, **_):
+    """Each completion takes the last tag of its row. The score counts the tags that are left."""
+    for ids, own in zip(completion_ids, tags):
+        ids.clear()
+        own.pop()
+    return [len(own) + score for own, score in zip(tags, letters(prompts, completions))]
+
+def moving(**inputs):
+    os.makedirs("inner")
+    os.chdir("inner")
+    return letters(**inputs)
+
+def missing(completions, solution, **_):
+    return []
+
+def surplus(completions):
+    return []
+
+def own(**_):
+    raise TypeError("mine")
 
 calls = 0
 
@@ -443,7 +471,7 @@ def base_flags(world, flags={}):
     """The flags of every run: a tiny policy, prompts of different lengths, the reward `letters`.
 
     Then these flags. A policy or a reward function of `world` may be given by its name, and a
-    dataset by its number of prompts."""
+    dataset by its number of prompts. An evaluation has others."""
     flags = (
         dict(
             model_path="llama",
@@ -467,7 +495,7 @@ def base_flags(world, flags={}):
         if name.endswith("reward") and is_name(value):
             flags[name] = world.reward(value)
         elif name.endswith("dataset") and isinstance(value, int):
-            flags[name] = world.dataset(value)
+            flags[name] = world.dataset(value, seed=9 if name == "eval_dataset" else 0)
         elif name.endswith("path"):
             flags[name] = getattr(world, str(value), value)
         if isinstance(flags[name], Path):
@@ -487,7 +515,9 @@ class Run(NamedTuple):
 
 @fixture
 def run(world, tmp_path):
-    """run(script, **flags) runs `main` in this process, and returns a Run."""
+    """run(script, **flags) runs `main` in this process, and returns a Run.
+
+    All its metrics are finite."""
     numbers = iter(range(100))
 
     def run(script, **flags):
@@ -498,19 +528,22 @@ def run(world, tmp_path):
             script.main(args)
         gc.freeze()
         folder = Path(args.output_dir)
-        return Run(args, read_jsonl(folder / "metrics.jsonl"), folder)
+        metrics = read_jsonl(folder / "metrics.jsonl")
+        for line in metrics:
+            assert all(map(math.isfinite, line.values())), line
+        return Run(args, metrics, folder)
 
     return run
 
 
 @fixture
 def refuses(run, tmp_path):
-    """refuses(script, *words, **flags): the run must stop with these words in its message, and
-    write nothing."""
+    """refuses(script, *words, **flags): the run must stop with these words in the message of a
+    UsageError or of the given error, and write nothing."""
 
-    def refuses(script, *words, error=Exception, **flags):
+    def refuses(script, *words, error=None, **flags):
         out = tmp_path / "out"
-        with raises(error) as raised:
+        with raises(error or script.UsageError) as raised:
             run(script, **dict(output_dir=out) | flags)
         for word in words:
             assert re.search(word, str(raised.value)), f"{word!r} is not in: {raised.value}"

@@ -255,7 +255,7 @@ def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, tmp_
         flags.append("value_model_path")
     for flag in flags:
         message = rf"{short} has 63 positions, .* needs 64"
-        refuses(script, message, response_length=room, **{flag: short}, error=script.UsageError)
+        refuses(script, message, response_length=room, **{flag: short})
 
 
 @only("rloo", "ppo")
@@ -311,9 +311,9 @@ def test_tokens_that_the_model_does_not_have(script, run, refuses, tmp_path):
     message = f"--model-path {more}: a prompt has token {len(tokenizer) - 1}, "
     refuses(script, message, model_path=more, dataset=dataset)
     message = "EOS or --stop-token-id 99 is outside of the vocabulary"
-    refuses(script, message, stop_token_id=99, error=script.UsageError)
+    refuses(script, message, stop_token_id=99)
     never = save_model(tmp_path / "never", eos_ids=[EOS, 99])
-    refuses(script, message, model_path=never, error=script.UsageError)
+    refuses(script, message, model_path=never)
 
 
 @one_text
@@ -413,8 +413,8 @@ def test_models_that_are_not_there(script, refuses, tmp_path):
     for flag in ("model_path", "ref_model_path", "reward_model_path"):
         refuses(script, "no/such/model", **{flag: "no/such/model"})
         # Here the libraries have messages of their own.
-        refuses(script, **{flag: str(tmp_path / "empty")})
-        refuses(script, **{flag: cut})
+        refuses(script, error=Exception, **{flag: tmp_path / "empty"})
+        refuses(script, error=Exception, **{flag: cut})
     if script.__name__ == "ppo":
         refuses(script, "no/such/model", value_model_path="no/such/model")
         other = save_model(tmp_path / "other", vocab_size=50)
@@ -437,7 +437,7 @@ def test_a_folder_without_a_whole_model(script, refuses, world, tmp_path):
         ("ref_model_path", adapters),
     ):
         message = rf"{option(flag)} {path} \(.*{advice}"
-        refuses(script, message, error=script.UsageError, **{flag: str(path)})
+        refuses(script, message, **{flag: str(path)})
 
 
 MISTAKES = """

@@ -134,16 +134,15 @@ def test_a_run_without_any_score(script, run, world, capsys):
     for line in lines:
         assert line["grad_norm"] == 0
         assert not {"objective/scores", "reward/", "val/ratio", "eval/scores"} & line.keys()
-        assert all(math.isfinite(value) for value in line.values())
     assert lines[-1]["eval/num_unscored"] == 5 and "eval/best_of_1" not in lines[-1]
     text = (output_dir / "rollouts.jsonl").read_text()
     assert '"score": null' in text and "NaN" not in text
 
 
-def test_evaluation_without_some_scores(script, run, world):
+def test_evaluation_without_some_scores(script, run):
     """eval/scores is the mean over the completions with a score, and eval/num_unscored counts the
     others. The best of k is that of the prompts whose completions all have one."""
-    flags = dict(eval_dataset=world.dataset(20, seed=2), eval_k=2, eval_temperature=1.0)
+    flags = dict(eval_dataset=20, eval_k=2, eval_temperature=1.0)
     ran = run(script, eval_reward="unsure", **flags)
     rows = read_jsonl(ran.folder / "eval_rollouts.jsonl")[:40]  # of the first evaluation
     scores = [row["score"] for row in rows]
@@ -160,7 +159,7 @@ def test_evaluation_without_some_scores(script, run, world):
 
 @grouped
 @mark.slow
-def test_two_processes_without_some_scores(script, same_on, world):
+def test_two_processes_without_some_scores(script, same_on):
     """Two processes give the run of one."""
     flags = dict(
         reward="unsure_parts",
@@ -169,7 +168,7 @@ def test_two_processes_without_some_scores(script, same_on, world):
         num_mini_batches=2,
         num_ppo_epochs=2,
         kl_coef=0.1,
-        eval_dataset=world.dataset(3, seed=4),
+        eval_dataset=3,
         eval_reward="unsure",
     )
     own = {"rloo": dict(whiten_advantages=True), "grpo": dict(scale_rewards="batch")}

@@ -50,7 +50,7 @@ def test_float32(script, run, world, tmp_path):
         per_device_train_batch_size=4,
         per_device_rollout_batch_size=8,
         save_every=1,
-        eval_dataset=world.dataset(3, seed=4),
+        eval_dataset=3,
         reward_model_path="classifier",
     )
     run_on_device(script, world, tmp_path, flags)

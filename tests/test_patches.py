@@ -11,19 +11,23 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import conftest
 import numpy as np
 import torch
 import tyro
 from conftest import (
     HERE,
     MODULES,
+    SCRIPTS,
     distance,
     encode,
+    fresh_imports,
     import_file,
     load_policy,
     make_prompts,
     read_jsonl,
+    record_calls,
+    reset_accelerate,
+    weights_of,
 )
 from plain import plain_gradient, token_weights
 from pytest import approx, fixture, mark, raises
@@ -37,7 +41,7 @@ broken = import_file(HERE / "benchmark/failures/broken.py")
 @mark.parametrize("patch", PATCHES)
 def test_a_patch_applies(patch, tmp_path):
     """The scripts that it names stay clean."""
-    for name in conftest.SCRIPTS:
+    for name in SCRIPTS:
         shutil.copy(HERE / f"{name}.py", tmp_path)
     subprocess.run(["git", "apply", HERE / patch], cwd=tmp_path, check=True)
     named = re.findall(r"^diff --git a/(\S+)", (HERE / patch).read_text(), re.M)
@@ -193,7 +197,7 @@ def test_a_variant_keeps_its_promise(
 ):
     module = patched(script, [patch], tmp_path)
     monkeypatch.setattr(module, "LOGITS_AT_ONCE", 100)  # The head runs in pieces.
-    calls = conftest.record_calls(monkeypatch, module, "map_episodes")
+    calls = record_calls(monkeypatch, module, "map_episodes")
     flags = dict(reward="letters", ref_model_path="reference", total_episodes=24) | flags
     ran = run(module, **flags)
     metrics = ran.metrics
@@ -317,7 +321,7 @@ def test_losses_of_papers(papers):
 
 
 def test_remax(papers, run, monkeypatch):
-    rollouts = conftest.record_calls(monkeypatch, papers.remax, "generate")
+    rollouts = record_calls(monkeypatch, papers.remax, "generate")
     ran = run(papers.remax, reward="letters", kl_coef=0.0, total_episodes=12)
     _, greedy = rollouts
     assert greedy.inputs["temperature"] == 0
@@ -363,8 +367,8 @@ def test_vapo(papers, run):
 
 
 def test_top_entropy_tokens(papers, run, monkeypatch):
-    rollouts = conftest.record_calls(monkeypatch, papers.entropy, "generate")
-    losses = conftest.record_calls(monkeypatch, papers.entropy, "grpo_loss")
+    rollouts = record_calls(monkeypatch, papers.entropy, "generate")
+    losses = record_calls(monkeypatch, papers.entropy, "grpo_loss")
     run(papers.entropy, ref_model_path="reference", total_episodes=12)
     batch = rollouts[0].result
     entropies = batch.entropies[batch.mask].tolist()
@@ -397,7 +401,7 @@ def test_the_engine_makes_the_plain_run(script, run, tmp_path):
         assert [row[name] for row in ran.rollouts] == [row[name] for row in plain.rollouts]
     norm = plain.metrics[0]["grad_norm"]
     assert ran.metrics[0]["grad_norm"] == approx(norm, rel=1e-3)
-    weights = [conftest.weights_of(folder / "model") for folder in (ran.folder, plain.folder)]
+    weights = [weights_of(folder / "model") for folder in (ran.folder, plain.folder)]
     assert distance(*weights) < 1e-5
     assert vllm.engines[0].is_shut_down
     cut = run(module, **ENGINE_FLAGS | dict(num_train_epochs=1.0), weight_cap=1e-6)
@@ -416,9 +420,9 @@ def test_an_engine_with_old_weights_or_old_prompts_stops_the_run(
 
 def train(module, command, tmp_path):
     """Run a command of a page with one batch. Returns the metrics."""
-    conftest.reset_accelerate()
+    reset_accelerate()
     flags = f"{command} --total-episodes 64 --num-sample-generations 0 --output-dir {tmp_path}/run"
-    with conftest.fresh_imports():
+    with fresh_imports():
         module.main(tyro.cli(module.Args, args=flags.split()))
     return read_jsonl(tmp_path / "run/metrics.jsonl")[1]
 

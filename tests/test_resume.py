@@ -35,9 +35,9 @@ SAVING = dict(  # four iterations of two updates, the last one of three episodes
 
 
 @fixture
-def flags(script, world):
+def flags(script):
     """Those of a run that saves and evaluates."""
-    flags = SAVING | dict(eval_dataset=world.dataset(3, seed=4), eval_every=2)
+    flags = SAVING | dict(eval_dataset=3, eval_every=2)
     if script.__name__ == "ppo":  # Here state.json hands more than counts to the next iteration.
         flags |= dict(adaptive_kl=True, kl_horizon=50, score_scaling=True, score_norm=True)
     return flags

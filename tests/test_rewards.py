@@ -32,16 +32,6 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-RECORDING = '''
-import json, pathlib
-
-def record(**inputs):
-    """Writes down all that it is called with."""
-    assert all(isinstance(values, list) for values in inputs.values()), inputs
-    with open(pathlib.Path(__file__).with_suffix(".jsonl"), "a") as file:
-        file.write(json.dumps(inputs) + "\\n")
-    return [float(len(ids)) for ids in inputs["completion_ids"]]
-'''
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}{{ '=' if m['role'] == 'user' else '' }}{% endfor %}"
     "{{ '-' if add_generation_prompt else mark }}"
@@ -68,18 +58,17 @@ def test_a_reward_is_called_as_trl_calls_it(script, run, tmp_path, world):
 
     Every keyword has a list. completion_ids include the EOS. A column that a row lacks is None
     there. Where the prompt of a row is a list of messages, its completion is one, too."""
-    (tmp_path / "recording.py").write_text(RECORDING)
     chat = {"prompt": user("22"), "answer": 4, "level": "hard"}
     rows = [{"prompt": "1+1=", "answer": "2"}, chat]
     ran = run(
         script,
         dataset=write_jsonl(tmp_path / "data.jsonl", rows),
-        reward=f"{tmp_path / 'recording.py'}:record",
+        reward="record",
         model_path=chat_policy(world, tmp_path / "policy"),
         num_train_epochs=12,
         batch_size=24,
     )
-    calls = read_jsonl(tmp_path / "recording.jsonl")
+    calls = read_jsonl(world.folder / "recorded.jsonl")
     assert len(calls) == len(ran.metrics)
     called = {name: [] for name in calls[0]}
     for call in calls:
@@ -140,76 +129,37 @@ def test_rewards_may_be_lists_arrays_or_tensors(script, run):
             run(script, reward=name, total_episodes=12)
 
 
-CHANGING = """
-from rewards import letters
-
-def changing(prompts, completions, completion_ids, tags, **_):
-    # Each completion takes the last tag of its row. The score counts the tags that are left.
-    for ids, own in zip(completion_ids, tags):
-        ids.clear()
-        own.pop()
-    return [len(own) + score for own, score in zip(tags, letters(prompts, completions))]
-"""
-
-
 @one_text
-def test_a_reward_may_change_what_it_gets(script, run, world, tmp_path):
+def test_a_reward_may_change_what_it_gets(script, run, tmp_path):
     """Each episode has its own copy. Neither its group nor a later draw of its prompt sees a
     change."""
-    (world.folder / "changing.py").write_text(CHANGING)
     rows = [{"prompt": prompt, "tags": ["a"] * 5} for prompt in ("1+1=", "2+2=")]
     flags = dict(
         dataset=write_jsonl(tmp_path / "tags.jsonl", rows), total_episodes=24, batch_size=12
     )  # Each prompt is drawn twice.
     expected = run(script, **flags).rollouts
-    changed = run(script, reward=f"{world.folder / 'changing.py'}:changing", **flags).rollouts
+    changed = run(script, reward="changing", **flags).rollouts
     for row, other in zip(changed, expected, strict=True):
         assert row["token_ids"] == other["token_ids"]
         assert row["score"] == approx(4 + other["score"])
 
 
-MOVING = """
-import os
-from rewards import letters
-
-def moving(**inputs):
-    os.makedirs("inner")
-    os.chdir("inner")
-    return letters(**inputs)
-"""
-
-
 @one_text
 def test_a_reward_may_change_the_folder(script, world, tmp_path, monkeypatch):
     """The output folder is still the one that was given."""
-    (tmp_path / "moving.py").write_text(MOVING)
-    shutil.copy(world.folder / "rewards.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     reset_accelerate()
-    flags = dict(output_dir="out", reward=f"{tmp_path / 'moving.py'}:moving")
+    flags = dict(output_dir="out", reward="moving")
     with fresh_imports():
         script.main(make_args(script, **base_flags(world, flags)))
     assert Path.cwd() == tmp_path / "inner" / "inner"
     assert (tmp_path / "out" / "model").exists()
 
 
-WRONG = """
-def missing(completions, solution, **_):
-    return []
-
-def surplus(completions):
-    return []
-
-def own(**_):
-    raise TypeError("mine")
-"""
-
-
 @one_text
 def test_what_a_reward_is_called_with_is_named(script, run, tmp_path):
     """A function that needs another column is refused before it is called. A TypeError of its own
     stays as it is."""
-    (tmp_path / "wrong.py").write_text(WRONG)
     columns = "prompts, completions, completion_ids, answer, number"
     called = f"--reward, which is called with {columns}: "
     for name, error, message in (
@@ -218,7 +168,7 @@ def test_what_a_reward_is_called_with_is_named(script, run, tmp_path):
         ("own", TypeError, "^mine$"),
     ):
         with raises(error, match=message):
-            run(script, reward=f"{tmp_path / 'wrong.py'}:{name}")
+            run(script, reward=name)
 
 
 @only("rloo", "grpo")
@@ -346,10 +296,10 @@ def test_order_of_a_score(script, run):
 
 
 @one_text
-def test_evaluation_has_a_reward_of_its_own(script, run, world):
+def test_evaluation_has_a_reward_of_its_own(script, run):
     """--eval-reward replaces --reward and the reward model."""
     flags = dict(
-        eval_dataset=world.dataset(5, seed=9),
+        eval_dataset=5,
         total_episodes=3,
         learning_rate=0.0,
         reward="five",
@@ -370,7 +320,7 @@ def plain_score(model, token_ids):
 
 @mark.parametrize("policy, pad", [("llama", PAD), ("pad_is_eos", EOS), ("emits_pad", PAD)])
 @one_text
-def test_reward_model_reads_the_episode_with_its_eos(script, run, world, tmp_path, policy, pad):
+def test_reward_model_reads_the_episode_with_its_eos(script, run, tmp_path, policy, pad):
     """A reward model with the policy's vocabulary reads the token ids of prompt and completion, the
     EOS included.
 
@@ -380,7 +330,7 @@ def test_reward_model_reads_the_episode_with_its_eos(script, run, world, tmp_pat
     path, model = save_classifier(tmp_path / "rm", pad_token_id=pad, tokenizer=tokenizer)
     flags = dict(
         reward_model_path=path,
-        model_path=getattr(world, policy),
+        model_path=policy,
         kl_coef=0,
         per_device_train_batch_size=5,
         total_episodes=36,

@@ -2,8 +2,12 @@
 one update late.
 """
 
+import itertools
 import json
+import os
 import shutil
+import signal
+from functools import partial
 
 import numpy as np
 import torch
@@ -85,26 +89,27 @@ def test_the_ratio_may_be_left_out(late, run, updates):
         make_args(late, **flags)
 
 
-def test_a_checkpoint_holds_the_batch(late, run, tmp_path, monkeypatch):
+def kill_in(module, name, count):
+    """Let the process end before this call of the function."""
+    calls = itertools.count(1)
+    function = getattr(module, name)
+
+    def struck(*args):
+        if next(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args)
+
+    setattr(module, name, struck)
+
+
+def test_a_checkpoint_holds_the_batch(late, run, killed, tmp_path):
     """A run that is killed before any iteration goes on bit for bit, also after the last one."""
     flags = LATE | dict(save_every=1, num_mini_batches=2, resume=True)
     expected = result_of(run(late, **flags, output_dir=tmp_path / "whole").folder)
     for name, count in ("score_episodes", 2), ("score_episodes", 4), ("finish", 1):
-        output_dir = str(tmp_path / f"{name}{count}")
-        calls = []
-        original = getattr(late, name)
-
-        def struck(*args, calls=calls, count=count, original=original):
-            calls.append(args)
-            if len(calls) == count:
-                raise KeyboardInterrupt
-            return original(*args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(late, name, struck)
-            with raises(KeyboardInterrupt):
-                run(late, **flags, output_dir=output_dir)
-        assert result_of(run(late, **flags, output_dir=output_dir).folder) == expected
+        flags["output_dir"] = tmp_path / f"{name}{count}"
+        killed(late, partial(kill_in, late, name, count), **flags)
+        assert result_of(run(late, **flags).folder) == expected
 
 
 # ---- turns with an environment
