@@ -35,6 +35,7 @@ import torch
 import transformers
 import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from pytest import fixture, mark, raises
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import (
@@ -79,7 +80,7 @@ SCRIPTS = [name for name in ("rloo", "grpo", "ppo") if name in MODULES]
 gc.freeze()
 
 
-@pytest.fixture(params=SCRIPTS)
+@fixture(params=SCRIPTS)
 def script(request):
     return MODULES[request.param]
 
@@ -87,7 +88,7 @@ def script(request):
 def only(*names):
     """Run a test on these scripts only, if they exist."""
     modules = [MODULES[name] for name in names if name in MODULES]
-    return pytest.mark.parametrize("script", modules, ids=lambda module: module.__name__)
+    return mark.parametrize("script", modules, ids=lambda module: module.__name__)
 
 
 # For code that is the same text in all three scripts. test_scripts.py checks that it is.
@@ -219,7 +220,7 @@ ARCHITECTURES = {  # what a config needs; its model_type is this name, where not
 
 
 def slow(*names):
-    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return [pytest.param(name, marks=mark.slow) for name in names]
 
 
 USUAL = ["llama", "qwen3", "neox", "gpt2"]
@@ -252,7 +253,7 @@ def save_classifier(folder, architecture="llama", labels=1, seed=3, tokenizer=No
 
 
 REWARDS = '''
-import os, pathlib
+import json, os, pathlib
 import numpy, torch
 
 def letters(prompts, completions, **_):
@@ -331,6 +332,34 @@ def large(prompts, **_):
     """Three numbers, of which float32 knows only two."""
     return [2.0**24 + i % 3 for i in range(len(prompts))]
 
+def record(**inputs):
+    """Writes down all that it is called with."""
+    assert all(isinstance(values, list) for values in inputs.values()), inputs
+    with open(pathlib.Path(__file__).with_name("recorded.jsonl"), "a") as file:
+        file.write(json.dumps(inputs) + "\\n")
+    return [float(len(ids)) for ids in inputs["completion_ids"]]
+
+def changing(prompts, completions, completion_ids, tags, **_):
+    """Each completion takes the last tag of its row. The score counts the tags that are left."""
+    for ids, own in zip(completion_ids, tags):
+        ids.clear()
+        own.pop()
+    return [len(own) + score for own, score in zip(tags, letters(prompts, completions))]
+
+def moving(**inputs):
+    os.makedirs("inner")
+    os.chdir("inner")
+    return letters(**inputs)
+
+def missing(completions, solution, **_):
+    return []
+
+def surplus(completions):
+    return []
+
+def own(**_):
+    raise TypeError("mine")
+
 calls = 0
 
 async def answer():
@@ -340,7 +369,7 @@ FAULTS = {  # what a faulty reward returns in place of its scores
     "nan": lambda scores: [*scores[1:], float("nan")],
     "inf": lambda scores: [*scores[1:], float("inf")],
     "huge": lambda scores: [*scores[1:], 1e39],
-    "none": lambda scores: [*scores[1:], None],
+    "no_score": lambda scores: [*scores[1:], None],
     "text": lambda scores: [*scores[1:], "one"],
     "rows": lambda scores: [{"score": score} for score in scores],
     "wrong_count": lambda scores: scores[1:],
@@ -394,7 +423,7 @@ POLICIES = {  # the arguments of `save_model`
 }
 
 
-@pytest.fixture(scope="session")
+@fixture(scope="session")
 def world(tmp_path_factory):
     """Paths of the policies, datasets and rewards that runs read."""
     folder = tmp_path_factory.mktemp("world")
@@ -433,24 +462,45 @@ def fresh_imports():
         importlib.invalidate_caches()
 
 
-def base_flags(world):
-    """The flags of every run: a tiny policy, prompts of different lengths, the reward `letters`."""
-    return dict(
-        model_path=world.llama,
-        dataset=world.dataset(7),
-        reward=world.reward("letters"),
-        batch_size=12,
-        k=3,
-        response_length=6,
-        learning_rate=3e-3,
-        num_train_epochs=1.0,
-        num_sample_generations=1,
-        num_ppo_epochs=1,
-        num_mini_batches=1,
-        kl_coef=0.05,
-        save_rollouts=True,
-        max_grad_norm=math.inf,
+def is_name(reward):
+    """Of a function of REWARDS. The scripts know some names themselves."""
+    return str(reward).isidentifier() and reward not in (None, "none", "exact_match")
+
+
+def base_flags(world, flags={}):
+    """The flags of every run: a tiny policy, prompts of different lengths, the reward `letters`.
+
+    Then these flags. A policy or a reward function of `world` may be given by its name, and a
+    dataset by its number of prompts. An evaluation has others."""
+    flags = (
+        dict(
+            model_path="llama",
+            dataset=7,
+            reward="letters",
+            batch_size=12,
+            k=3,
+            response_length=6,
+            learning_rate=3e-3,
+            num_train_epochs=1.0,
+            num_sample_generations=1,
+            num_ppo_epochs=1,
+            num_mini_batches=1,
+            kl_coef=0.05,
+            save_rollouts=True,
+            max_grad_norm=math.inf,
+        )
+        | flags
     )
+    for name, value in flags.items():
+        if name.endswith("reward") and is_name(value):
+            flags[name] = world.reward(value)
+        elif name.endswith("dataset") and isinstance(value, int):
+            flags[name] = world.dataset(value, seed=9 if name == "eval_dataset" else 0)
+        elif name.endswith("path"):
+            flags[name] = getattr(world, str(value), value)
+        if isinstance(flags[name], Path):
+            flags[name] = str(flags[name])
+    return flags
 
 
 class Run(NamedTuple):
@@ -459,34 +509,42 @@ class Run(NamedTuple):
     folder: Path
     rollouts = property(lambda self: read_jsonl(self.folder / "rollouts.jsonl"))
 
+    def rows_of(self, iteration):
+        return [row for row in self.rollouts if row["iteration"] == iteration]
 
-@pytest.fixture
+
+@fixture
 def run(world, tmp_path):
-    """run(script, **flags) runs `main` in this process, and returns a Run."""
+    """run(script, **flags) runs `main` in this process, and returns a Run.
+
+    All its metrics are finite."""
     numbers = iter(range(100))
 
     def run(script, **flags):
-        output_dir = str(tmp_path / f"run{next(numbers)}")
-        args = make_args(script, **base_flags(world) | dict(output_dir=output_dir) | flags)
+        output_dir = tmp_path / f"run{next(numbers)}"
+        args = make_args(script, **base_flags(world, dict(output_dir=output_dir) | flags))
         reset_accelerate()
         with fresh_imports():
             script.main(args)
         gc.freeze()
         folder = Path(args.output_dir)
-        return Run(args, read_jsonl(folder / "metrics.jsonl"), folder)
+        metrics = read_jsonl(folder / "metrics.jsonl")
+        for line in metrics:
+            assert all(map(math.isfinite, line.values())), line
+        return Run(args, metrics, folder)
 
     return run
 
 
-@pytest.fixture
+@fixture
 def refuses(run, tmp_path):
-    """refuses(script, *words, **flags): the run must stop with these words in its message, and
-    write nothing."""
+    """refuses(script, *words, **flags): the run must stop with these words in the message of a
+    UsageError or of the given error, and write nothing."""
 
-    def refuses(script, *words, error=Exception, **flags):
+    def refuses(script, *words, error=None, **flags):
         out = tmp_path / "out"
-        with pytest.raises(error) as raised:
-            run(script, **{"output_dir": str(out)} | flags)
+        with raises(error or script.UsageError) as raised:
+            run(script, **dict(output_dir=out) | flags)
         for word in words:
             assert re.search(word, str(raised.value)), f"{word!r} is not in: {raised.value}"
         assert not out.exists()
@@ -494,7 +552,7 @@ def refuses(run, tmp_path):
     return refuses
 
 
-@pytest.fixture
+@fixture
 def killed(run):
     """killed(script, strike, **flags): the run of a forked process ends by SIGKILL. strike: a
     function that prepares this there"""
@@ -513,7 +571,7 @@ def killed(run):
     return killed
 
 
-@pytest.fixture
+@fixture
 def updates(monkeypatch):
     """A list with an entry for each optimizer step: weights and gradients of all parameters, and
     the learning rate."""
@@ -546,6 +604,11 @@ def record_calls(monkeypatch, owner, name):
     return calls
 
 
+def option(name):
+    """The option of a flag on the command line."""
+    return "--" + name.replace("_", "-")
+
+
 def flat(tensors):
     return torch.cat([tensor.detach().flatten().double() for tensor in tensors])
 
@@ -556,8 +619,12 @@ def distance(tensors, others):
     return ((first - flat(others)).norm() / first.norm()).item()
 
 
+def load_policy(path):
+    return AutoModelForCausalLM.from_pretrained(path).eval()
+
+
 def weights_of(path):
-    return [p.detach() for p in AutoModelForCausalLM.from_pretrained(path).parameters()]
+    return [p.detach() for p in load_policy(path).parameters()]
 
 
 def plain_logprobs(model, prompt_ids, token_ids, temperature=1.0):
@@ -646,7 +713,6 @@ def probe(prompts, completions, **_):
     scored."""
     state = PartialState()
     call = dict(rank=rank, count=len(prompts), world_size=state.num_processes)
-    call["type"] = str(state.distributed_type)
     with open(folder / "calls.jsonl", "a") as file:
         file.write(json.dumps(call) + "\\n")
     return letters(prompts, completions)
@@ -665,11 +731,10 @@ def command_line(flags):
     """Flags as a command line."""
     words = []
     for name, value in flags.items():
-        name = name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
+            words.append(option(name if value else f"no_{name}"))
         else:
-            words += [f"--{name}", str(value)]
+            words += [option(name), str(value)]
     return words
 
 
@@ -717,7 +782,7 @@ def launched(script, processes, folder, flags, **more):
     return finished.stdout
 
 
-@pytest.fixture
+@fixture
 def same_on(run, world, tmp_path):
     """same_on(script, processes, flags, **own): fails unless a launch on so many processes, with
     these flags and its own, gives the run of one process. Returns the metrics, and what the launch
@@ -725,7 +790,7 @@ def same_on(run, world, tmp_path):
 
     def same_on(script, processes, flags, program=None, copy=None, **own):
         _, metrics, output_dir = run(script, **flags)
-        flags = base_flags(world) | flags | own
+        flags = base_flags(world, flags | own)
         printed = launched(copy or script, processes, tmp_path, flags, program=program)
         compare_runs(output_dir, tmp_path / "out")
         return metrics, printed
@@ -733,13 +798,12 @@ def same_on(run, world, tmp_path):
     return same_on
 
 
-def launch_twice(start, folder, flags):
-    """Start a run that its reward stops in the third call, and then start it again. start: a
-    function of the flags"""
-    flags = flags | dict(reward=f"{folder / 'rewards.py'}:stops_once", resume=True)
-    stopped = start(flags)
+def launch_twice(script, processes, folder, flags, **more):
+    """`launch` a run that its reward stops in the third call, and then launch it again."""
+    flags = flags | dict(reward="rewards.py:stops_once", resume=True)
+    stopped = launch(script, processes, folder, flags, **more)
     assert stopped.returncode != 0
     assert "KeyError: 'stopped'" in stopped.stderr, stopped.stderr
-    resumed = start(flags)
+    resumed = launch(script, processes, folder, flags, **more)
     assert resumed.returncode == 0, resumed.stderr
     return resumed

@@ -4,8 +4,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-from conftest import encode, plain_logprobs
-from transformers import AutoModelForCausalLM
+from conftest import encode, load_policy, plain_logprobs
 
 
 def completion_model(script, model, eos_ids, shares_prompts=True, temperature=1.0, dtype="float32"):
@@ -59,7 +58,7 @@ def token_weights(script, rows):
 def row_logprobs(model_path, rows, temperature=1.0, weights=None):
     """The log-probabilities of the tokens of each row, by plain passes. weights: in place of the
     model's"""
-    model = AutoModelForCausalLM.from_pretrained(model_path).eval()
+    model = load_policy(model_path)
     for parameter, weight in zip(model.parameters(), weights or []):
         parameter.data = weight
     logprobs = []
@@ -73,7 +72,7 @@ def plain_gradient(model_path, rows, weights, temperature=1.0):
     """The gradient of -sum weight * log p over all tokens, by plain passes, an episode at a time.
 
     Returns one tensor for each parameter."""
-    model = AutoModelForCausalLM.from_pretrained(model_path).eval()
+    model = load_policy(model_path)
     for row, weight in zip(rows, weights):
         logprobs = plain_logprobs(model, encode(row["prompt"]), row["token_ids"], temperature)
         (-(weight * logprobs).sum()).backward()

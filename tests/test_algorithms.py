@@ -6,7 +6,6 @@ import math
 import statistics
 
 import numpy as np
-import pytest
 import torch
 from conftest import (
     MANY_EOS,
@@ -16,22 +15,23 @@ from conftest import (
     encode,
     flat,
     import_file,
+    load_policy,
     only,
     record_calls,
     save_classifier,
     save_model,
 )
 from plain import DENOMINATORS, plain_gradient, row_logprobs
-from pytest import approx
+from pytest import approx, mark
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel
 
 
 def test_metrics_of_the_rollout_are_those_of_its_episodes(script, run, world):
     """KL, entropy and scores in metrics.jsonl are those of rollouts.jsonl, without padding."""
-    ran = run(script, ref_model_path=world.reference, kl_coef=0.1)
+    ran = run(script, ref_model_path="reference", kl_coef=0.1)
     for line in ran.metrics:
-        rows = [row for row in ran.rollouts if row["iteration"] == line["iteration"]]
+        rows = ran.rows_of(line["iteration"])
         logprobs = np.mean([sum(row["logprobs"]) for row in rows])
         kl = logprobs - np.mean([sum(row["ref_logprobs"]) for row in rows])
         assert abs(kl) > 0.5
@@ -39,7 +39,7 @@ def test_metrics_of_the_rollout_are_those_of_its_episodes(script, run, world):
         assert line["objective/entropy"] == approx(-logprobs, rel=1e-4)
         scores = [row["score"] for row in rows]
         assert line["objective/scores"] == approx(np.mean(scores), rel=1e-4)
-    model = AutoModelForCausalLM.from_pretrained(world.llama).eval()
+    model = load_policy(world.llama)
     entropies = []
     for row in ran.rollouts[:12]:
         with torch.no_grad():
@@ -50,9 +50,7 @@ def test_metrics_of_the_rollout_are_those_of_its_episodes(script, run, world):
     assert ran.metrics[0]["policy/entropy_avg"] == approx(exact, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "kl_coef, has_path, expected", [(0.0, False, 0), (0.1, False, 1), (0.0, True, 1)]
-)
+@mark.parametrize("kl_coef, has_path, expected", [(0.0, False, 0), (0.1, False, 1), (0.0, True, 1)])
 def test_no_kl_loads_no_reference(script, run, world, monkeypatch, kl_coef, has_path, expected):
     """At kl_coef 0 no reference is loaded, and no KL is logged, but with --ref-model-path."""
     loaded = record_calls(monkeypatch, script, "load_model")
@@ -68,7 +66,7 @@ SEQUENCE = dict(importance_sampling_level="sequence")
 LEVELS = [("rloo", {}), ("grpo", {}), ("grpo", SEQUENCE), ("ppo", {})]
 
 
-@pytest.mark.parametrize("name, level", LEVELS, ids=["rloo", "grpo", "grpo-sequence", "ppo"])
+@mark.parametrize("name, level", LEVELS, ids=["rloo", "grpo", "grpo-sequence", "ppo"])
 def test_metrics_of_updates_are_those_of_the_textbook(name, level, run, world, updates):
     """Ratio, its variance, approximate KL, clip fraction and loss are computed here, by plain
     passes.
@@ -124,7 +122,7 @@ def test_metrics_of_updates_are_those_of_the_textbook(name, level, run, world, u
     assert line["loss/policy_avg"] == approx(loss, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "advantage, logratio, high, loss, is_clipped",
     [
         (2.0, 0.5, 0.2, -2 * 1.2, True),
@@ -182,7 +180,7 @@ def test_advantages_of_tokens_are_those_of_their_column(script):
 
 
 @only("rloo")
-@pytest.mark.parametrize("response_length", [6, 12])  # 12 is the batch size
+@mark.parametrize("response_length", [6, 12])  # 12 is the batch size
 def test_a_reward_for_each_token(script, run, world, updates, tmp_path, response_length):
     """The change that the docstring's table describes: advantages, loss and gradient are those of a
     plain computation.
@@ -194,7 +192,7 @@ def test_a_reward_for_each_token(script, run, world, updates, tmp_path, response
     copy = changed_copy(copy, tmp_path / "copy", "rewards = scores[:, None]", f"rewards = {to_go}")
     ran = run(
         import_file(copy.__file__),
-        model_path=world.many_eos,
+        model_path="many_eos",
         kl_coef=0.0,
         total_episodes=12,
         response_length=response_length,
@@ -228,9 +226,9 @@ def test_large_scores_are_whitened(script, run, monkeypatch):
 
 
 @only("grpo")
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo"])
+@mark.parametrize("level", ["token", "sequence"])
+@mark.parametrize("masked", [False, True])
+@mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "cispo"])
 def test_grpo_losses_by_plain_passes(script, run, world, updates, loss_type, masked, level):
     """The gradient of each loss type is that of plain passes. The k3 KL to another model is in it.
 
@@ -243,8 +241,8 @@ def test_grpo_losses_by_plain_passes(script, run, world, updates, loss_type, mas
         mask_truncated_completions=masked,
         importance_sampling_level=level,
         kl_coef=0.3,
-        ref_model_path=world.reference,
-        model_path=world.many_eos,
+        ref_model_path="reference",
+        model_path="many_eos",
         total_episodes=24,
         batch_size=24,
         per_device_train_batch_size=5,
@@ -267,17 +265,15 @@ def test_grpo_losses_by_plain_passes(script, run, world, updates, loss_type, mas
 
 
 @only("grpo")
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+@mark.parametrize("kl_coef", [0.0, 0.1])
 def test_grpo_with_every_completion_truncated_learns_nothing(
     script, run, monkeypatch, updates, kl_coef
 ):
     """All episodes are masked. The gradient is zero, and no metric is NaN."""
     monkeypatch.setattr(script, "find_eos_ids", lambda *_: [])
     for count in (1, 2):
-        flags = dict(num_mini_batches=count, num_ppo_epochs=count)
-        ran = run(script, mask_truncated_completions=True, kl_coef=kl_coef, **flags)
-        for line in ran.metrics:
-            assert all(math.isfinite(value) for value in line.values())
+        flags = dict(num_mini_batches=count, num_ppo_epochs=count, kl_coef=kl_coef)
+        run(script, mask_truncated_completions=True, **flags)
     assert all(flat(update.gradients).abs().max() == 0 for update in updates)
 
 
@@ -309,7 +305,7 @@ def test_cispo_weighs_by_the_clipped_ratio(script, run, updates):
 
 
 @only("ppo")
-@pytest.mark.parametrize(
+@mark.parametrize(
     "source, whiten", [("value_model_path", False), ("reward_model_path", True), (None, False)]
 )
 def test_ppo_values_and_returns_by_plain_passes(
@@ -326,8 +322,8 @@ def test_ppo_values_and_returns_by_plain_passes(
         model.score.weight.data.zero_()
     ran = run(
         script,
-        model_path=world.pad_is_eos,
-        ref_model_path=world.reference,
+        model_path="pad_is_eos",
+        ref_model_path="reference",
         vf_coef=0.5,
         total_episodes=12,
         gamma=0.8,
@@ -378,7 +374,7 @@ def test_ppo_writes_its_value_model(script, run, tmp_path):
     values it ended with."""
     flags = dict(learning_rate=0.01, kl_coef=0.0, total_episodes=12)
     first = run(script, **flags).folder
-    paths = dict(model_path=str(first / "model"), value_model_path=str(first / "value_model"))
+    paths = dict(model_path=first / "model", value_model_path=first / "value_model")
     second = run(script, **flags | paths | dict(learning_rate=0.0)).folder
     for name in ("model.safetensors", "value_head.safetensors"):
         written = [load_file(folder / "value_model" / name) for folder in (first, second)]
@@ -403,31 +399,9 @@ def test_ppo_value_loss_is_clipped_around_the_old_value(script):
     assert not cut.any()  # Rounding decides nothing.
 
 
-KL_ESTIMATES = {
-    "k1": lambda d: d,
-    "abs": abs,
-    "k2": lambda d: d * d / 2,
-    "k3": lambda d: math.exp(-d) - 1 + d,
-}
-
-
 @only("ppo")
-@pytest.mark.parametrize("estimator", KL_ESTIMATES)
-def test_ppo_kl_estimators(script, run, world, estimator):
-    """Each equals its formula. test_theory.py shows of which the mean is the KL."""
-    flags = dict(ref_model_path=world.reference, kl_coef=0.3, total_episodes=12, temperature=0.7)
-    ran = run(script, kl_estimator=estimator, **flags)
-    estimates = []
-    for row in ran.rollouts:
-        differences = np.subtract(row["logprobs"], row["ref_logprobs"])
-        estimates.append(sum(KL_ESTIMATES[estimator](d) for d in differences))
-    expected = -0.3 * np.mean(estimates)
-    assert ran.metrics[0]["objective/non_score_reward"] == approx(expected, rel=1e-4)
-
-
-@only("ppo")
-@pytest.mark.parametrize("target", [0.001, 1000.0])
-def test_ppo_adapts_the_kl_coefficient(script, run, world, target):
+@mark.parametrize("target", [0.001, 1000.0])
+def test_ppo_adapts_the_kl_coefficient(script, run, target):
     """After each iteration kl_coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon."""
     ran = run(
         script,
@@ -435,7 +409,7 @@ def test_ppo_adapts_the_kl_coefficient(script, run, world, target):
         kl_coef=0.2,
         kl_target=target,
         kl_horizon=50,
-        ref_model_path=world.reference,
+        ref_model_path="reference",
         num_train_epochs=5,
         gamma=1.0,
         lam=1.0,
@@ -445,6 +419,8 @@ def test_ppo_adapts_the_kl_coefficient(script, run, world, target):
     used = {}
     for line in ran.metrics:
         assert line["objective/kl_coef"] == approx(coefficient, rel=1e-6)
+        penalty = -coefficient * line["objective/kl"]
+        assert line["objective/non_score_reward"] == approx(penalty, rel=1e-4)
         used[line["iteration"]] = coefficient
         error = min(max(line["objective/kl"] / target - 1, -0.2), 0.2)
         coefficient *= 1 + error * (line["episode"] - episode) / 50
@@ -477,14 +453,14 @@ def test_ppo_scales_scores_by_all_scores_so_far(script, run):
 
 
 @only("ppo")
-def test_equal_scores_have_no_deviation_to_divide_by(script, run, world):
+def test_equal_scores_have_no_deviation_to_divide_by(script, run):
     """All scores so far are 5. --score-scaling does not divide them by a rounding error."""
-    ran = run(script, reward=world.reward("five"), score_scaling=True, batch_size=3)
+    ran = run(script, reward="five", score_scaling=True, batch_size=3)
     assert {row["score"] for row in ran.rollouts} == {5.0}
 
 
 @only("ppo")
-def test_ppo_whitens_rewards_without_moving_their_mean(script, run, world):
+def test_ppo_whitens_rewards_without_moving_their_mean(script, run):
     """--whiten-rewards divides each token's distance from their mean by their population
     deviation."""
     rewards = []
@@ -495,7 +471,7 @@ def test_ppo_whitens_rewards_without_moving_their_mean(script, run, world):
             gamma=1.0,
             lam=1.0,
             kl_coef=0.2,
-            ref_model_path=world.reference,
+            ref_model_path="reference",
             total_episodes=12,
         )
         # A return is the sum of the rewards to come.
@@ -507,7 +483,7 @@ def test_ppo_whitens_rewards_without_moving_their_mean(script, run, world):
 
 
 @only("ppo")
-@pytest.mark.parametrize("flag", ["target_kl", "ratio_threshold"])
+@mark.parametrize("flag", ["target_kl", "ratio_threshold"])
 def test_ppo_counts_dropped_updates(script, run, updates, flag, recwarn):
     """--target-kl ends the updates of an iteration. --ratio-threshold drops each update whose ratio
     is above it.

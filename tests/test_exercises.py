@@ -8,6 +8,7 @@ import exercise_solutions as right
 import pytest
 import torch
 from conftest import HERE, import_file
+from pytest import mark, raises
 
 pytest_plugins = ["pytester"]
 FOLDER = HERE / "docs/exercises"
@@ -109,14 +110,14 @@ WRONG = {  # the message of each wrong answer
 }
 
 
-@pytest.mark.parametrize("exercise", TESTS)
+@mark.parametrize("exercise", TESTS)
 def test_a_wrong_answer_gets_its_message(exercise):
     for message, wrong in WRONG[exercise].items():
-        with pytest.raises(pytest.fail.Exception, match=re.escape(message)):
+        with raises(pytest.fail.Exception, match=re.escape(message)):
             TESTS[exercise](SimpleNamespace(**{FUNCTIONS[exercise]: wrong}))
 
 
-@pytest.mark.parametrize("exercise", TESTS)
+@mark.parametrize("exercise", TESTS)
 def test_the_solutions_pass(exercise):
     TESTS[exercise](right)
 
@@ -142,7 +143,7 @@ def clipped_loss(logprobs, *_):
 """
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "answers, status, messages",
     [
         (ANSWERS, 1, ["You take the most likely token", "in clipped_loss", "not written yet"]),

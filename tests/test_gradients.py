@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 from conftest import (
     MANY_EOS,
@@ -17,12 +16,10 @@ from conftest import (
     weights_of,
 )
 from plain import plain_gradient, row_logprobs, token_weights
-from pytest import approx
+from pytest import approx, mark, raises
 
 
-@pytest.mark.parametrize(
-    "policy", ["llama", "gpt2", "many_eos", "pad_is_eos", "emits_pad", *WINDOWS]
-)
+@mark.parametrize("policy", ["llama", "gpt2", "many_eos", "pad_is_eos", "emits_pad", *WINDOWS])
 def test_gradient_is_that_of_plain_passes(script, run, world, updates, tmp_path, policy):
     """The gradient of a single update is that of plain passes, which have no padding, no cache
     and no dropout. So are the log-probabilities of the sampler and of the reference."""
@@ -58,9 +55,9 @@ def trained_episodes(calls):
 
 
 @only("rloo", "grpo")
-@pytest.mark.parametrize("size, num_ppo_epochs", [(2, 1), (64, 2)])
+@mark.parametrize("size, num_ppo_epochs", [(2, 1), (64, 2)])
 def test_episodes_without_gradient_take_no_pass(
-    script, run, world, monkeypatch, updates, size, num_ppo_epochs
+    script, run, monkeypatch, updates, size, num_ppo_epochs
 ):
     """Without a KL in the loss, episodes with advantage 0 take no pass.
 
@@ -70,7 +67,7 @@ def test_episodes_without_gradient_take_no_pass(
         batch_size=24,
         num_train_epochs=4,
         kl_coef=0.0,
-        reward=world.reward("seldom"),
+        reward="seldom",
         stop_token_id=5,
         num_ppo_epochs=num_ppo_epochs,
         per_device_train_batch_size=size,
@@ -92,12 +89,10 @@ def test_episodes_without_gradient_take_no_pass(
 
 
 @only("rloo", "grpo")
-def test_episodes_that_have_a_gradient_take_a_pass(script, run, world, monkeypatch):
+def test_episodes_that_have_a_gradient_take_a_pass(script, run, monkeypatch):
     """With a KL in the loss or in the reward, episodes with equal scores have a gradient, too."""
     calls = record_calls(monkeypatch, script, "token_logprobs")
-    flags = dict(
-        batch_size=24, reward=world.reward("seldom"), ref_model_path=world.reference, kl_coef=0.1
-    )
+    flags = dict(batch_size=24, reward="seldom", ref_model_path="reference", kl_coef=0.1)
     metrics = run(script, **flags)[1]
     assert trained_episodes(calls) == metrics[-1]["episode"]
 
@@ -106,7 +101,7 @@ def test_episodes_that_have_a_gradient_take_a_pass(script, run, world, monkeypat
 def test_all_advantages_zero_is_a_step_of_zero_gradients(script, run, world, monkeypatch, updates):
     """Each update takes one pass. Its gradients are 0 and not None, and its weights stay."""
     calls = record_calls(monkeypatch, script, "token_logprobs")
-    ran = run(script, reward=world.reward("five"), kl_coef=0.0, num_train_epochs=2)
+    ran = run(script, reward="five", kl_coef=0.0, num_train_epochs=2)
     assert len(updates) == ran.metrics[-1]["step"] == trained_episodes(calls)
     assert all(flat(update.gradients).abs().max() == 0 for update in updates)
     assert distance(weights_of(world.llama), weights_of(ran.folder / "model")) == 0
@@ -116,7 +111,7 @@ def test_all_advantages_zero_is_a_step_of_zero_gradients(script, run, world, mon
         assert not line.keys() & (ratios | {"val/sampling_logprob_difference"})
 
 
-@pytest.mark.parametrize("norm", [math.inf, math.nan])
+@mark.parametrize("norm", [math.inf, math.nan])
 @only("rloo", "ppo")
 def test_a_gradient_norm_that_is_not_finite_stops_the_run(
     script, run, monkeypatch, updates, tmp_path, norm
@@ -126,8 +121,8 @@ def test_a_gradient_norm_that_is_not_finite_stops_the_run(
     accelerator = script.accelerate.Accelerator
     monkeypatch.setattr(accelerator, "clip_grad_norm_", lambda *_: torch.tensor(next(norms)))
     flags = dict(num_mini_batches=2, batch_size=6, num_train_epochs=2)
-    with pytest.raises(RuntimeError, match=f"iteration 2, step 3: gradient norm {norm}"):
-        run(script, output_dir=str(tmp_path / "out"), **flags)
+    with raises(RuntimeError, match=f"iteration 2, step 3: gradient norm {norm}"):
+        run(script, output_dir=tmp_path / "out", **flags)
     assert len(updates) == 2
     assert not (tmp_path / "out" / "model").exists()
 

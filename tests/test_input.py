@@ -25,88 +25,91 @@ from conftest import (
     make_tokenizer,
     one_text,
     only,
+    option,
     save_classifier,
     save_model,
     write_jsonl,
 )
+from pytest import raises
 from tokenizers.processors import TemplateProcessing
 
-BAD_FLAGS = [  # The message must name the first flag.
-    "batch_size: 0",
-    "batch_size: -12",
-    "batch_size: 13, num_mini_batches: 2",
-    "num_mini_batches: 0",
-    "num_mini_batches: -1",
-    "num_ppo_epochs: 0",
-    "per_device_train_batch_size: 0",
-    "per_device_rollout_batch_size: 0",
-    "response_length: 0",
-    "response_length: -1",
-    "total_episodes: -1",
-    "total_episodes: 0, dataset: mine.jsonl",
-    "max_prompt_length: 0",
-    "eval_every: 0",
-    "eval_every: 2, dataset: mine.jsonl",
-    "eval_k: 2",
-    "eval_k: 3, dataset: mine.jsonl, eval_temperature: 1.0",
-    "eval_reward: mine.py:score, dataset: mine.jsonl",
-    "eval_temperature: -1.0",
-    "save_every: 0",
-    "lora_r: 0",
-    "lora_alpha: 0",
-    "plan: 0",
-    "num_train_epochs: 0.0",
-    "num_train_epochs: .nan",
-    "warmup_steps: -1",
-    "warmup_steps: 3, lr_scheduler_type: constant",
-    "stop_token_id: -1",
-    "num_sample_generations: -1",
-    "seed: -1",
-    "temperature: 0.0",
-    "temperature: .inf",
-    "learning_rate: -0.001",
-    "learning_rate: .nan",
-    "kl_coef: -0.1",
-    "cliprange: -0.1",
-    "missing_eos_penalty: -1.0",
-    "weight_decay: -1.0",
-    "max_grad_norm: 0.0",
-    "max_grad_norm: .nan",
-    "log_with: no_such_tracker",
-    "log_with: mlflow",
-    "reward: none",
-    "resume: true",
-]
+# In each line the flags of a run. The message must name the first of them.
+BAD_FLAGS = """
+batch_size: 0
+batch_size: -12
+batch_size: 13, num_mini_batches: 2
+num_mini_batches: 0
+num_mini_batches: -1
+num_ppo_epochs: 0
+per_device_train_batch_size: 0
+per_device_rollout_batch_size: 0
+response_length: 0
+response_length: -1
+total_episodes: -1
+total_episodes: 0, dataset: mine.jsonl
+max_prompt_length: 0
+eval_every: 0
+eval_every: 2, dataset: mine.jsonl
+eval_k: 2
+eval_k: 3, dataset: mine.jsonl, eval_temperature: 1.0
+eval_reward: mine.py:score, dataset: mine.jsonl
+eval_temperature: -1.0
+save_every: 0
+lora_r: 0
+lora_alpha: 0
+plan: 0
+num_train_epochs: 0.0
+num_train_epochs: .nan
+warmup_steps: -1
+warmup_steps: 3, lr_scheduler_type: constant
+stop_token_id: -1
+num_sample_generations: -1
+seed: -1
+temperature: 0.0
+temperature: .inf
+learning_rate: -0.001
+learning_rate: .nan
+kl_coef: -0.1
+cliprange: -0.1
+missing_eos_penalty: -1.0
+weight_decay: -1.0
+max_grad_norm: 0.0
+max_grad_norm: .nan
+log_with: no_such_tracker
+log_with: mlflow
+reward: none
+resume: true
+"""
+# In bfloat16, the ratio of a completion would be rounding alone. With a horizon of 12, the KL
+# coefficient of a batch of 64 episodes would be negative.
 OWN_BAD_FLAGS = {
-    "rloo": [
-        "rloo_k: 1",
-        "rloo_k: 0",
-        "rloo_k: -3",
-        "batch_size: 8, rloo_k: 3, num_mini_batches: 2",
-        "dtype: bfloat16, num_ppo_epochs: 2",
-    ],
-    "grpo": [
-        "num_generations: 1",
-        "num_generations: 0",
-        "cliprange_high: -0.1",
-        "batch_size: 8, num_generations: 3, num_mini_batches: 2",
-        # the ratio of a completion
-        "dtype: bfloat16, num_ppo_epochs: 2, importance_sampling_level: sequence",
-    ],
-    "ppo": [
-        "kl_target: 0.0",
-        "kl_horizon: 0",
-        # The coefficient of a batch of 64 episodes would be negative.
-        "kl_horizon: 12, adaptive_kl: true",
-        "adaptive_kl: true, kl_coef: 0.0",
-        "target_kl: 0.0",
-        "ratio_threshold: -1.0",
-        "gamma: 1.1",
-        "lam: -0.1",
-        "cliprange_value: -0.1",
-        "vf_coef: -1.0",
-        "score_clip: 0.0",
-    ],
+    "rloo": """
+rloo_k: 1
+rloo_k: 0
+rloo_k: -3
+batch_size: 8, rloo_k: 3, num_mini_batches: 2
+dtype: bfloat16, num_ppo_epochs: 2
+""",
+    "grpo": """
+num_generations: 1
+num_generations: 0
+cliprange_high: -0.1
+batch_size: 8, num_generations: 3, num_mini_batches: 2
+dtype: bfloat16, num_ppo_epochs: 2, importance_sampling_level: sequence
+""",
+    "ppo": """
+kl_target: 0.0
+kl_horizon: 0
+kl_horizon: 12, adaptive_kl: true
+adaptive_kl: true, kl_coef: 0.0
+target_kl: 0.0
+ratio_threshold: -1.0
+gamma: 1.1
+lam: -0.1
+cliprange_value: -0.1
+vf_coef: -1.0
+score_clip: 0.0
+""",
 }
 WORDS = {  # what else the message says
     "max_grad_norm: 0.0": "above 0, or inf",
@@ -120,12 +123,12 @@ WORDS = {  # what else the message says
 
 def test_bad_flags_are_refused_by_name(script):
     """`Args` raises a ValueError. That is before anything is loaded or written."""
-    for line in BAD_FLAGS + OWN_BAD_FLAGS[script.__name__]:
+    lines = BAD_FLAGS + OWN_BAD_FLAGS[script.__name__]
+    for line in filter(None, lines.splitlines()):
         flags = yaml.safe_load("{" + line + "}")
-        name = next(iter(flags)).replace("_", "-")
-        with pytest.raises(ValueError, match=WORDS.get(line, "")) as raised:
+        with raises(ValueError, match=WORDS.get(line, "")) as raised:
             script.Args(**flags)
-        assert f"--{name}" in str(raised.value), line
+        assert option(next(iter(flags))) in str(raised.value), line
     num_ppo_epochs = 1 if script.__name__ == "rloo" else 2  # of a ratio for each token
     make_args(script, dtype="bfloat16", num_ppo_epochs=num_ppo_epochs)
     make_args(script, seed=2**32 - 1, max_grad_norm=math.inf, cliprange=0.0, eval_temperature=0.0)
@@ -142,7 +145,7 @@ def test_the_command_line_shows_them_with_status_2(script, capsys):
         "--learning-rat 1": "--learning-rate",
         "--no-such-flag": "no-such",
     }.items():
-        with pytest.raises(SystemExit) as stopped:
+        with raises(SystemExit) as stopped:
             tyro.cli(script.Args, args=line.split())
         assert stopped.value.code == 2
         assert words in capsys.readouterr().err, line
@@ -179,13 +182,13 @@ def test_bad_data_is_refused_by_file_and_line(script, refuses, tmp_path):
     for row, words in BAD_ROWS.items():
         file.write_text(GOOD + row + "\n" + GOOD, errors="surrogateescape")
         message = f"data.jsonl:2{ROW}.*{words}"
-        refuses(script, message, dataset=str(file), reward="exact_match")
-    refuses(script, "data.jsonl:2", eval_dataset=str(file))
+        refuses(script, message, dataset=file, reward="exact_match")
+    refuses(script, "data.jsonl:2", eval_dataset=file)
     file.write_text("")
-    refuses(script, "data.jsonl: has no rows", dataset=str(file))
+    refuses(script, "data.jsonl: has no rows", dataset=file)
     for flag in ("dataset", "eval_dataset"):
         missing = str(tmp_path / "no_such.jsonl")
-        refuses(script, f"--{flag.replace('_', '-')} .*no_such.jsonl", **{flag: missing})
+        refuses(script, f"{option(flag)} .*no_such.jsonl", **{flag: missing})
     for name in ("rows.csv", "rows.parquet", "someone/sums"):
         message = f"{name}: must be a .jsonl file, or a Hub dataset as NAME:SPLIT"
         refuses(script, message, eval_dataset=name)
@@ -215,7 +218,7 @@ def test_names_of_hub_datasets(script, monkeypatch):
         "sums:train[2:5]": "sums train[2:5]",
         "sums:main:train[:5]+test[5:]": "sums main train[:5]+test[5:]",
     }.items():
-        with pytest.raises(LookupError, match=re.escape(words)):
+        with raises(LookupError, match=re.escape(words)):
             script.load_prompts(script.Args(), name, "exact_match", make_tokenizer())
 
 
@@ -237,7 +240,7 @@ FEW = dict(total_episodes=3, batch_size=3)
 
 
 @only("rloo", "ppo")
-def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, world, tmp_path):
+def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, tmp_path):
     """The longest prompt and its response, without the last token, must fit into each model that
     computes them. Evaluation prompts count, too. A run that just fits is not refused."""
     room = 65 - max(map(len, make_prompts(7)))
@@ -252,7 +255,7 @@ def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, worl
         flags.append("value_model_path")
     for flag in flags:
         message = rf"{short} has 63 positions, .* needs 64"
-        refuses(script, message, response_length=room, **{flag: short}, error=script.UsageError)
+        refuses(script, message, response_length=room, **{flag: short})
 
 
 @only("rloo", "ppo")
@@ -279,7 +282,7 @@ def test_longrope_stays_within_its_original_positions(script, run, refuses, tmp_
         SimpleNamespace(rope_parameters={"full_attention": phi3}),  # for one type of layer
         SimpleNamespace(max_seq_len=longest),  # MPT's name
     ):
-        with pytest.raises(script.UsageError, match=f"policy {message}"):
+        with raises(script.UsageError, match=f"policy {message}"):
             script.check_positions("policy", config, longest + 1)
 
 
@@ -290,7 +293,7 @@ def test_a_reward_model_must_have_enough_positions(script, run, tmp_path):
     longest = max(map(len, make_prompts(7))) + 6
     path, _ = save_classifier(tmp_path / "short", max_position_embeddings=8)
     message = f"--reward-model-path {path} has 8 positions, .* --response-length"
-    with pytest.raises(script.UsageError, match=message):
+    with raises(script.UsageError, match=message):
         run(script, reward_model_path=path)
     path, _ = save_classifier(tmp_path / "enough", max_position_embeddings=longest)
     run(script, reward_model_path=path)
@@ -308,9 +311,9 @@ def test_tokens_that_the_model_does_not_have(script, run, refuses, tmp_path):
     message = f"--model-path {more}: a prompt has token {len(tokenizer) - 1}, "
     refuses(script, message, model_path=more, dataset=dataset)
     message = "EOS or --stop-token-id 99 is outside of the vocabulary"
-    refuses(script, message, stop_token_id=99, error=script.UsageError)
+    refuses(script, message, stop_token_id=99)
     never = save_model(tmp_path / "never", eos_ids=[EOS, 99])
-    refuses(script, message, model_path=never, error=script.UsageError)
+    refuses(script, message, model_path=never)
 
 
 @one_text
@@ -338,7 +341,7 @@ def test_a_model_must_give_the_same_in_padded_rows(
     bart = save_model(tmp_path / "bart", "bart")
     for dtype in ("float32", "bfloat16"):
         for flag in ("model_path", "ref_model_path"):
-            message = f"--{flag.replace('_', '-')} {bart} .* padded rows"
+            message = f"{option(flag)} {bart} .* padded rows"
             refuses(script, message, **{flag: bart}, dtype=dtype)
     models = 1  # The KL coefficient is 0 below, so there is no reference.
     if script.__name__ == "ppo":
@@ -381,8 +384,14 @@ def test_weights_that_do_not_fit_their_config_are_refused_by_name(script, refuse
         refuses(script, re.escape(path), weight, **flags, error=ValueError)
 
     default = script.Args
-    fits = dict(dataset=default.dataset, model_path=default.model_path, kl_coef=0.1)
-    fits |= dict(total_episodes=4, k=4, batch_size=16)
+    fits = dict(
+        dataset=default.dataset,
+        model_path=default.model_path,
+        kl_coef=0.1,
+        total_episodes=4,
+        k=4,
+        batch_size=16,
+    )
     wide = misfit(intermediate_size=100)
     weight = "layers.0.mlp.down_proj.weight"
     refuses_weight("layers.3.input_layernorm.weight", "model_path", misfit(num_hidden_layers=4))
@@ -404,8 +413,8 @@ def test_models_that_are_not_there(script, refuses, tmp_path):
     for flag in ("model_path", "ref_model_path", "reward_model_path"):
         refuses(script, "no/such/model", **{flag: "no/such/model"})
         # Here the libraries have messages of their own.
-        refuses(script, **{flag: str(tmp_path / "empty")})
-        refuses(script, **{flag: cut})
+        refuses(script, error=Exception, **{flag: tmp_path / "empty"})
+        refuses(script, error=Exception, **{flag: cut})
     if script.__name__ == "ppo":
         refuses(script, "no/such/model", value_model_path="no/such/model")
         other = save_model(tmp_path / "other", vocab_size=50)
@@ -427,8 +436,8 @@ def test_a_folder_without_a_whole_model(script, refuses, world, tmp_path):
         ("model_path", adapters),
         ("ref_model_path", adapters),
     ):
-        message = rf"--{flag.replace('_', '-')} {path} \(.*{advice}"
-        refuses(script, message, error=script.UsageError, **{flag: str(path)})
+        message = rf"{option(flag)} {path} \(.*{advice}"
+        refuses(script, message, **{flag: str(path)})
 
 
 MISTAKES = """
@@ -452,7 +461,7 @@ def test_a_mistake_ends_with_one_line(script, world, tmp_path):
     (tmp_path / "mine.py").write_text(MISTAKES)
 
     def start(**flags):
-        flags = base_flags(world) | FEW | flags
+        flags = base_flags(world, FEW | flags)
         return launch(script, 1, tmp_path, flags, PYTHONIOENCODING="ascii")
 
     for message, flags in {

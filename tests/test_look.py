@@ -10,9 +10,9 @@ import shutil
 import subprocess
 import sys
 
-import pytest
 import yaml
 from conftest import HERE, import_file, make_tokenizer, write_jsonl
+from pytest import approx, fixture, mark, raises
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
@@ -76,7 +76,7 @@ def episode(iteration, index, text, **changes):
     return row | changes
 
 
-@pytest.fixture
+@fixture
 def save(tmp_path):
     """save(rows, name) writes a run with groups of two, and returns its folder."""
     TOKENIZER.save_pretrained(tmp_path / "tokenizer")
@@ -93,7 +93,7 @@ def save(tmp_path):
     return save
 
 
-@pytest.fixture
+@fixture
 def open_page(tmp_path):
     """open_page(folders) writes their page, and returns its path and its data."""
 
@@ -117,7 +117,7 @@ def episodes_of(data):
     return [episode for card in data["cards"] for episode in card["groups"][0]]
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "tokenizer, last",
     [
         (make_tokenizer(), ["<eos>", "1"]),
@@ -156,17 +156,17 @@ def test_the_page_shows_the_rollouts_of_a_run(script, run, open_page):
     tokenizer = make_tokenizer()
     for row, shown in zip(ran.rollouts, episodes_of(data), strict=True):
         assert "".join(shown["texts"]) == tokenizer.decode(row["token_ids"])
-        assert shown["score"] == pytest.approx(row["score"])
+        assert shown["score"] == approx(row["score"])
         numbers = shown["numbers"]
-        assert numbers["-log p"] == pytest.approx([-x for x in row["logprobs"]], rel=0.01)
-        assert numbers["advantage"] == pytest.approx(row["advantage"], rel=0.01)
+        assert numbers["-log p"] == approx([-x for x in row["logprobs"]], rel=0.01)
+        assert numbers["advantage"] == approx(row["advantage"], rel=0.01)
         assert ("value" in numbers) == ("values" in row)
         assert ("⚠ truncated" in shown["notes"]) == (not row["ended"])
     assert {len(card["groups"][0]) for card in data["cards"]} == {ran.args.k}
     iterations, scores = zip(*data["runs"][0]["curves"]["objective/scores"])
     assert iterations == (1, 2)
     logged = [line["objective/scores"] for line in ran.metrics]
-    assert scores == pytest.approx(logged, rel=0.01)
+    assert scores == approx(logged, rel=0.01)
 
 
 def test_what_the_model_writes_is_data(save, open_page):
@@ -212,7 +212,7 @@ def test_numbers_that_are_missing_or_not_finite(save, open_page):
     assert about == "5 of 5 episodes"
 
 
-@pytest.mark.parametrize("part, least", [(4, 15), (40, 4)])
+@mark.parametrize("part, least", [(4, 15), (40, 4)])
 def test_a_large_run_is_cut_to_even_distances(save, open_page, monkeypatch, capsys, part, least):
     """First iterations are left out. Of the last eight, it is groups."""
     folder = save([episode(i, j, "x" * 40) for i in range(1, 101) for j in range(8)])
@@ -262,7 +262,7 @@ def test_two_runs_and_held_out_prompts(save, open_page):
 def test_without_rollouts_it_says_what_to_do(save, tmp_path, monkeypatch):
     """Without a name it takes the newest run. --help does not load transformers."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="no run in runs/"):
+    with raises(SystemExit, match="no run in runs/"):
         look.main(look.Args())
     old = save([episode(1, 0, "a")], "runs/a")
     os.utime(old / "metrics.jsonl", (1, 1))
@@ -271,7 +271,7 @@ def test_without_rollouts_it_says_what_to_do(save, tmp_path, monkeypatch):
     look.main(look.Args())
     assert '"name":"runs/b"' in (tmp_path / "runs/look.html").read_text()
     (new / "rollouts.jsonl").write_text("")
-    with pytest.raises(SystemExit, match="runs/b has no rollouts; run it with --save-rollouts"):
+    with raises(SystemExit, match="runs/b has no rollouts; run it with --save-rollouts"):
         look.main(look.Args())
     command = [sys.executable, "-X", "importtime", look.__file__, "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -307,8 +307,8 @@ document.title = JSON.stringify(steps);
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="needs chromium, a package of the distribution")
+@mark.slow
+@mark.skipif(BROWSER is None, reason="needs chromium, a package of the distribution")
 def test_the_page_in_a_browser(save, open_page, tmp_path):
     """The slider, the keys, sorting and filters work. Hostile text is text. The console is
     empty."""

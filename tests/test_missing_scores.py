@@ -7,9 +7,9 @@ import statistics
 
 import pytest
 import torch
-from conftest import distance, encode, only, read_jsonl, weights_of
+from conftest import distance, encode, load_policy, only, read_jsonl, weights_of
 from plain import DENOMINATORS, plain_gradient
-from transformers import AutoModelForCausalLM
+from pytest import approx, mark, raises
 
 grouped = only("rloo", "grpo")
 ONE_BATCH = dict(batch_size=24, total_episodes=24, seed=5)
@@ -29,7 +29,7 @@ def test_grpo_advantages_without_some_scores(script):
     deviation = statistics.stdev([1, 2, 6, 5, 2, 0.1, 0.1, 7])
     for scale, divisor in (("none", 1), ("batch", deviation)):
         advantages = script.grpo_advantages(torch.tensor(scores), 4, scale) * divisor
-        assert advantages.tolist() == pytest.approx(expected, rel=1e-4)
+        assert advantages.tolist() == approx(expected, rel=1e-4)
         alone = script.grpo_advantages(torch.tensor(scores[12:]), 4, scale)
         assert alone.tolist() == [0] * 4
 
@@ -55,7 +55,7 @@ def test_gradient_without_some_scores(script, run, world, updates):
     RLOO's KL is a part of the reward, so an episode without a score has no gradient. GRPO's KL is a
     part of the loss. Every episode has its gradient."""
     is_grpo = script.__name__ == "grpo"
-    flags = dict(reward=world.reward("unsure"), kl_coef=0.2, ref_model_path=world.reference)
+    flags = dict(reward="unsure", kl_coef=0.2, ref_model_path="reference")
     for name in ["grpo", "dapo", "dr_grpo", "cispo"] if is_grpo else ["rloo"]:
         if is_grpo:
             flags["loss_type"] = name
@@ -82,34 +82,34 @@ def test_gradient_without_some_scores(script, run, world, updates):
         advantages = [
             advantage for group in groups for advantage in plain_advantages(script, group)
         ]
-        assert [row["advantage"] for row in rows] == pytest.approx(advantages, rel=1e-4, abs=1e-5)
+        assert [row["advantage"] for row in rows] == approx(advantages, rel=1e-4, abs=1e-5)
         assert distance(plain_gradient(world.llama, rows, weights), updates[0].gradients) < 1e-5
 
 
 @only("rloo")
-def test_whitening_counts_only_scored_episodes(script, run, world):
+def test_whitening_counts_only_scored_episodes(script, run):
     """The population variance of the advantages of all episodes with a score is 1. Without any
     score it stays 0."""
     flags = dict(whiten_advantages=True, kl_coef=0.0, **ONE_BATCH)
-    rows = run(script, reward=world.reward("unsure"), **flags).rollouts
+    rows = run(script, reward="unsure", **flags).rollouts
     scored = [row["advantage"] for row in rows if row["score"] is not None]
     assert 0 < len(scored) < 24
-    assert statistics.mean(scored) == pytest.approx(0, abs=1e-6)
-    assert statistics.pvariance(scored) == pytest.approx(1, abs=1e-5)
-    rows = run(script, reward=world.reward("silent"), **flags).rollouts
+    assert statistics.mean(scored) == approx(0, abs=1e-6)
+    assert statistics.pvariance(scored) == approx(1, abs=1e-5)
+    rows = run(script, reward="silent", **flags).rollouts
     assert [row["advantage"] for row in rows] == [0.0] * 24
 
 
 @only("rloo")
-def test_a_part_that_is_none_adds_nothing(script, run, world):
+def test_a_part_that_is_none_adds_nothing(script, run):
     """The score is the sum of the parts that are there. An episode without any has no score."""
-    ran = run(script, **ONE_BATCH | dict(reward=world.reward("unsure_parts"), seed=3))
+    ran = run(script, **ONE_BATCH | dict(reward="unsure_parts", seed=3))
     columns = {"reward/letters": [], "reward/length": [], "score": []}
     for row in ran.rollouts:
         length = len(row["completion"])
         assert row["reward/length"] == (None if length < 4 else 0.5 * length)
         parts = without_none([row["reward/letters"], row["reward/length"]])
-        assert row["score"] == (pytest.approx(sum(parts), abs=1e-5) if parts else None)
+        assert row["score"] == (approx(sum(parts), abs=1e-5) if parts else None)
         for name, values in columns.items():
             values.append(row[name])
     [line] = ran.metrics
@@ -117,13 +117,13 @@ def test_a_part_that_is_none_adds_nothing(script, run, world):
     assert "reward/never" not in line
     line["score"] = line["objective/scores"]
     for name, values in columns.items():
-        assert line[name] == pytest.approx(statistics.mean(without_none(values)), rel=1e-5)
+        assert line[name] == approx(statistics.mean(without_none(values)), rel=1e-5)
 
 
 @grouped
 def test_a_run_without_any_score(script, run, world, capsys):
     """It ends, and the weights are as before. No mean of scores is logged, and no file has nan."""
-    flags = dict(reward=world.reward("silent"), eval_dataset=world.dataset(5), kl_coef=0.0)
+    flags = dict(reward="silent", eval_dataset=5, kl_coef=0.0)
     with pytest.warns(UserWarning, match="no score to any completion"):
         _, metrics, output_dir = run(script, **flags, num_mini_batches=2, num_ppo_epochs=2)
     assert " score " not in capsys.readouterr().out.splitlines()[-1]
@@ -134,17 +134,16 @@ def test_a_run_without_any_score(script, run, world, capsys):
     for line in lines:
         assert line["grad_norm"] == 0
         assert not {"objective/scores", "reward/", "val/ratio", "eval/scores"} & line.keys()
-        assert all(math.isfinite(value) for value in line.values())
     assert lines[-1]["eval/num_unscored"] == 5 and "eval/best_of_1" not in lines[-1]
     text = (output_dir / "rollouts.jsonl").read_text()
     assert '"score": null' in text and "NaN" not in text
 
 
-def test_evaluation_without_some_scores(script, run, world):
+def test_evaluation_without_some_scores(script, run):
     """eval/scores is the mean over the completions with a score, and eval/num_unscored counts the
     others. The best of k is that of the prompts whose completions all have one."""
-    flags = dict(eval_dataset=world.dataset(20, seed=2), eval_k=2, eval_temperature=1.0)
-    ran = run(script, eval_reward=world.reward("unsure"), **flags)
+    flags = dict(eval_dataset=20, eval_k=2, eval_temperature=1.0)
+    ran = run(script, eval_reward="unsure", **flags)
     rows = read_jsonl(ran.folder / "eval_rollouts.jsonl")[:40]  # of the first evaluation
     scores = [row["score"] for row in rows]
     scored = without_none(scores)
@@ -152,19 +151,26 @@ def test_evaluation_without_some_scores(script, run, world):
     best = [max(group) for group in groups if None not in group]
     assert 0 < len(best) < 20
     before, first, *_ = ran.metrics
-    assert before["eval/scores"] == pytest.approx(statistics.mean(scored))
-    assert before["eval/best_of_2"] == pytest.approx(statistics.mean(best))
+    assert before["eval/scores"] == approx(statistics.mean(scored))
+    assert before["eval/best_of_2"] == approx(statistics.mean(best))
     assert before["eval/num_unscored"] == 40 - len(scored)
     assert "objective/scores" in first and first["val/num_unscored"] == 0
 
 
 @grouped
-@pytest.mark.slow
-def test_two_processes_without_some_scores(script, same_on, world):
+@mark.slow
+def test_two_processes_without_some_scores(script, same_on):
     """Two processes give the run of one."""
-    flags = dict(reward=world.reward("unsure_parts"), num_train_epochs=2.0, learning_rate=1e-3)
-    flags |= dict(num_mini_batches=2, num_ppo_epochs=2, kl_coef=0.1)
-    flags |= dict(eval_dataset=world.dataset(3, seed=4), eval_reward=world.reward("unsure"))
+    flags = dict(
+        reward="unsure_parts",
+        num_train_epochs=2.0,
+        learning_rate=1e-3,
+        num_mini_batches=2,
+        num_ppo_epochs=2,
+        kl_coef=0.1,
+        eval_dataset=3,
+        eval_reward="unsure",
+    )
     own = {"rloo": dict(whiten_advantages=True), "grpo": dict(scale_rewards="batch")}
     flags |= own[script.__name__]
     metrics, _ = same_on(script, 2, flags, per_device_train_batch_size=3)
@@ -176,19 +182,19 @@ def test_ppo_refuses_an_episode_without_a_score(script, run, world, updates, tmp
     """The error names the prompt, and says what to return. No update of that iteration is made."""
     prompts = [row["prompt"] for row in read_jsonl(world.dataset(7))]
     message = "a completion of '(.+)' has no score: --reward gave None, and PPO needs a number"
-    with pytest.raises(script.UsageError, match=message) as raised:
-        run(script, reward=world.reward("none"), batch_size=6, num_train_epochs=2)
+    with raises(script.UsageError, match=message) as raised:
+        run(script, reward="no_score", batch_size=6, num_train_epochs=2)
     assert re.match(message, str(raised.value))[1] in prompts
     assert len(updates) == 1
 
 
-@pytest.mark.parametrize("flag", ["model_path", "ref_model_path"])
+@mark.parametrize("flag", ["model_path", "ref_model_path"])
 def test_nan_of_a_model_is_not_a_missing_score(script, run, world, tmp_path, updates, flag):
     """A broken policy or reference stops the run, in sampling or before the first update."""
     broken = shutil.copytree(world.reference, tmp_path / "broken")
-    model = AutoModelForCausalLM.from_pretrained(broken)
+    model = load_policy(broken)
     model.model.embed_tokens.weight.data[encode("=")] = math.inf
     model.save_pretrained(broken)
-    with pytest.raises(RuntimeError, match="a model gives nan or inf; are its weights whole"):
+    with raises(RuntimeError, match="a model gives nan or inf; are its weights whole"):
         run(script, **{flag: str(broken)}, kl_coef=0.1)
     assert not updates

@@ -85,7 +85,7 @@ def test_nano_makes_the_run_of_the_script(script, world, run, tmp_path, monkeypa
     model = save_model(tmp_path / "model", "gpt2", eos_ids=EOS_IDS[name], tokenizer=tokenizer)
     data = dict(dataset=world.dataset(7), eval_dataset=world.dataset(5, seed=1))
     flags = FLAGS | OWN[name] | data | dict(model_path=model)
-    ran = run(script, max_grad_norm=1.0, reward=world.reward(REWARDS[name]), **flags)
+    ran = run(script, max_grad_norm=1.0, reward=REWARDS[name], **flags)
     rewards = import_file(world.folder / "rewards.py")
     nano = run_nano(name, getattr(rewards, REWARDS[name]), **flags)
     assert compare(name, model, ran.folder, nano) < 1e-3

@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 from conftest import (
     HERE,
@@ -12,15 +11,17 @@ from conftest import (
     compare_runs,
     launch,
     launch_twice,
+    launched,
     only,
     read_jsonl,
     result_of,
 )
+from pytest import approx, mark
 
 NEEDED = "_setup_privateuseone_for_python_backend"
 LACKING = not hasattr(torch.utils.backend_registration, NEEDED) or not hasattr(torch._C, "_acc")
 REASON = f"torch {torch.__version__} has no {NEEDED}, with which Python makes a device"
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(LACKING, reason=REASON)]
+pytestmark = [mark.slow, mark.skipif(LACKING, reason=REASON)]
 
 # Three bugs: prompts, tokens, and what tells repeated episodes from others are on the CPU.
 BUGS = {
@@ -30,17 +31,14 @@ BUGS = {
 }
 
 
-def launch_on_device(script, folder, flags):
-    program = HERE / "tests" / "simulated_device.py"
-    return launch(script, 1, folder, flags, program=program, ACCELERATE_USE_CPU="false")
+# how `launch` takes it
+DEVICE = dict(program=HERE / "tests" / "simulated_device.py", ACCELERATE_USE_CPU="false")
 
 
 def run_on_device(script, world, folder, flags):
     """A run with the flags of the fixture `run`, on the device. It writes into `out`."""
-    flags = base_flags(world) | flags | dict(output_dir=folder / "out")
-    finished = launch_on_device(script, folder, flags)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert finished.stdout.startswith("1 x sim")
+    printed = launched(script, 1, folder, base_flags(world, flags), **DEVICE)
+    assert printed.startswith("1 x sim")
 
 
 @only("grpo", "ppo")
@@ -52,13 +50,13 @@ def test_float32(script, run, world, tmp_path):
         per_device_train_batch_size=4,
         per_device_rollout_batch_size=8,
         save_every=1,
-        eval_dataset=world.dataset(3, seed=4),
-        reward_model_path=world.classifier,
+        eval_dataset=3,
+        reward_model_path="classifier",
     )
     run_on_device(script, world, tmp_path, flags)
     compare_runs(run(script, **flags).folder, tmp_path / "out")
-    flags = base_flags(world) | flags | dict(output_dir=tmp_path / "resumed")
-    launch_twice(lambda flags: launch_on_device(script, tmp_path, flags), tmp_path, flags)
+    flags = base_flags(world, flags | dict(output_dir="resumed"))
+    launch_twice(script, 1, tmp_path, flags, **DEVICE)
     assert result_of(tmp_path / "resumed") == result_of(tmp_path / "out")
 
 
@@ -69,8 +67,8 @@ def test_bfloat16(script, run, world, tmp_path):
         lora_r=4,
         gradient_checkpointing=True,
         total_episodes=24,
-        model_path=world.mild,
-        reward_model_path=world.classifier,
+        model_path="mild",
+        reward_model_path="classifier",
     )
     run_on_device(script, world, tmp_path, flags)
     expected = run(script, **flags)
@@ -85,16 +83,16 @@ def test_bfloat16(script, run, world, tmp_path):
     for row, other in zip(rollouts[:12], expected.rollouts[:12], strict=True):
         if row["token_ids"] == other["token_ids"]:
             same += 1
-            assert row["logprobs"] == pytest.approx(other["logprobs"], abs=0.03)
+            assert row["logprobs"] == approx(other["logprobs"], abs=0.03)
     assert same >= 9
     if same == 12:
         grad_norm = expected.metrics[0]["grad_norm"]
-        assert metrics[0]["grad_norm"] == pytest.approx(grad_norm, rel=0.05)
+        assert metrics[0]["grad_norm"] == approx(grad_norm, rel=0.05)
 
 
-@pytest.mark.parametrize("text", BUGS)
+@mark.parametrize("text", BUGS)
 def test_tensors_on_two_devices_are_refused(text, world, tmp_path):
     """The device refuses bugs that a CPU does not show. Each is put into a copy of rloo.py."""
     copy = changed_copy(MODULES["rloo"], tmp_path, text, BUGS[text])
-    finished = launch_on_device(copy, tmp_path, base_flags(world))
+    finished = launch(copy, 1, tmp_path, base_flags(world), **DEVICE)
     assert "RuntimeError: Expected all tensors to be on the same device" in finished.stderr

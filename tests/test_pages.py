@@ -25,6 +25,7 @@ import tyro
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from conftest import HERE, MODULES, SCRIPTS, import_file
+from pytest import fixture, mark
 from torch.distributed.run import get_args_parser
 
 README = HERE / "README.md"
@@ -34,7 +35,7 @@ SOURCES = {}  # the text of every program and patch, by its path
 for folder in ("", "benchmark/", "benchmark/*/", "docs/*/", "tests/", "tests/*/"):
     for path in [*HERE.glob(f"{folder}*.py"), *HERE.glob(f"{folder}*.patch")]:
         SOURCES[str(path.relative_to(HERE))] = path.read_text(encoding="utf-8")
-of_each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HERE)))
+of_each_page = mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HERE)))
 
 
 def read(page: Path) -> str:
@@ -119,7 +120,7 @@ def patched(name, patches, folder):
     return import_file((folder / f"{name}.py").rename(folder / f"{name}_patched.py"))
 
 
-@pytest.fixture(scope="session")
+@fixture(scope="session")
 def load(tmp_path_factory):
     """load(name of a script, patches): the script with these patches, as a module."""
 
@@ -310,7 +311,7 @@ def test_the_fields_of_trl_are_in_the_tables():
 FEW = " --total-episodes 64 --num-sample-generations 0"
 
 
-@pytest.fixture
+@fixture
 def run(tmp_path):
     """run(command) runs it in a copy of scripts and benchmark/, with what README's commands take
     as yours."""
@@ -358,8 +359,8 @@ ELSEWHERE = ("pip", "pytest", "python benchmark/all.py")  # test_benchmarks.py h
 README_COMMANDS = [c for c in dict.fromkeys(commands(README)) if not c.startswith(ELSEWHERE)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", README_COMMANDS)
+@mark.slow
+@mark.parametrize("command", README_COMMANDS)
 def test_the_commands_of_the_readme(command, run):
     if "plot.py" in command:
         run_few(run, "python rloo.py")
@@ -381,14 +382,14 @@ def test_the_commands_of_the_readme(command, run):
         run(command)
 
 
-@pytest.mark.slow
+@mark.slow
 def test_the_recipe_of_merging_adapters(run):
     run_few(run, "python rloo.py --lora-r 2 --output-dir runs/x")
     run(recipe("python -c"))
     run_few(run, "python rloo.py --model-path merged --response-length 8")
 
 
-@pytest.mark.slow
+@mark.slow
 def test_the_recipe_of_two_machines(run):
     """Two launchers on one machine, of one process each."""
     with socket.socket() as free:

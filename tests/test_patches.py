@@ -11,26 +11,37 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import conftest
 import numpy as np
-import pytest
 import torch
 import tyro
-from conftest import HERE, MODULES, distance, encode, import_file, make_prompts, read_jsonl
+from conftest import (
+    HERE,
+    MODULES,
+    SCRIPTS,
+    distance,
+    encode,
+    fresh_imports,
+    import_file,
+    load_policy,
+    make_prompts,
+    read_jsonl,
+    record_calls,
+    reset_accelerate,
+    weights_of,
+)
 from plain import plain_gradient, token_weights
-from pytest import approx
+from pytest import approx, fixture, mark, raises
 from test_pages import commands, diffs, patched
-from transformers import AutoModelForCausalLM
 
 PATCHES = sorted(str(path.relative_to(HERE)) for path in HERE.glob("benchmark/*/*.patch"))
 REFUSED = "sampling and training give log-probabilities"
 broken = import_file(HERE / "benchmark/failures/broken.py")
 
 
-@pytest.mark.parametrize("patch", PATCHES)
+@mark.parametrize("patch", PATCHES)
 def test_a_patch_applies(patch, tmp_path):
     """The scripts that it names stay clean."""
-    for name in conftest.SCRIPTS:
+    for name in SCRIPTS:
         shutil.copy(HERE / f"{name}.py", tmp_path)
     subprocess.run(["git", "apply", HERE / patch], cwd=tmp_path, check=True)
     named = re.findall(r"^diff --git a/(\S+)", (HERE / patch).read_text(), re.M)
@@ -55,7 +66,7 @@ def scores_are_the_advantages(module, rows, world, updates, **_):
     assert [row["advantage"] for row in rows] == approx(scores)
     expected = plain_gradient(world.llama, rows, token_weights(MODULES["rloo"], rows))
     assert distance(expected, updates[0].gradients) < 1e-4
-    with pytest.raises(ValueError, match="only one update"):
+    with raises(ValueError, match="only one update"):
         module.Args(num_ppo_epochs=2)
 
 
@@ -165,7 +176,7 @@ def the_entropy_has_its_gradient(rows, world, updates, **_):
     """By plain passes of all episodes: also of those with advantage 0, which the script as it is
     leaves out."""
     assert any(row["advantage"] == 0 for row in rows)
-    model = AutoModelForCausalLM.from_pretrained(world.llama).eval()
+    model = load_policy(world.llama)
     for row in rows:
         prompt = encode(row["prompt"])
         logits = model(torch.tensor([prompt + row["token_ids"]])).logits[0]
@@ -178,7 +189,7 @@ def the_entropy_has_its_gradient(rows, world, updates, **_):
     assert distance(both, policy) > 0.1
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "patch, script, flags, check", VARIANTS, ids=[check.__name__ for *_, check in VARIANTS]
 )
 def test_a_variant_keeps_its_promise(
@@ -186,12 +197,12 @@ def test_a_variant_keeps_its_promise(
 ):
     module = patched(script, [patch], tmp_path)
     monkeypatch.setattr(module, "LOGITS_AT_ONCE", 100)  # The head runs in pieces.
-    calls = conftest.record_calls(monkeypatch, module, "map_episodes")
-    flags = dict(reward="letters", ref_model_path=world.reference, total_episodes=24) | flags
-    ran = run(module, **flags | dict(reward=world.reward(flags["reward"])))
+    calls = record_calls(monkeypatch, module, "map_episodes")
+    flags = dict(reward="letters", ref_model_path="reference", total_episodes=24) | flags
+    ran = run(module, **flags)
     metrics = ran.metrics
     assert metrics[0]["val/sampling_logprob_difference"] < 1e-4
-    rows = [row for row in ran.rollouts if row["iteration"] == 1]
+    rows = ran.rows_of(1)
     check(module=module, rows=rows, metrics=metrics, world=world, updates=updates, calls=calls)
 
 
@@ -207,7 +218,7 @@ def test_every_patch_is_tested():
 PAPERS = "remax rejected opo maxrl pass_at_4 gdpo two_sided sapo dppo gmpo vespo masked ppo entropy"
 
 
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def papers(tmp_path_factory):
     """The scripts with the changes that the page shows, in its order."""
     folder = tmp_path_factory.mktemp("papers")
@@ -233,7 +244,7 @@ def loss_and_gradient(module, old_logprobs, logprobs, advantage, **flags):
     return [loss.item(), *logprobs.grad[0].tolist()]
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "p_old, p, advantage, weight",
     [
         (0.5, 0.75, 2.0, 0),  # 0.25 more likely, which is more than 0.2
@@ -248,7 +259,7 @@ def test_dppo(papers, p_old, p, advantage, weight):
     assert found == approx([-advantage * weight] * 2, rel=1e-5)
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "first, second, advantage, mean, first_moves",
     [
         (-1.0, -2.2, 1.0, (0.4 - 0.2) / 2, 0),
@@ -264,7 +275,7 @@ def test_gmpo(papers, first, second, advantage, mean, first_moves):
     assert found == approx([loss, loss * first_moves / 2, loss / 2])
 
 
-@pytest.mark.parametrize("advantage, power, rate", [(2.0, 2, 3), (-2.0, 3, 2)])
+@mark.parametrize("advantage, power, rate", [(2.0, 2, 3), (-2.0, 3, 2)])
 def test_vespo(papers, advantage, power, rate):
     found = loss_and_gradient(papers.vespo, [-2.0, -2.0], [-1.5, -2.2], advantage)
     w = math.exp(0.5 - 0.2)  # of the completion
@@ -309,9 +320,9 @@ def test_losses_of_papers(papers):
     assert is_left == [False, True, True]
 
 
-def test_remax(papers, run, world, monkeypatch):
-    rollouts = conftest.record_calls(monkeypatch, papers.remax, "generate")
-    ran = run(papers.remax, reward=world.reward("letters"), kl_coef=0.0, total_episodes=12)
+def test_remax(papers, run, monkeypatch):
+    rollouts = record_calls(monkeypatch, papers.remax, "generate")
+    ran = run(papers.remax, reward="letters", kl_coef=0.0, total_episodes=12)
     _, greedy = rollouts
     assert greedy.inputs["temperature"] == 0
     for i, row in enumerate(ran.rollouts):
@@ -322,9 +333,9 @@ def test_remax(papers, run, world, monkeypatch):
         assert row["advantage"] == approx(row["score"] - baseline, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["rejected", "opo"])
-def test_baselines_of_papers(papers, run, world, name):
-    flags = dict(reward=world.reward("seldom"), kl_coef=0.0, total_episodes=12)
+@mark.parametrize("name", ["rejected", "opo"])
+def test_baselines_of_papers(papers, run, name):
+    flags = dict(reward="seldom", kl_coef=0.0, total_episodes=12)
     rows = run(getattr(papers, name), **flags).rollouts
     for i in range(0, 12, 3):
         group = rows[i : i + 3]
@@ -336,8 +347,8 @@ def test_baselines_of_papers(papers, run, world, name):
         assert [row["advantage"] for row in group] == approx(expected, abs=1e-5)
 
 
-def test_gdpo(papers, run, world):
-    rows = run(papers.gdpo, reward=world.reward("parts"), total_episodes=12).rollouts
+def test_gdpo(papers, run):
+    rows = run(papers.gdpo, reward="parts", total_episodes=12).rollouts
     advantages = torch.zeros(12)
     for name in ("reward/length", "reward/ones"):
         part = torch.tensor([row[name] for row in rows])
@@ -355,10 +366,10 @@ def test_vapo(papers, run):
         assert row["advantage"] == approx([0.0] * (count - 1) + [row["score"]])
 
 
-def test_top_entropy_tokens(papers, run, world, monkeypatch):
-    rollouts = conftest.record_calls(monkeypatch, papers.entropy, "generate")
-    losses = conftest.record_calls(monkeypatch, papers.entropy, "grpo_loss")
-    run(papers.entropy, ref_model_path=world.reference, total_episodes=12)
+def test_top_entropy_tokens(papers, run, monkeypatch):
+    rollouts = record_calls(monkeypatch, papers.entropy, "generate")
+    losses = record_calls(monkeypatch, papers.entropy, "grpo_loss")
+    run(papers.entropy, ref_model_path="reference", total_episodes=12)
     batch = rollouts[0].result
     entropies = batch.entropies[batch.mask].tolist()
     is_trained = batch.entropies >= np.quantile(entropies, 0.8)
@@ -378,7 +389,7 @@ def load_engine(script, folder):
     return vllm, patched(script, [f"benchmark/engine/{script}.patch"], folder)
 
 
-@pytest.mark.parametrize("script", ["rloo", "grpo"])
+@mark.parametrize("script", ["rloo", "grpo"])
 def test_the_engine_makes_the_plain_run(script, run, tmp_path):
     """The same completions and weights. The engine is shut down."""
     vllm, module = load_engine(script, tmp_path)
@@ -390,28 +401,28 @@ def test_the_engine_makes_the_plain_run(script, run, tmp_path):
         assert [row[name] for row in ran.rollouts] == [row[name] for row in plain.rollouts]
     norm = plain.metrics[0]["grad_norm"]
     assert ran.metrics[0]["grad_norm"] == approx(norm, rel=1e-3)
-    weights = [conftest.weights_of(folder / "model") for folder in (ran.folder, plain.folder)]
+    weights = [weights_of(folder / "model") for folder in (ran.folder, plain.folder)]
     assert distance(*weights) < 1e-5
     assert vllm.engines[0].is_shut_down
     cut = run(module, **ENGINE_FLAGS | dict(num_train_epochs=1.0), weight_cap=1e-6)
     assert cut.metrics[0]["grad_norm"] < 1e-4 * norm
 
 
-@pytest.mark.parametrize("forgotten", ["collective_rpc", "reset_prefix_cache"])
+@mark.parametrize("forgotten", ["collective_rpc", "reset_prefix_cache"])
 def test_an_engine_with_old_weights_or_old_prompts_stops_the_run(
     forgotten, run, tmp_path, monkeypatch
 ):
     vllm, module = load_engine("rloo", tmp_path)
     monkeypatch.setattr(vllm.LLM, forgotten, lambda *_, **__: None)
-    with pytest.raises((RuntimeError, AssertionError), match=f"{REFUSED}|the prefix cache holds"):
+    with raises((RuntimeError, AssertionError), match=f"{REFUSED}|the prefix cache holds"):
         run(module, **ENGINE_FLAGS)
 
 
 def train(module, command, tmp_path):
     """Run a command of a page with one batch. Returns the metrics."""
-    conftest.reset_accelerate()
+    reset_accelerate()
     flags = f"{command} --total-episodes 64 --num-sample-generations 0 --output-dir {tmp_path}/run"
-    with conftest.fresh_imports():
+    with fresh_imports():
         module.main(tyro.cli(module.Args, args=flags.split()))
     return read_jsonl(tmp_path / "run/metrics.jsonl")[1]
 
@@ -435,7 +446,7 @@ BROKEN = [re.search(r"broken.py (.*) (\w+)\.py (.*)", command) for command in co
 BROKEN = [found.groups() for found in BROKEN if found]
 
 
-@pytest.mark.parametrize("breaks, script, flags", BROKEN)
+@mark.parametrize("breaks, script, flags", BROKEN)
 def test_a_broken_function_shows_its_symptom(breaks, script, flags, tmp_path, monkeypatch):
     """The page's commands with one batch. The healthy script has no symptom. Where a run stops, the
     page shows why."""
@@ -445,6 +456,6 @@ def test_a_broken_function_shows_its_symptom(breaks, script, flags, tmp_path, mo
         assert SYMPTOMS[breaks](train(module, flags, tmp_path / "broken"))
         assert not SYMPTOMS[breaks](train(MODULES[script], flags, tmp_path / "healthy"))
         return
-    with pytest.raises(RuntimeError, match=REFUSED) as refused:
+    with raises(RuntimeError, match=REFUSED) as refused:
         train(module, flags, tmp_path)
     assert f"RuntimeError: {refused.value}" in FAILURES.read_text()

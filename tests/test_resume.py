@@ -17,7 +17,8 @@ import filelock
 import pytest
 import torch
 import yaml
-from conftest import KILLS, contents, import_file, one_text, only, result_of, write_jsonl
+from conftest import KILLS, contents, import_file, one_text, only, option, result_of, write_jsonl
+from pytest import fixture, raises
 from safetensors.torch import load_file
 
 kill_at = import_file(KILLS).kill_at
@@ -33,16 +34,16 @@ SAVING = dict(  # four iterations of two updates, the last one of three episodes
 )
 
 
-@pytest.fixture
-def flags(script, world):
+@fixture
+def flags(script):
     """Those of a run that saves and evaluates."""
-    flags = SAVING | dict(eval_dataset=world.dataset(3, seed=4), eval_every=2)
+    flags = SAVING | dict(eval_dataset=3, eval_every=2)
     if script.__name__ == "ppo":  # Here state.json hands more than counts to the next iteration.
         flags |= dict(adaptive_kl=True, kl_horizon=50, score_scaling=True, score_norm=True)
     return flags
 
 
-@pytest.fixture
+@fixture
 def expected(script, flags, run, cache={}):
     """The results of a run that is never stopped."""
     if script.__name__ not in cache:
@@ -50,14 +51,14 @@ def expected(script, flags, run, cache={}):
     return cache[script.__name__]
 
 
-@pytest.fixture
+@fixture
 def stopped_after(killed):
     """stopped_after(script, folder, iteration, **flags) kills a run in the iteration after this.
     Returns its folder."""
 
     def stopped_after(script, folder, iteration, **flags):
         strike = partial(kill_at, script, "loading", iteration + 1)
-        killed(script, strike, output_dir=str(folder), **flags)
+        killed(script, strike, output_dir=folder, **flags)
         return folder
 
     return stopped_after
@@ -83,7 +84,7 @@ def whole_checkpoints(output_dir):
 def test_a_run_killed_in_every_phase(script, killed, run, tmp_path, flags, expected):
     """One command is killed in each phase, and started again each time. The results are those of an
     unbroken run."""
-    flags |= dict(output_dir=str(tmp_path / "out"), resume=True)
+    flags |= dict(output_dir=tmp_path / "out", resume=True)
     for phase, call in (
         ("rollout", 1),  # of the first iteration
         ("training", 4),  # of the second iteration, which has made one of its two updates
@@ -109,10 +110,10 @@ def test_a_killed_start_does_not_stand_in_the_way(
     """The run was killed while it wrote args.yaml. The same command starts it again. Other files
     are not cut."""
     own = Path(write_jsonl(tmp_path / "metrics.jsonl", [{"mine": 1}]))
-    with pytest.raises(FileNotFoundError, match="args.yaml"):
-        run(script, output_dir=str(tmp_path), resume=True)
+    with raises(FileNotFoundError, match="args.yaml"):
+        run(script, output_dir=tmp_path, resume=True)
     assert own.stat().st_size > 0
-    flags |= dict(output_dir=str(tmp_path / "out"), resume=True)
+    flags |= dict(output_dir=tmp_path / "out", resume=True)
     killed(script, partial(write_half, "args"), **flags)
     # The next start fails before its first metrics. Then the folder is free for other flags.
     stopped_after(script, tmp_path / "out", 0, **SAVING | dict(learning_rate=1.0))
@@ -123,7 +124,7 @@ def test_a_killed_start_does_not_stand_in_the_way(
 @one_text
 def test_a_folder_belongs_to_one_process(script, run, tmp_path, flags, expected):
     """Another process is refused as long as the first one lives. SIGKILL gives the folder back."""
-    flags |= dict(output_dir=str(tmp_path / "out"), resume=True)
+    flags |= dict(output_dir=tmp_path / "out", resume=True)
     fork = multiprocessing.get_context("fork")
     has_begun = fork.Event()
 
@@ -134,7 +135,7 @@ def test_a_folder_belongs_to_one_process(script, run, tmp_path, flags, expected)
     process = fork.Process(target=first, daemon=True)
     process.start()
     assert has_begun.wait(60)
-    with pytest.raises(filelock.Timeout, match=str(tmp_path / "out" / ".lock")):
+    with raises(filelock.Timeout, match=str(tmp_path / "out" / ".lock")):
         run(script, **flags)
     process.kill()
     process.join()
@@ -170,8 +171,8 @@ def test_damaged_files(script, run, stopped_after, tmp_path, flags, expected, ca
     ):
         whole = (newest / name).read_bytes()
         (newest / name).write_bytes(damage)
-        with pytest.raises(Exception):  # a library's own, after a line that names the folder
-            run(script, output_dir=str(stopped), **flags)
+        with raises(Exception):  # a library's own, after a line that names the folder
+            run(script, output_dir=stopped, **flags)
         message = f"--resume from {newest}; remove it if it is damaged"
         assert message in capsys.readouterr().out
         (newest / name).write_bytes(whole)
@@ -183,7 +184,7 @@ def test_damaged_files(script, run, stopped_after, tmp_path, flags, expected, ca
     (empty / "metrics.jsonl").unlink()
     shutil.rmtree(newest)
     for folder in (stopped, cut, empty):
-        run(script, output_dir=str(folder), **flags)
+        run(script, output_dir=folder, **flags)
         assert result_of(folder)[1] == expected[1]
         assert b"\0" not in (folder / "metrics.jsonl").read_bytes()
     assert result_of(stopped) == expected
@@ -198,7 +199,7 @@ def test_only_the_runs_own_lines_are_cut(
     output_dir = tmp_path / "out"
     output_dir.mkdir()
     dataset = shutil.copy(world.dataset(7), output_dir / "train.jsonl")
-    flags |= dict(dataset=str(dataset))
+    flags |= dict(dataset=dataset)
     stopped_after(script, output_dir, 2, **flags)
     before = contents(output_dir)
     for name in ("metrics.jsonl", "rollouts.jsonl"):
@@ -211,7 +212,7 @@ def test_only_the_runs_own_lines_are_cut(
     assert after == before
     notes = output_dir / "checkpoints" / "mine.txt"
     notes.write_text("kept")
-    run(script, output_dir=str(output_dir), **flags)
+    run(script, output_dir=output_dir, **flags)
     assert result_of(output_dir) == expected
     assert list(notes.parent.iterdir()) == [notes]  # A finished run removes its own checkpoints.
     assert dataset.read_bytes() == before["train.jsonl"]
@@ -238,16 +239,16 @@ def test_the_newest_two_checkpoints_are_kept(script, stopped_after, tmp_path):
 
 
 @one_text
-def test_a_finished_run_makes_no_step(script, run, world, capsys, caplog, updates):
+def test_a_finished_run_makes_no_step(script, run, capsys, caplog, updates):
     """A finished run that is started again says so, and changes nothing. Saving tied weights gives
     no warning."""
-    flags = SAVING | dict(model_path=world.gpt2)
+    flags = SAVING | dict(model_path="gpt2")
     output_dir = run(script, **flags).folder
     assert "shared" not in caplog.text
     before = contents(output_dir)
     updates.clear()
-    with pytest.raises(SystemExit) as stopped:
-        run(script, output_dir=str(output_dir), resume=True, **flags)
+    with raises(SystemExit) as stopped:
+        run(script, output_dir=output_dir, resume=True, **flags)
     assert not stopped.value.code
     assert not updates
     assert contents(output_dir) == before
@@ -260,13 +261,13 @@ def test_another_run_is_refused(script, run, stopped_after, world, tmp_path, fla
     run is refused by name, and so is a dataset with other rows. Nothing is changed. A flag that is
     newer than the run had its default."""
     dataset = Path(shutil.copy(world.dataset(7), tmp_path / "growing.jsonl"))
-    flags |= dict(dataset=str(dataset))
+    flags |= dict(dataset=dataset)
     stopped = stopped_after(script, tmp_path / "out", 2, **flags)
-    flags |= dict(output_dir=str(stopped), resume=True)
+    flags |= dict(output_dir=stopped, resume=True)
 
     def is_refused(message, **changed):
         before = contents(stopped)
-        with pytest.raises(ValueError, match=message):
+        with raises(ValueError, match=message):
             run(script, **flags | changed)
         assert contents(stopped) == before
 
@@ -281,7 +282,7 @@ def test_another_run_is_refused(script, run, stopped_after, world, tmp_path, fla
     (tmp_path / "metrics.jsonl").rename(stopped / "metrics.jsonl")
     taken = tmp_path / "taken"  # The run's model would replace the one that is there.
     (taken / "model").mkdir(parents=True)
-    is_refused(f"--output-dir {taken} holds a run", resume=False, output_dir=str(taken))
+    is_refused(f"--output-dir {taken} holds a run", resume=False, output_dir=taken)
     had = f"the run in {stopped} has .* To train longer, "
     for flag, value in dict(
         seed=9,
@@ -291,7 +292,7 @@ def test_another_run_is_refused(script, run, stopped_after, world, tmp_path, fla
         num_train_epochs=5.0,
         weight_decay=0.5,
     ).items():
-        is_refused(f"--{flag.replace('_', '-')} {value}: {had}", **{flag: value})
+        is_refused(f"{option(flag)} {value}: {had}", **{flag: value})
     text = dataset.read_text()
     for other, count in ((text + text, 14), (text.replace('"1"', '"2"'), 7)):
         dataset.write_text(other)
@@ -310,7 +311,7 @@ def test_flags_that_do_not_make_another_run_may_change(
     """These flags change memory, or what is shown and kept. They do not change what is computed."""
     stopped = stopped_after(script, tmp_path / "out", 2, **flags)
     flags |= dict(
-        output_dir=str(stopped),
+        output_dir=stopped,
         resume=True,
         per_device_train_batch_size=2,
         per_device_rollout_batch_size=3,
@@ -338,7 +339,7 @@ def test_a_resumed_lora_run_is_the_run_that_never_stopped(script, run, stopped_a
     kept = load_file(stopped / "checkpoints" / "iteration_00000002" / "model.safetensors")
     assert kept
     assert all(re.search("lora_|value_head", name) for name in kept)
-    run(script, output_dir=str(stopped), resume=True, **flags)
+    run(script, output_dir=stopped, resume=True, **flags)
     unbroken = result_of(run(script, **flags).folder)
     assert list(unbroken[1]) == ["adapter_model.safetensors"]
     assert result_of(stopped) == unbroken
@@ -364,10 +365,10 @@ def test_a_full_disk_leaves_the_checkpoint_before(
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    flags |= dict(output_dir=str(output_dir))
+    flags |= dict(output_dir=output_dir)
     with monkeypatch.context() as patch:
         patch.setattr(script, "save_checkpoint", save_without_room)
-        with pytest.raises(Exception, match="(?i)file too large|iostream|write"):
+        with raises(Exception, match="(?i)file too large|iostream|write"):
             run(script, **flags)
     assert whole_checkpoints(output_dir) == ["1", "2"]
     assert not (output_dir / "model").exists()

@@ -8,7 +8,6 @@ import traceback
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from conftest import (
     EOS,
@@ -28,20 +27,11 @@ from conftest import (
     save_classifier,
     write_jsonl,
 )
+from pytest import approx, mark, raises
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-RECORDING = '''
-import json, pathlib
-
-def record(**inputs):
-    """Writes down all that it is called with."""
-    assert all(isinstance(values, list) for values in inputs.values()), inputs
-    with open(pathlib.Path(__file__).with_suffix(".jsonl"), "a") as file:
-        file.write(json.dumps(inputs) + "\\n")
-    return [float(len(ids)) for ids in inputs["completion_ids"]]
-'''
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}{{ '=' if m['role'] == 'user' else '' }}{% endfor %}"
     "{{ '-' if add_generation_prompt else mark }}"
@@ -68,18 +58,17 @@ def test_a_reward_is_called_as_trl_calls_it(script, run, tmp_path, world):
 
     Every keyword has a list. completion_ids include the EOS. A column that a row lacks is None
     there. Where the prompt of a row is a list of messages, its completion is one, too."""
-    (tmp_path / "recording.py").write_text(RECORDING)
     chat = {"prompt": user("22"), "answer": 4, "level": "hard"}
     rows = [{"prompt": "1+1=", "answer": "2"}, chat]
     ran = run(
         script,
         dataset=write_jsonl(tmp_path / "data.jsonl", rows),
-        reward=f"{tmp_path / 'recording.py'}:record",
+        reward="record",
         model_path=chat_policy(world, tmp_path / "policy"),
         num_train_epochs=12,
         batch_size=24,
     )
-    calls = read_jsonl(tmp_path / "recording.jsonl")
+    calls = read_jsonl(world.folder / "recorded.jsonl")
     assert len(calls) == len(ran.metrics)
     called = {name: [] for name in calls[0]}
     for call in calls:
@@ -113,11 +102,11 @@ def test_exact_match(script):
 
 
 @only("rloo", "grpo")
-def test_a_reward_that_names_its_prompt_comes_back_to_it(script, run, world):
+def test_a_reward_that_names_its_prompt_comes_back_to_it(script, run):
     """Every episode has the score of its own prompt, also where a prompt is drawn twice in an
     iteration. A reward that depends on the prompt alone has advantage 0."""
     flags = dict(num_train_epochs=3, batch_size=24, per_device_rollout_batch_size=5, kl_coef=0)
-    ran = run(script, reward=world.reward("number"), **flags)
+    ran = run(script, reward="number", **flags)
     for row in ran.rollouts:
         assert row["score"] == make_prompts(7).index(row["prompt"])
         assert row["advantage"] == 0
@@ -125,90 +114,52 @@ def test_a_reward_that_names_its_prompt_comes_back_to_it(script, run, world):
 
 
 @one_text
-def test_rewards_may_be_lists_arrays_or_tensors(script, run, world):
+def test_rewards_may_be_lists_arrays_or_tensors(script, run):
     """They give the same scores. A tensor may have a gradient and any type, and a list may hold
     tensors. But [n, 1] is refused: minus a penalty [n] it would be [n, n]."""
     rows = run(script, total_episodes=12).rollouts
     expected = [row["score"] for row in rows]
     for name in ("numpy_array", "tensor", "tensors", "bfloat16"):
-        rows = run(script, reward=world.reward(name), total_episodes=12).rollouts
+        rows = run(script, reward=name, total_episodes=12).rollouts
         rounding = 2**-8 if name == "bfloat16" else 1e-6
-        assert [row["score"] for row in rows] == pytest.approx(expected, rel=rounding), name
+        assert [row["score"] for row in rows] == approx(expected, rel=rounding), name
     for name in ("one_column", "array_column", "list_of_columns"):
         message = r"the score .*\[.*; it must be one finite number, or None"
-        with pytest.raises(script.UsageError, match=message):
-            run(script, reward=world.reward(name), total_episodes=12)
-
-
-CHANGING = """
-from rewards import letters
-
-def changing(prompts, completions, completion_ids, tags, **_):
-    # Each completion takes the last tag of its row. The score counts the tags that are left.
-    for ids, own in zip(completion_ids, tags):
-        ids.clear()
-        own.pop()
-    return [len(own) + score for own, score in zip(tags, letters(prompts, completions))]
-"""
+        with raises(script.UsageError, match=message):
+            run(script, reward=name, total_episodes=12)
 
 
 @one_text
-def test_a_reward_may_change_what_it_gets(script, run, world, tmp_path):
+def test_a_reward_may_change_what_it_gets(script, run, tmp_path):
     """Each episode has its own copy. Neither its group nor a later draw of its prompt sees a
     change."""
-    (world.folder / "changing.py").write_text(CHANGING)
     rows = [{"prompt": prompt, "tags": ["a"] * 5} for prompt in ("1+1=", "2+2=")]
-    flags = dict(dataset=write_jsonl(tmp_path / "tags.jsonl", rows))
-    flags |= dict(total_episodes=24, batch_size=12)  # Each prompt is drawn twice.
+    flags = dict(
+        dataset=write_jsonl(tmp_path / "tags.jsonl", rows), total_episodes=24, batch_size=12
+    )  # Each prompt is drawn twice.
     expected = run(script, **flags).rollouts
-    changed = run(script, reward=f"{world.folder / 'changing.py'}:changing", **flags).rollouts
+    changed = run(script, reward="changing", **flags).rollouts
     for row, other in zip(changed, expected, strict=True):
         assert row["token_ids"] == other["token_ids"]
-        assert row["score"] == pytest.approx(4 + other["score"])
-
-
-MOVING = """
-import os
-from rewards import letters
-
-def moving(**inputs):
-    os.makedirs("inner")
-    os.chdir("inner")
-    return letters(**inputs)
-"""
+        assert row["score"] == approx(4 + other["score"])
 
 
 @one_text
 def test_a_reward_may_change_the_folder(script, world, tmp_path, monkeypatch):
     """The output folder is still the one that was given."""
-    (tmp_path / "moving.py").write_text(MOVING)
-    shutil.copy(world.folder / "rewards.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     reset_accelerate()
-    flags = base_flags(world) | dict(output_dir="out", reward=f"{tmp_path / 'moving.py'}:moving")
+    flags = dict(output_dir="out", reward="moving")
     with fresh_imports():
-        script.main(make_args(script, **flags))
+        script.main(make_args(script, **base_flags(world, flags)))
     assert Path.cwd() == tmp_path / "inner" / "inner"
     assert (tmp_path / "out" / "model").exists()
-
-
-WRONG = """
-def missing(completions, solution, **_):
-    return []
-
-def surplus(completions):
-    return []
-
-def own(**_):
-    raise TypeError("mine")
-"""
 
 
 @one_text
 def test_what_a_reward_is_called_with_is_named(script, run, tmp_path):
     """A function that needs another column is refused before it is called. A TypeError of its own
     stays as it is."""
-    (tmp_path / "wrong.py").write_text(WRONG)
     columns = "prompts, completions, completion_ids, answer, number"
     called = f"--reward, which is called with {columns}: "
     for name, error, message in (
@@ -216,27 +167,27 @@ def test_what_a_reward_is_called_with_is_named(script, run, tmp_path):
         ("surplus", script.UsageError, called + "got an unexpected keyword argument"),
         ("own", TypeError, "^mine$"),
     ):
-        with pytest.raises(error, match=message):
-            run(script, reward=f"{tmp_path / 'wrong.py'}:{name}")
+        with raises(error, match=message):
+            run(script, reward=name)
 
 
 @only("rloo", "grpo")
-def test_large_scores_keep_their_differences(script, run, world):
+def test_large_scores_keep_their_differences(script, run):
     """2^24, 2^24 + 1 and 2^24 + 2 are three scores. In float32 they would be two."""
-    rows = run(script, kl_coef=0, reward=world.reward("large")).rollouts
+    rows = run(script, kl_coef=0, reward="large").rollouts
     step = 1.5 if script.__name__ == "rloo" else 1 / 1.0001
-    assert [row["advantage"] for row in rows] == pytest.approx([-step, 0, step] * 7)
+    assert [row["advantage"] for row in rows] == approx([-step, 0, step] * 7)
 
 
 @one_text
-def test_the_kl_alone_may_be_the_reward(script, run, world):
+def test_the_kl_alone_may_be_the_reward(script, run):
     """--reward none with a --ref-model-path: all scores are 0."""
-    rows = run(script, reward="none", ref_model_path=world.reference).rollouts
+    rows = run(script, reward="none", ref_model_path="reference").rollouts
     assert {row["score"] for row in rows} == {0.0}
     kl = torch.tensor([sum(row["logprobs"]) - sum(row["ref_logprobs"]) for row in rows])
     assert kl.std() > 0.5
     advantages = script.rloo_advantages(-0.05 * kl, 3).tolist()
-    assert [row["advantage"] for row in rows] == pytest.approx(advantages, abs=1e-5)
+    assert [row["advantage"] for row in rows] == approx(advantages, abs=1e-5)
 
 
 GAVE = "--reward gave a completion of '[^']+' the score {}.*; .* return one dict of lists"
@@ -258,15 +209,15 @@ FAULTS = {  # words of the message, of each faulty reward
 
 
 @one_text
-@pytest.mark.filterwarnings("ignore:coroutine")
+@mark.filterwarnings("ignore:coroutine")
 def test_a_faulty_reward_stops_the_run(script, run, world, updates, tmp_path):
     """What the reward raises is raised as it is. What it returns is named, with the iteration. No
     update of that iteration is made."""
     for fault, message in FAULTS.items():
         updates.clear()
         out = tmp_path / fault
-        flags = dict(reward=world.reward(fault), output_dir=str(out))
-        with pytest.raises(Exception, match=message) as raised:
+        flags = dict(reward=fault, output_dir=out)
+        with raises(Exception, match=message) as raised:
             run(script, **flags, batch_size=6, num_train_epochs=2)
         assert len(updates) == len(read_jsonl(out / "metrics.jsonl")) == 1
         assert not (out / "model").exists()
@@ -319,19 +270,24 @@ def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
             ("no_such_module.inner:score", ModuleNotFoundError, "no_such_module"),
             (f"{tmp_path}/json.py:score", AssertionError, "not the library"),
         ):
-            with pytest.raises(error, match=message):
+            with raises(error, match=message):
                 script.load_reward(name)
 
 
-def test_order_of_a_score(script, run, world):
+def test_order_of_a_score(script, run):
     """The penalty of a missing EOS comes first, then PPO's clip, then the KL. Evaluation has the
     score without them."""
-    flags = dict(reward=world.reward("five"), missing_eos_penalty=3.0, kl_coef=0.5)
-    flags |= dict(ref_model_path=world.reference, model_path=world.many_eos)
+    flags = dict(
+        reward="five",
+        missing_eos_penalty=3.0,
+        kl_coef=0.5,
+        ref_model_path="reference",
+        model_path="many_eos",
+    )
     score = 5.0
     if script.__name__ == "ppo":
         score = flags["score_clip"] = 2.5
-    ran = run(script, **flags, eval_dataset=world.dataset(5))
+    ran = run(script, **flags, eval_dataset=5)
     for row in ran.rollouts:
         assert row["score"] == (score if row["token_ids"][-1] in MANY_EOS else 2.0)
     assert {row["score"] for row in ran.rollouts} == {score, 2.0}
@@ -340,13 +296,18 @@ def test_order_of_a_score(script, run, world):
 
 
 @one_text
-def test_evaluation_has_a_reward_of_its_own(script, run, world):
+def test_evaluation_has_a_reward_of_its_own(script, run):
     """--eval-reward replaces --reward and the reward model."""
-    flags = dict(eval_dataset=world.dataset(5, seed=9), total_episodes=3, learning_rate=0.0)
-    flags |= dict(reward=world.reward("five"), reward_model_path=world.classifier)
+    flags = dict(
+        eval_dataset=5,
+        total_episodes=3,
+        learning_rate=0.0,
+        reward="five",
+        reward_model_path="classifier",
+    )
     before, *_ = run(script, **flags).metrics
-    assert before["eval/scores"] != pytest.approx(5.0, abs=1e-3)
-    before, *_ = run(script, **flags, eval_reward=world.reward("number")).metrics
+    assert before["eval/scores"] != approx(5.0, abs=1e-3)
+    before, *_ = run(script, **flags, eval_reward="number").metrics
     assert before["eval/scores"] == 2.0  # of 0 to 4
 
 
@@ -354,12 +315,12 @@ def test_evaluation_has_a_reward_of_its_own(script, run, world):
 def plain_score(model, token_ids):
     """The head at the last token: one sequence, no padding."""
     hidden = model.model(torch.tensor([token_ids])).last_hidden_state
-    return pytest.approx(model.score(hidden[0, -1]).item(), abs=1e-5)
+    return approx(model.score(hidden[0, -1]).item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("policy, pad", [("llama", PAD), ("pad_is_eos", EOS), ("emits_pad", PAD)])
+@mark.parametrize("policy, pad", [("llama", PAD), ("pad_is_eos", EOS), ("emits_pad", PAD)])
 @one_text
-def test_reward_model_reads_the_episode_with_its_eos(script, run, world, tmp_path, policy, pad):
+def test_reward_model_reads_the_episode_with_its_eos(script, run, tmp_path, policy, pad):
     """A reward model with the policy's vocabulary reads the token ids of prompt and completion, the
     EOS included.
 
@@ -367,20 +328,26 @@ def test_reward_model_reads_the_episode_with_its_eos(script, run, world, tmp_pat
     is added to that of --reward."""
     tokenizer = make_tokenizer(VOCAB[pad])
     path, model = save_classifier(tmp_path / "rm", pad_token_id=pad, tokenizer=tokenizer)
-    flags = dict(reward_model_path=path, model_path=getattr(world, policy), kl_coef=0)
-    flags |= dict(per_device_train_batch_size=5, total_episodes=36, batch_size=36)
-    ran = run(script, reward=world.reward("five"), **flags)
+    flags = dict(
+        reward_model_path=path,
+        model_path=policy,
+        kl_coef=0,
+        per_device_train_batch_size=5,
+        total_episodes=36,
+        batch_size=36,
+    )
+    ran = run(script, reward="five", **flags)
     assert any(row["token_ids"][-1] == EOS for row in ran.rollouts)
     scores = []
     for row in ran.rollouts:
         score = row["reward/reward_model"]
         assert score == plain_score(model, encode(row["prompt"]) + row["token_ids"])
-        assert row["score"] == pytest.approx(score + 5, abs=1e-4)
+        assert row["score"] == approx(score + 5, abs=1e-4)
         scores.append(score)
-    assert ran.metrics[0]["reward/reward_model"] == pytest.approx(np.mean(scores), abs=1e-5)
+    assert ran.metrics[0]["reward/reward_model"] == approx(np.mean(scores), abs=1e-5)
 
 
-@pytest.mark.parametrize("ends_with_eos", [False, True, None])
+@mark.parametrize("ends_with_eos", [False, True, None])
 @one_text
 def test_reward_model_of_another_vocabulary_reads_the_text(
     script, run, world, tmp_path, ends_with_eos

@@ -17,14 +17,14 @@ from conftest import (
     VOCAB,
     WINDOWS,
     encode,
+    load_policy,
     make_model,
     one_text,
     read_jsonl,
     record_calls,
 )
 from plain import sample
-from pytest import approx
-from transformers import AutoModelForCausalLM
+from pytest import approx, mark
 
 PROMPTS = ["1", "23+45=", "0000-1111=22", "7="]
 
@@ -46,7 +46,7 @@ def greedy_tokens(model, prompt, length, eos_ids):
 
 
 @one_text
-@pytest.mark.parametrize("architecture", [*USUAL, *WINDOWS])
+@mark.parametrize("architecture", [*USUAL, *WINDOWS])
 def test_greedy_sampling_equals_generate(script, architecture):
     """At temperature 0, with prompts of different lengths, `sample` gives what model.generate
     gives."""
@@ -73,7 +73,7 @@ def first_two_tokens(model, prompt, temperature):
 
 
 @one_text
-@pytest.mark.parametrize("architecture", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
+@mark.parametrize("architecture", ["llama", pytest.param("mistral", marks=mark.slow)])
 def test_sampling_follows_the_exact_distribution(script, architecture):
     """The first two tokens of 4,096 episodes come as often as plain forward passes say. Their
     uniform numbers are a grid, so little is left to chance."""
@@ -173,7 +173,7 @@ def test_an_episode_does_not_depend_on_its_neighbours(script):
             torch.testing.assert_close(found[name], rows[indices], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "policy, stop_token_id, eos_ids",
     [
         ("llama", None, {EOS}),
@@ -184,11 +184,11 @@ def test_an_episode_does_not_depend_on_its_neighbours(script):
     ],
 )
 @one_text
-def test_an_episode_ends_with_its_first_eos(script, run, world, policy, stop_token_id, eos_ids):
+def test_an_episode_ends_with_its_first_eos(script, run, policy, stop_token_id, eos_ids):
     """The first EOS is the last token, whichever EOS it is: of the generation config, or
     --stop-token-id. Only the longest length ends an episode without one."""
     flags = dict(total_episodes=48, batch_size=48, stop_token_id=stop_token_id)
-    ran = run(script, model_path=getattr(world, policy), **flags)
+    ran = run(script, model_path=policy, **flags)
     lengths = []
     ends = []
     for row in ran.rollouts:
@@ -224,11 +224,11 @@ def test_random_numbers_are_functions_of_their_key(script):
 
 
 @one_text
-def test_every_iteration_draws_its_own_numbers(script, run, world, monkeypatch):
+def test_every_iteration_draws_its_own_numbers(script, run, monkeypatch):
     """No uniform number is used twice in a run, neither in a group, nor in another iteration or
     evaluation."""
     calls = record_calls(monkeypatch, script, "sample")
-    run(script, num_train_epochs=3, eval_dataset=world.dataset(5, seed=9), eval_temperature=1.0)
+    run(script, num_train_epochs=3, eval_dataset=5, eval_temperature=1.0)
     assert len(calls) > 3
     numbers = torch.cat([call.inputs["uniforms"].flatten() for call in calls])
     assert len(numbers.unique()) == len(numbers)
@@ -240,7 +240,7 @@ def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
 
     The completions are those of transformers' `generate`. test_outputs.py shows that eval/scores is
     the mean of their scores."""
-    flags = dict(eval_dataset=world.dataset(5, seed=9), eval_every=2, batch_size=3)
+    flags = dict(eval_dataset=5, eval_every=2, batch_size=3)
     _, metrics, folder = run(script, **flags)
     last = metrics[-1]["iteration"]
     expected = {*range(0, last, 2), last}
@@ -249,7 +249,7 @@ def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
     scores = {"eval/scores", "eval/best_of_1", "eval/num_unscored"}
     assert set(metrics[0]) == counts | scores
     models = {0: world.llama, last: folder / "model"}
-    models = {i: AutoModelForCausalLM.from_pretrained(path).eval() for i, path in models.items()}
+    models = {i: load_policy(path) for i, path in models.items()}
     rows = read_jsonl(folder / "eval_rollouts.jsonl")
     rows = [row for row in rows if row["iteration"] in models]
     assert len(rows) == 2 * 5
@@ -259,12 +259,12 @@ def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
 
 
 @one_text
-@pytest.mark.parametrize("k, counts", [(4, [1, 2, 4]), (5, [1, 2, 4, 5])])
-def test_the_best_of_m_is_the_mean_over_all_choices(script, run, world, k, counts):
+@mark.parametrize("k, counts", [(4, [1, 2, 4]), (5, [1, 2, 4, 5])])
+def test_the_best_of_m_is_the_mean_over_all_choices(script, run, k, counts):
     """m of the k scores of a prompt are chosen without replacement. test_missing_scores.py shows
     what a missing score does."""
-    reward = world.reward("parts")
-    flags = dict(eval_dataset=world.dataset(5, seed=9), eval_temperature=1.0, total_episodes=0)
+    reward = "parts"
+    flags = dict(eval_dataset=5, eval_temperature=1.0, total_episodes=0)
     _, [line], folder = run(script, **flags, eval_k=k, reward=reward)
     scores = [row["score"] for row in read_jsonl(folder / "eval_rollouts.jsonl")]
     expected = {"eval/scores": np.mean(scores)}
@@ -280,8 +280,8 @@ def test_the_best_of_m_is_the_mean_over_all_choices(script, run, world, k, count
 
 
 @one_text
-def test_evaluation_does_not_move_training(script, run, world):
+def test_evaluation_does_not_move_training(script, run):
     """A run with evaluations has the same episodes as a run without."""
-    flags = dict(eval_dataset=world.dataset(5, seed=9), eval_every=1, eval_temperature=1.0)
+    flags = dict(eval_dataset=5, eval_every=1, eval_temperature=1.0)
     runs = [run(script, batch_size=6, **more) for more in ({}, flags)]
     assert runs[0].rollouts == runs[1].rollouts

@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 from conftest import MODULES
+from pytest import mark
 
 rloo = MODULES["rloo"]
 grpo = MODULES["grpo"]
@@ -71,7 +72,7 @@ def groups_of(k, p):
     return groups.flatten(), of_groups.repeat_interleave(k)
 
 
-@pytest.mark.parametrize("k", [2, 3])
+@mark.parametrize("k", [2, 3])
 def test_a_baseline_of_the_others_has_no_bias(k):
     """Sections 1 and 2. The group's mean makes the gradient shorter. The group's deviation turns
     it."""
@@ -105,7 +106,7 @@ def test_the_best_constant_baseline():
     assert variance(best) < 0.99 * variance((P * REWARDS).sum())
 
 
-@pytest.mark.parametrize("script", [rloo, grpo, ppo])
+@mark.parametrize("script", [rloo, grpo, ppo])
 def test_ratios_correct_for_the_old_policy(script):
     """Section 4. Without a clip, the mean over old completions has the gradient of the mean over
     new ones. test_algorithms.py shows where the clip acts."""
@@ -141,7 +142,7 @@ def test_gae_trades_bias_for_noise():
     assert variances[0] < variances[1] < variances[2]
 
 
-@pytest.mark.parametrize("scores, beta", [(REWARDS, 2.0), (0 * REWARDS, 1.0)])
+@mark.parametrize("scores, beta", [(REWARDS, 2.0), (0 * REWARDS, 1.0)])
 def test_training_ends_at_the_optimum_under_the_kl(scores, beta):
     """Section 6: at ref * exp(R / beta) / Z, where every advantage is 0. Section 7: with scores
     of 0, at ref."""
@@ -164,7 +165,7 @@ KL_GRADIENT = gradient(KL)
 OTHER_GRADIENT = gradient(OTHER_KL)
 
 
-@pytest.mark.parametrize(
+@mark.parametrize(
     "name, mean, in_reward, in_loss",
     [
         ("k1", KL, KL_GRADIENT, 0 * KL_GRADIENT),
@@ -179,6 +180,7 @@ def test_the_table_of_kl_estimates(name, mean, in_reward, in_loss):
     found_mean = (P * estimate).sum()
     found_in_reward = -ascent(-estimate.detach(), P)
     assert same(gradient(found_mean), in_loss)
+    assert same(ppo.token_kl(LOG_P, REF, "abs"), (LOG_P - REF).abs())
     if name == "k2":
         assert far(found_mean, KL) and far(found_mean, OTHER_KL)
         for wrong in (KL_GRADIENT, OTHER_GRADIENT, KL_GRADIENT - OTHER_GRADIENT):
@@ -201,7 +203,7 @@ def test_k3_in_the_loss():
     assert far(gradient(plain), KL_GRADIENT)
 
 
-@pytest.mark.parametrize("estimator, power", [("k1", 1), ("k2", 2), ("k3", 2)])
+@mark.parametrize("estimator, power", [("k1", 1), ("k2", 2), ("k3", 2)])
 def test_near_the_reference_only_k1_pulls_back(estimator, power):
     """In the reward, k2 and k3 vanish with the square of the distance. k1 vanishes with the
     distance."""

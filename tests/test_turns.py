@@ -2,11 +2,14 @@
 one update late.
 """
 
+import itertools
 import json
+import os
 import shutil
+import signal
+from functools import partial
 
 import numpy as np
-import pytest
 import torch
 from conftest import (
     EOS,
@@ -17,6 +20,7 @@ from conftest import (
     distance,
     encode,
     launch,
+    load_policy,
     make_args,
     make_tokenizer,
     plain_logprobs,
@@ -24,13 +28,12 @@ from conftest import (
     write_jsonl,
 )
 from plain import row_logprobs
-from pytest import approx
+from pytest import approx, fixture, mark, raises
 from test_pages import patched
-from transformers import AutoModelForCausalLM
 
 
 # ---- one batch late
-@pytest.fixture(scope="module")
+@fixture(scope="module")
 def late(tmp_path_factory):
     folder = tmp_path_factory.mktemp("late")
     return patched("grpo", ["benchmark/variants/one_batch_late.patch"], folder)
@@ -53,11 +56,11 @@ def test_a_batch_comes_from_the_policy_of_one_iteration_before(late, run, world,
     prompts = [row["prompt"] for row in ran.rollouts]
     assert prompts == [row["prompt"] for row in plain.rollouts]
     for iteration in range(1, 5):
-        rows = [row for row in ran.rollouts if row["iteration"] == iteration]
+        rows = ran.rows_of(iteration)
         # An entry of `updates` has the weights before its step.
         sampler = updates[max(0, iteration - 2)].weights
         trainer = updates[iteration - 1]
-        model = AutoModelForCausalLM.from_pretrained(world.llama).eval()
+        model = load_policy(world.llama)
         for parameter, weight in zip(model.parameters(), trainer.weights):
             parameter.data = weight
         largest = 0.0
@@ -82,30 +85,31 @@ def test_the_ratio_may_be_left_out(late, run, updates):
         assert line["policy/clipfrac_avg"] == 0
     flags = dict(importance_sampling_level="sequence", dtype="bfloat16")
     make_args(late, **flags, late_ratio=False)
-    with pytest.raises(ValueError, match="--no-late-ratio"):
+    with raises(ValueError, match="--no-late-ratio"):
         make_args(late, **flags)
 
 
-def test_a_checkpoint_holds_the_batch(late, run, tmp_path, monkeypatch):
+def kill_in(module, name, count):
+    """Let the process end before this call of the function."""
+    calls = itertools.count(1)
+    function = getattr(module, name)
+
+    def struck(*args):
+        if next(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args)
+
+    setattr(module, name, struck)
+
+
+def test_a_checkpoint_holds_the_batch(late, run, killed, tmp_path):
     """A run that is killed before any iteration goes on bit for bit, also after the last one."""
     flags = LATE | dict(save_every=1, num_mini_batches=2, resume=True)
-    expected = result_of(run(late, **flags, output_dir=str(tmp_path / "whole")).folder)
+    expected = result_of(run(late, **flags, output_dir=tmp_path / "whole").folder)
     for name, count in ("score_episodes", 2), ("score_episodes", 4), ("finish", 1):
-        output_dir = str(tmp_path / f"{name}{count}")
-        calls = []
-        original = getattr(late, name)
-
-        def struck(*args, calls=calls, count=count, original=original):
-            calls.append(args)
-            if len(calls) == count:
-                raise KeyboardInterrupt
-            return original(*args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(late, name, struck)
-            with pytest.raises(KeyboardInterrupt):
-                run(late, **flags, output_dir=output_dir)
-        assert result_of(run(late, **flags, output_dir=output_dir).folder) == expected
+        flags["output_dir"] = tmp_path / f"{name}{count}"
+        killed(late, partial(kill_in, late, name, count), **flags)
+        assert result_of(run(late, **flags).folder) == expected
 
 
 # ---- turns with an environment
@@ -153,22 +157,22 @@ def kinds(completion_ids, **_):
 '''
 
 
-@pytest.fixture(scope="module", params=["grpo", "rloo"])
+@fixture(scope="module", params=["grpo", "rloo"])
 def turns(request, tmp_path_factory):
     """A patched script."""
     folder = tmp_path_factory.mktemp("turns")
     return patched(request.param, ["benchmark/variants/turns.patch"], folder)
 
 
-@pytest.fixture
-def flags(world, tmp_path):
+@fixture
+def flags(tmp_path):
     """flags(name): those of a run with this environment. Most episodes have several turns."""
     (tmp_path / "talk.py").write_text(ENVIRONMENT)
 
     def flags(name="talks"):
         return dict(
-            model_path=world.many_eos,
-            ref_model_path=world.reference,
+            model_path="many_eos",
+            ref_model_path="reference",
             reward=f"{tmp_path}/talk.py:kinds",
             environment=f"{tmp_path}/talk.py:{name}",
             response_length=14,
@@ -189,7 +193,7 @@ def is_grpo(script):
 def check_passes(rows, policy, reference, gradients, script):
     """The log-probabilities, and the gradient, are those of plain passes over the policy's
     tokens."""
-    models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in (policy, reference)]
+    models = [load_policy(path) for path in (policy, reference)]
     for row in rows:
         mask = torch.tensor(row["mask"])
         prompt = make_tokenizer()(row["prompt"])["input_ids"]
@@ -280,9 +284,9 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@mark.parametrize("name", MISTAKES)
 def test_a_mistake_of_the_environment_is_clear(turns, flags, run, name):
-    with pytest.raises(Exception, match=MISTAKES[name]):
+    with raises(Exception, match=MISTAKES[name]):
         run(turns, **flags(name), total_episodes=12)
 
 
@@ -305,9 +309,7 @@ def test_the_template_wraps_a_text_in_a_chat(turns, flags, run, world, updates, 
         rows.append({"prompt": [{"role": "user", "content": text}], "answer": "1", "number": 1})
     rows[0]["chat_template_kwargs"] = {"mark": "f-"}
     own = flags() | dict(
-        model_path=str(policy),
-        dataset=write_jsonl(tmp_path / "chat.jsonl", rows),
-        response_length=24,
+        model_path=policy, dataset=write_jsonl(tmp_path / "chat.jsonl", rows), response_length=24
     )
     ran = run(turns, **own, kl_coef=0.0, total_episodes=24)
     ends = set()
@@ -336,33 +338,34 @@ def test_the_last_message_is_the_answer(turns):
     assert turns.exact_match([chat, chat, "4"], ["4", "3", 4]) == [1, 0, 1]
 
 
-@pytest.mark.slow
+@mark.slow
 def test_two_processes_make_the_same_run(turns, flags, run, world, tmp_path):
     """The main process alone calls the environment, for all episodes. Its error ends both."""
     ran = run(turns, **flags(), per_device_rollout_batch_size=5)
     calls = conversations(tmp_path)
     (tmp_path / "calls_0").unlink()
-    both = base_flags(world) | flags() | dict(output_dir=tmp_path / "out")
+    both = base_flags(world, flags() | dict(output_dir=tmp_path / "out"))
     finished = launch(turns, 2, tmp_path, both)
     assert finished.returncode == 0, finished.stderr
     compare_runs(ran.folder, tmp_path / "out")
     assert conversations(tmp_path) == calls
     assert not (tmp_path / "calls_1").exists()
     finished = launch(
-        turns, 2, tmp_path, both | flags("fails") | dict(output_dir=tmp_path / "failed")
+        turns, 2, tmp_path, base_flags(world, flags("fails") | dict(output_dir=tmp_path / "failed"))
     )
     assert finished.returncode != 0
     assert "KeyError: 'the tool is gone'" in finished.stderr
 
 
-@pytest.mark.slow
+@mark.slow
 def test_a_killed_run_goes_on(turns, flags, run, world, tmp_path):
     """kill -9 after the first iteration. The run that resumes is bit for bit the run that was
     never stopped."""
     expected = result_of(run(turns, **flags(), save_every=1, total_episodes=36).folder)
     (tmp_path / "calls_0").unlink()
-    again = base_flags(world) | flags("killed") | dict(save_every=1, total_episodes=36, resume=True)
-    again["output_dir"] = tmp_path / "out"
+    saving = dict(save_every=1, total_episodes=36)
+    again = flags("killed") | saving | dict(resume=True, output_dir=tmp_path / "out")
+    again = base_flags(world, again)
     codes = [launch(turns, 1, tmp_path, again).returncode for _ in range(2)]
     assert codes == [-9, 0] and "killed" in (tmp_path / "calls_0").read_text()
     assert result_of(tmp_path / "out") == expected

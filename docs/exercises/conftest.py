@@ -19,8 +19,9 @@ docs/exercises/README.md has the exercises."""
 
 
 def pytest_addoption(parser):
-    about = "your answers: a copy of docs/exercises/answers.py"
-    parser.addoption("--answer", metavar="FILE.py", help=about)
+    parser.addoption(
+        "--answer", metavar="FILE.py", help="your answers: a copy of docs/exercises/answers.py"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -38,8 +39,9 @@ def pytest_configure(config):
     """Import the answers. If Python can't, there is one message, and no test is run."""
     path = config.invocation_params.dir / (config.getoption("answer", None) or TEMPLATE)
     if not path.is_file() or path.suffix != ".py":
-        about = "there is no such Python file; copy docs/exercises/answers.py"
-        raise pytest.UsageError(f"--answer {path}: {about}")
+        raise pytest.UsageError(
+            f"--answer {path}: there is no such Python file; copy docs/exercises/answers.py"
+        )
     spec = importlib.util.spec_from_file_location("answer", path)
     config.answer = sys.modules["answer"] = importlib.util.module_from_spec(spec)
     try:
