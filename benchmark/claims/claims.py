@@ -161,9 +161,9 @@ def passes_jobs() -> dict[tuple, dict]:
         flags += f" --dataset benchmark/default/{prompts}.jsonl --total-episodes {256 * SAMPLES}"
         flags += f" --batch-size {256 * SAMPLES} --per-device-train-batch-size 1024"
         flags += f" --temperature {temperature} --model-path {POLICY}"
-        both = (prompts, temperature) == ("eval", 1)
-        models = ("start", "trained") if both else ("start",)
-        jobs["rloo", flags] = dict(temperature=temperature, prompts=prompts, models=models)
+        jobs["rloo", flags] = dict(
+            temperature=temperature, prompts=prompts, after=(prompts, temperature) == ("eval", 1)
+        )
     return jobs
 
 
@@ -171,8 +171,8 @@ def run_passes(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
     """Train, then sample: for each model and temperature, how many answers to each question are
     right.
 
-    A job is a training run, or a run that samples from the `models` it names: the starting policy,
-    what was trained, or both.
+    A job is a training run, or a run that samples from the starting policy and, `after`, from what
+    was trained.
     """
     with tempfile.TemporaryDirectory() as folder:
         trained = {job: names for job, names in jobs.items() if "trained" in names}
@@ -185,9 +185,8 @@ def run_passes(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
             if "trained" in names:
                 continue
             kept = {name: names[name] for name in ("temperature", "prompts")}
-            if "start" in names["models"]:
-                samplings[script, flags] = dict(model="start", seed=0) | kept
-            for job, path in folders.items() if "trained" in names["models"] else ():
+            samplings[script, flags] = dict(model="start", seed=0) | kept
+            for job, path in folders.items() if names["after"] else ():
                 model = dict(model=trained[job]["trained"], seed=trained[job]["seed"])
                 samplings[script, f"{flags} --model-path {path}/model"] = model | kept
         return run_all(
@@ -460,22 +459,22 @@ def need_prediction():
 # ---- a real model
 
 
-def smollm2_jobs(seed: int | None) -> dict[tuple, dict]:
-    """Runs that only sample from a real model at each temperature, as it is or, where a seed is
-    given, after RLOO."""
+def smollm2_jobs() -> dict[tuple, dict]:
+    """RLOO on a real model, and runs that only sample from it."""
     path = "benchmark/smollm2/chain_sum"
     flags = f"{COMMON} --reward {path}.py:score --response-length 24 --rloo-k 8"
     flags += " --per-device-train-batch-size 16 --model-path benchmark/smollm2/model"
     jobs = {}
-    if seed:
-        trained = f"--dataset {path}_train.jsonl --total-episodes 640 --learning-rate 1e-5"
-        jobs["rloo", f"{flags} {trained} --seed {seed}"] = dict(trained="rloo", seed=seed)
+    for seed in SEEDS:
+        trained = (
+            f"--dataset {path}_train.jsonl --total-episodes 640 --learning-rate 1e-5 --seed {seed}"
+        )
+        jobs["rloo", f"{flags} {trained}"] = dict(trained="rloo", seed=seed)
     for prompts, temperature in product(("train", "eval"), SMOLLM2_TEMPERATURES):
         sampled = f"--dataset {path}_{prompts}.jsonl --learning-rate 0 --save-rollouts --seed 1"
-        sampled += f" --total-episodes 480 --batch-size 480 --temperature {temperature}"
-        models = ("trained",) if seed else ("start",)
-        names = dict(temperature=temperature, prompts=prompts, models=models)
-        jobs["rloo", f"{flags} {sampled}"] = names
+        sampled += " --total-episodes 480"
+        names = dict(temperature=temperature, prompts=prompts, after=True)
+        jobs["rloo", f"{flags} {sampled} --batch-size 480 --temperature {temperature}"] = names
     return jobs
 
 
@@ -521,16 +520,13 @@ PARTS = {
         prepare=need_prediction,
         smoke=lambda names: names["script"] == "rloo",
     ),
-}
-# Each model is a part, so a stopped measurement goes on with the next model.
-for seed in (None, *SEEDS):
-    PARTS[f"smollm2_{seed or 'start'}"] = Part(
-        smollm2_jobs(seed),
+    "smollm2": Part(
+        smollm2_jobs(),
         measure=run_passes,
         short=SMOLLM2_SMOKE,
-        smoke=lambda names: names.get("temperature", 1.0) == 1.0,
         needs="benchmark/smollm2/prepare.py",
-    )
+    ),
+}
 
 
 def plot(_, folder: Path):
