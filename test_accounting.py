@@ -431,9 +431,11 @@ def test_processes_change_no_count(name, run, world, tmp_path):
     flags["per_device_train_batch_size"] = 1
     printed = launched(script, processes, tmp_path, flags)
     compare_runs(alone, tmp_path / "out")  # the same completions, metrics and final weights
+    assert printed.startswith(f"{processes} x cpu, float32")
     args = make_args(script, **flags)
     # The first row is the evaluation before training.
-    _, *metrics = read_jsonl(tmp_path / "out" / "metrics.jsonl")
+    before, *metrics = read_jsonl(tmp_path / "out" / "metrics.jsonl")
+    assert (before["step"], before["episode"], before["epoch"]) == (0, 0, 0)
     steps = check_run(args, metrics, tmp_path / "out", 5)
     plan = vars(script.batch_arithmetic(args, 5, processes))
     assert yaml.safe_dump(plan, sort_keys=False) in printed
@@ -441,9 +443,12 @@ def test_processes_change_no_count(name, run, world, tmp_path):
     calls = read_jsonl(tmp_path / "calls.jsonl")
     assert {call["rank"] for call in calls} == {str(rank) for rank in range(processes)}
     assert {call["world_size"] for call in calls} == {processes}
+    assert {call["type"] for call in calls} == {"DistributedType.MULTI_CPU"}  # They are several.
     # Nothing is scored twice. There are two evaluations of 3 prompts.
     assert sum(call["count"] for call in calls) == plan["episodes"] + 2 * 3
-    _, final = schedule_rates("cosine", args.learning_rate, 2, steps)
+    rates, final = schedule_rates("cosine", args.learning_rate, 2, steps)
+    for row in metrics:
+        assert row["lr"] == approx(rates[row["step"] - 1], rel=1e-9)
     for rank in range(processes):
         last = float((tmp_path / f"last_lr_{rank}").read_text())
         assert last == approx(final, abs=1e-12)
