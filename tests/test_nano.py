@@ -88,8 +88,8 @@ def test_nano_makes_the_run_of_the_script(script, world, run, tmp_path, monkeypa
     ran = run(script, max_grad_norm=1.0, reward=REWARDS[name], **flags)
     rewards = import_file(world.folder / "rewards.py")
     nano = run_nano(name, getattr(rewards, REWARDS[name]), **flags)
-    # A gradient can be 0 up to rounding, and AdamW makes a step of it. On an EPYC with AVX2 one weight
-    # of RLOO's model is such a case: 1.2e-3.
+    # A gradient can be 0 up to rounding, and AdamW makes a step of it. On an EPYC with AVX2 one
+    # weight of RLOO's model is such a case: 1.2e-3.
     assert compare(name, model, ran.folder, nano) < 3e-3
 
 
