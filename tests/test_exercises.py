@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import exercise_solutions as right
 import pytest
 import torch
-from conftest import HERE, import_file
+from conftest import HERE, MODULES, import_file
 from pytest import mark, raises
 
 pytest_plugins = ["pytester"]
@@ -120,6 +120,18 @@ def test_a_wrong_answer_gets_its_message(exercise):
 @mark.parametrize("exercise", TESTS)
 def test_the_solutions_pass(exercise):
     TESTS[exercise](right)
+
+
+def test_functions_of_the_scripts_pass():
+    """Advantages of a completion have one column there."""
+    rloo, grpo = MODULES["rloo"], MODULES["grpo"]
+    answers = SimpleNamespace(
+        pick_tokens=lambda log_p, u: rloo.pick_tokens(log_p.exp(), u),
+        leave_one_out_advantages=lambda r, k: rloo.rloo_advantages(r[:, None], k)[:, 0],
+        group_normalized_advantages=lambda r, k: grpo.grpo_advantages(r[:, None], k, "group")[:, 0],
+    )
+    for exercise in ("2", "4a", "4b"):
+        TESTS[exercise](answers)
 
 
 def test_the_template_asks_for_what_the_page_shows():

@@ -48,14 +48,15 @@ def plain_advantages(script, rewards):
 
 
 @only("rloo", "grpo")
-def test_gradient_without_some_scores(script, run, world, updates):
+@mark.parametrize("kl_coef", [0.2, 0.0])
+def test_gradient_without_some_scores(script, run, world, updates, kl_coef):
     """Advantages by a plain computation of each group, and gradients by plain passes. Denominators
     count all episodes.
 
     RLOO's KL is a part of the reward, so an episode without a score has no gradient. GRPO's KL is a
     part of the loss. Every episode has its gradient."""
     is_grpo = script.__name__ == "grpo"
-    flags = dict(reward="unsure", kl_coef=0.2, ref_model_path="reference")
+    flags = dict(reward="unsure", kl_coef=kl_coef, ref_model_path="reference" if kl_coef else None)
     for name in ["grpo", "dapo", "dr_grpo", "cispo"] if is_grpo else ["rloo"]:
         if is_grpo:
             flags["loss_type"] = name
@@ -66,14 +67,15 @@ def test_gradient_without_some_scores(script, run, world, updates):
         weights = []
         for row in rows:
             assert (row["score"] is None) == ("a" in row["completion"])
-            difference = torch.tensor(row["ref_logprobs"]) - torch.tensor(row["logprobs"])
+            ref_logprobs = row["ref_logprobs"] if kl_coef else row["logprobs"]
+            difference = torch.tensor(ref_logprobs) - torch.tensor(row["logprobs"])
             reward = row["score"]
             if is_grpo:
-                weight = row["advantage"] - 0.2 * (1 - difference.exp())
+                weight = row["advantage"] - kl_coef * (1 - difference.exp())
             else:
                 weight = torch.full_like(difference, row["advantage"])
                 if reward is not None:
-                    reward += 0.2 * difference.sum().item()
+                    reward += kl_coef * difference.sum().item()
             rewards.append(reward)
             weights.append(weight / DENOMINATORS[name](len(weight), all_tokens, 24, 6))
         groups = [rewards[first : first + 3] for first in range(0, 24, 3)]

@@ -184,6 +184,8 @@ def test_every_command_parses(page, load):
             check_command(command, applied.copy() if "&&" in command else applied, load)
         except SystemExit:  # The program's message was captured.
             pytest.fail(f"{page.name}: this is not accepted: {command}")
+    for patch in re.findall(r"git apply -R ([\w/.]+)", read(page)):
+        assert f"git apply {patch}" in read(page), f"{page.name} takes back what it does not apply"
 
 
 @of_each_page

@@ -208,10 +208,13 @@ def test_a_variant_keeps_its_promise(
 
 def test_every_patch_is_tested():
     """test_turns.py has the tests of two patches, and the patches of benchmark/engine have one
-    below."""
+    below. A patch changes only the script of its test."""
     others = ["turns", "one_batch_late"]
     tested = {patch for patch, *_ in VARIANTS} | {f"benchmark/variants/{x}.patch" for x in others}
     assert {patch for patch in PATCHES if "engine" not in patch} == tested
+    for patch, script, *_ in VARIANTS:  # It changes no other script.
+        changed = re.findall(r"^diff --git a/(\S+)", (HERE / patch).read_text(), re.M)
+        assert changed == [f"{script}.py"], patch
 
 
 # ---- the lines of docs/papers.md

@@ -307,6 +307,10 @@ def test_every_flag_is_tried():
     assert not new, f"{new} are missing in other_values. {about}."
     old = {*other_values, *needed_flags, *ELSEWHERE} - FIRST_WITH.keys()
     assert not old, f"{old}: no script has these flags. Remove them from tests/test_scripts.py."
+    # A run that goes on may change no other flag that is tried.
+    shown = "dataset eval_dataset eval_every eval_temperature eval_k eval_reward save_rollouts"
+    for module in MODULES.values():
+        assert set(module.FREE_FLAGS) & set(TRIED) == set(shown.split())
 
 
 @fixture(scope="module")
