@@ -476,7 +476,7 @@ def smollm2_jobs(seed: int | None) -> dict[tuple, dict]:
     for prompts, temperature in product(SMOLLM2_SAMPLES, SMOLLM2_TEMPERATURES):
         # An evaluation alone: a run with learning rate 0 would make training passes, too.
         sampled = f"--dataset {path}_train.jsonl --eval-dataset {path}_{prompts}.jsonl"
-        sampled += f" --total-episodes 0 --save-rollouts --seed 1"
+        sampled += " --total-episodes 0 --save-rollouts --seed 1"
         sampled += f" --eval-k {SMOLLM2_SAMPLES[prompts]} --eval-temperature {temperature}"
         models = ("trained",) if seed else ("start",)
         names = dict(temperature=temperature, prompts=prompts, models=models)
