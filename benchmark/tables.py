@@ -257,7 +257,7 @@ def evidence() -> str:
     different = grouped(removed, "what")
     [kl] = [some for what, some in different.items() if "TRL multiplies the KL" in what]
     kl = max(row["gradient"] for row in kl)
-    untrained = max(mean(row["scores"]) for row in claims("smollm2", reward="none"))
+    untrained = max(held_out for _, held_out, _ in smollm2_right("start").values())
     pairs = [row for row in load("throughput/throughput.json") if row["pairs"] > 1]
     low, high = min(row["lowest"] for row in pairs), max(row["highest"] for row in pairs)
     count = sum(row["pairs"] for row in pairs)
@@ -914,22 +914,32 @@ def claims_curve() -> str:
     return markdown([*head, "error of no change", "error of the fit"], rows)
 
 
+def smollm2_right(model: str) -> dict[float, tuple[float, float, float]]:
+    """Of a model, for each temperature: the share of right samples of training and of held-out
+    questions, and pass@8 of the latter."""
+    found = {}
+    for temperature, rows in grouped(claims(f"smollm2_{model}"), "temperature").items():
+        right = {row["prompts"]: row["right"] for row in rows}
+        shares = [mean(right["train"]) / 4, mean(right["eval"]) / 8]
+        found[temperature] = (*shares, mean(count > 0 for count in right["eval"]))
+    return found
+
+
 def claims_smollm2() -> str:
-    """A real model: before and after training, and without training the mean of the same two
-    evaluations."""
+    """A real model before and after training, at temperature 1 and at the temperature that is best
+    on training questions."""
     rows = []
-    for row in claims("smollm2"):
-        pairs = [row["scores"], row["best_of_k"]]
-        if row["reward"] == "none":
-            pairs = [[mean(pair)] for pair in pairs]
-        rows.append(
-            [
-                row["reward"],
-                row["temperature"],
-                *(" -> ".join(f"{x:.2f}" for x in pair) for pair in pairs),
-            ]
-        )
-    return markdown(["reward", "temperature", "right", "pass@8"], rows)
+    for model in ("start", *range(1, 6)):
+        found = smollm2_right(model)
+        if not found:
+            continue
+        best = max(found, key=lambda temperature: found[temperature][0])
+        cells = ["before" if model == "start" else f"RLOO, seed {model}", best]
+        for temperature in (1.0, best):
+            cells += [f"{share:.2f}" for share in found[temperature][1:]]
+        rows.append(cells)
+    head = ["SmolLM2", "best temperature", "right at 1.0", "pass@8 at 1.0"]
+    return markdown([*head, "right at the best", "pass@8 at the best"], rows)
 
 
 # ============================================ writing

@@ -48,6 +48,7 @@ COIN = 0.26  # the share of right samples before training
 SAMPLES = 32  # of each question, for pass@k
 TEMPERATURES = (0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0)
 SMOLLM2_TEMPERATURES = (0.1, 0.3, 0.6, 1.0)
+SMOLLM2_SAMPLES = {"train": 4, "eval": 8}  # of each of 140 and 60 questions
 RATES = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4)
 FILTERED = (
     "rloo ladder/reinforce.patch"  # REINFORCE with scores 0 and 1: wrong answers have no loss
@@ -161,9 +162,9 @@ def passes_jobs() -> dict[tuple, dict]:
         flags += f" --dataset benchmark/default/{prompts}.jsonl --total-episodes {256 * SAMPLES}"
         flags += f" --batch-size {256 * SAMPLES} --per-device-train-batch-size 1024"
         flags += f" --temperature {temperature} --model-path {POLICY}"
-        jobs["rloo", flags] = dict(
-            temperature=temperature, prompts=prompts, after=(prompts, temperature) == ("eval", 1)
-        )
+        both = (prompts, temperature) == ("eval", 1)
+        models = ("start", "trained") if both else ("start",)
+        jobs["rloo", flags] = dict(temperature=temperature, prompts=prompts, models=models)
     return jobs
 
 
@@ -171,8 +172,8 @@ def run_passes(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
     """Train, then sample: for each model and temperature, how many answers to each question are
     right.
 
-    A job is a training run, or a run that samples from the starting policy and, `after`, from what
-    was trained.
+    A job is a training run, or a run that samples from the `models` it names: the starting policy,
+    what was trained, or both.
     """
     with tempfile.TemporaryDirectory() as folder:
         trained = {job: names for job, names in jobs.items() if "trained" in names}
@@ -185,8 +186,9 @@ def run_passes(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
             if "trained" in names:
                 continue
             kept = {name: names[name] for name in ("temperature", "prompts")}
-            samplings[script, flags] = dict(model="start", seed=0) | kept
-            for job, path in folders.items() if names["after"] else ():
+            if "start" in names["models"]:
+                samplings[script, flags] = dict(model="start", seed=0) | kept
+            for job, path in folders.items() if "trained" in names["models"] else ():
                 model = dict(model=trained[job]["trained"], seed=trained[job]["seed"])
                 samplings[script, f"{flags} --model-path {path}/model"] = model | kept
         return run_all(
@@ -195,8 +197,10 @@ def run_passes(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
 
 
 def right_answers(result: dict) -> dict:
+    """The right samples of each question: those of the first evaluation, or else of training."""
     counts = Counter()
-    for row in result["rollouts"]:
+    first = [row for row in result["eval_rollouts"] if row["iteration"] == 0]
+    for row in first or result["rollouts"]:
         counts[row["prompt"]] += int(row["score"])
     return dict(right=[right for _, right in sorted(counts.items())])
 
@@ -459,28 +463,31 @@ def need_prediction():
 # ---- a real model
 
 
-def smollm2_jobs() -> dict[tuple, dict]:
-    """RLOO on a real model, and runs that only sample from it."""
+def smollm2_jobs(seed: int | None) -> dict[tuple, dict]:
+    """Runs that only sample from a real model at each temperature, as it is or, where a seed is
+    given, after RLOO."""
     path = "benchmark/smollm2/chain_sum"
     flags = f"{COMMON} --reward {path}.py:score --response-length 24 --rloo-k 8"
     flags += " --per-device-train-batch-size 16 --model-path benchmark/smollm2/model"
     jobs = {}
-    for seed in SEEDS:
-        trained = (
-            f"--dataset {path}_train.jsonl --total-episodes 640 --learning-rate 1e-5 --seed {seed}"
-        )
-        jobs["rloo", f"{flags} {trained}"] = dict(trained="rloo", seed=seed)
-    for prompts, temperature in product(("train", "eval"), SMOLLM2_TEMPERATURES):
-        sampled = f"--dataset {path}_{prompts}.jsonl --learning-rate 0 --save-rollouts --seed 1"
-        sampled += " --total-episodes 480"
-        names = dict(temperature=temperature, prompts=prompts, after=True)
-        jobs["rloo", f"{flags} {sampled} --batch-size 480 --temperature {temperature}"] = names
+    if seed:
+        trained = f"--dataset {path}_train.jsonl --total-episodes 640 --learning-rate 1e-5"
+        jobs["rloo", f"{flags} {trained} --seed {seed}"] = dict(trained="rloo", seed=seed)
+    for prompts, temperature in product(SMOLLM2_SAMPLES, SMOLLM2_TEMPERATURES):
+        # An evaluation alone: a run with learning rate 0 would make training passes, too.
+        sampled = f"--dataset {path}_train.jsonl --eval-dataset {path}_{prompts}.jsonl"
+        sampled += " --total-episodes 0 --save-rollouts --seed 1"
+        sampled += f" --eval-k {SMOLLM2_SAMPLES[prompts]} --eval-temperature {temperature}"
+        models = ("trained",) if seed else ("start",)
+        names = dict(temperature=temperature, prompts=prompts, models=models)
+        jobs["rloo", f"{flags} {sampled}"] = names
     return jobs
 
 
 METHOD_FLAGS = "--eval-every 4 --save-rollouts"
 SMOLLM2_SMOKE = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
-SMOLLM2_SMOKE += " --reward exact_match --total-episodes 16 --batch-size 16"
+SMOLLM2_SMOKE += " --eval-dataset benchmark/default/eval.jsonl --reward exact_match"
+SMOLLM2_SMOKE += " --total-episodes 16 --batch-size 16"
 BUILT_IN = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
 BUILT_IN += " --eval-dataset benchmark/default/eval.jsonl"
 PARTS = {
@@ -520,13 +527,16 @@ PARTS = {
         prepare=need_prediction,
         smoke=lambda names: names["script"] == "rloo",
     ),
-    "smollm2": Part(
-        smollm2_jobs(),
+}
+# Each model is a part, so a stopped measurement goes on with the next model.
+for seed in (None, *SEEDS):
+    PARTS[f"smollm2_{seed or 'start'}"] = Part(
+        smollm2_jobs(seed),
         measure=run_passes,
         short=SMOLLM2_SMOKE,
+        smoke=lambda names: names.get("temperature", 1.0) == 1.0,
         needs="benchmark/smollm2/prepare.py",
-    ),
-}
+    )
 
 
 def plot(_, folder: Path):
