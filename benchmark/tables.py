@@ -928,16 +928,18 @@ def smollm2_right(model: str) -> dict[float, tuple[float, float, float]]:
 def claims_smollm2() -> str:
     """A real model before and after training, at temperature 1 and at the temperature that is best
     on training questions."""
-    rows = []
+    rows, gains = [], []
     for model in ("start", *range(1, 6)):
         found = smollm2_right(model)
-        if not found:
-            continue
         best = max(found, key=lambda temperature: found[temperature][0])
-        cells = ["before" if model == "start" else f"RLOO, seed {model}", best]
-        for temperature in (1.0, best):
-            cells += [f"{share:.2f}" for share in found[temperature][1:]]
-        rows.append(cells)
+        shares = [*found[1.0][1:], *found[best][1:]]
+        if model == "start":
+            before = shares
+        else:
+            gains.append([after - start for after, start in zip(shares, before)])
+        name = "before" if model == "start" else f"RLOO, seed {model}"
+        rows.append([name, best, *(f"{share:.2f}" for share in shares)])
+    rows.append(["gain, five seeds", "", *(over_seeds(column) for column in zip(*gains))])
     head = ["SmolLM2", "best temperature", "right at 1.0", "pass@8 at 1.0"]
     return markdown([*head, "right at the best", "pass@8 at the best"], rows)
 
