@@ -915,8 +915,8 @@ def claims_curve() -> str:
 
 
 def smollm2_right(model: str) -> dict[float, tuple[float, float, float]]:
-    """Of a model, for each temperature: the share of right samples of training and of held-out
-    questions, and pass@8 of the latter."""
+    """Of a model, for each temperature: the share of right samples of training questions (4 of
+    each) and of held-out ones (8 of each), and pass@8 of the latter."""
     found = {}
     for temperature, rows in grouped(claims(f"smollm2_{model}"), "temperature").items():
         right = {row["prompts"]: row["right"] for row in rows}

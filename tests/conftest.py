@@ -471,7 +471,7 @@ def base_flags(world, flags={}):
     """The flags of every run: a tiny policy, prompts of different lengths, the reward `letters`.
 
     Then these flags. A policy or a reward function of `world` may be given by its name, and a
-    dataset by its number of prompts. An evaluation has others."""
+    dataset by its number of prompts. An evaluation gets other prompts."""
     flags = (
         dict(
             model_path="llama",

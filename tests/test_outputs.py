@@ -16,6 +16,7 @@ from conftest import (
     one_text,
     only,
     read_jsonl,
+    result_of,
     save_model,
     weights_of,
     write_jsonl,
@@ -97,10 +98,15 @@ def check_kept(output_dir):
 
 
 def test_checkpoints_stay_and_load(script, run, killed, tmp_path):
-    """Also where the run was killed when a checkpoint had its model, and not yet its name."""
+    """Also where the run was killed when a checkpoint had its model, and not yet its name. The
+    resumed run is the run that was never stopped."""
+    unbroken = run(script, **KEPT).folder
     flags = KEPT | dict(output_dir=tmp_path / "out", resume=True)
     killed(script, partial(import_file(KILLS).kill_at, script, "written", 2), **flags)
-    check_kept(run(script, **flags).folder)
+    resumed = run(script, **flags).folder
+    check_kept(unbroken)
+    check_kept(resumed)
+    assert result_of(resumed) == result_of(unbroken)
 
 
 @one_text
