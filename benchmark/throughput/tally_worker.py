@@ -5,13 +5,11 @@
 It prints the seconds and counts of each step, and the peak of memory. It imports the script as it
 is, and replaces in the module only what a measurement needs:
 
-    sample, forward_pass               get a clock. The second is for passes without gradient
-    load_prompts                       notes the length of each prompt
-    draw_prompts                       hands out the prompts in the order of the file, as TRL does
-                                       here, and marks the beginning of an iteration
-    draw_mini_batches, mean_metrics    mark the beginning and the end of training
-    finish                             writes nothing, and marks the end of the last iteration
-    find_eos_ids                       where the lengths are forced: no token ends a completion
+    load_prompts    notes the length of each prompt
+    draw_prompts    hands out the prompts in the order of the file, as TRL does here, and marks the
+                    beginning of an iteration
+    finish          writes nothing, and marks the end of the last iteration
+    find_eos_ids    where the lengths are forced: no token ends a completion
 """
 
 import itertools
@@ -51,7 +49,6 @@ def print_result(steps: list[dict], moments: list[float]):
 
     for step, (begin, end) in zip(steps, itertools.pairwise(moments), strict=True):
         step["seconds"] = end - begin
-        step["rest"] = step["seconds"] - step["generation"] - step["logprobs"] - step["train"]
     # Not getrusage's ru_maxrss, which a process inherits from the one that started it.
     [line] = [line for line in open("/proc/self/status") if line.startswith("VmHWM:")]
     peak = int(line.split()[1]) * 2**10
@@ -61,32 +58,12 @@ def print_result(steps: list[dict], moments: list[float]):
 
 
 def main(options: Options, flags: list[str]):
-    import torch
-
     module = import_script(options.script)
     args = tyro.cli(module.Args, args=flags)
     if options.forced:
         module.find_eos_ids = lambda *args: [-1]
     moments, steps, prompt_lengths = [], [], []
-    load_prompts, draw_mini_batches, mean_metrics = (
-        module.load_prompts,
-        module.draw_mini_batches,
-        module.mean_metrics,
-    )
-
-    def put_a_clock_around(name: str, part: str):
-        function = getattr(module, name)
-
-        def clocked(*args, **inputs):
-            # a pass of training, or the check of a model at its load
-            if torch.is_grad_enabled() or not steps:
-                return function(*args, **inputs)
-            started = now()
-            result = function(*args, **inputs)
-            steps[-1][part] += now() - started
-            return result
-
-        setattr(module, name, clocked)
+    load_prompts = module.load_prompts
 
     def keep_lengths(*args):
         prompts = load_prompts(*args)
@@ -97,25 +74,12 @@ def main(options: Options, flags: list[str]):
         moments.append(now())
         order = [position % num_prompts for position in range(first, first + count)]
         lengths = [prompt_lengths[i] for i in order]
-        counts = dict(prompt_tokens=args.k * sum(lengths), longest_prompt=max(lengths))
-        steps.append(dict(generation=0.0, logprobs=0.0, **counts))
+        steps.append(dict(prompt_tokens=args.k * sum(lengths), longest_prompt=max(lengths)))
         return order
 
-    def before_an_epoch(*args):
-        steps[-1].setdefault("train", -now())
-        return draw_mini_batches(*args)
-
-    def after_the_updates(rows):
-        steps[-1]["train"] += now()
-        return mean_metrics(rows)
-
-    put_a_clock_around("sample", "generation")
-    put_a_clock_around("forward_pass", "logprobs")
     module.load_prompts = keep_lengths
     module.draw_prompts = in_file_order
     module.finish = lambda *args: moments.append(now())
-    module.draw_mini_batches = before_an_epoch
-    module.mean_metrics = after_the_updates
     module.main(args)
     print_result(steps, moments)
 

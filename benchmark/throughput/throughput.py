@@ -9,13 +9,7 @@ every case and algorithm, the two run in turn, A B A B, each in a process of its
 thread, with equal settings and equal micro-batches. The first two steps of every run are dropped.
 The numbers are medians over the other steps of all pairs. `lowest` and `highest` are the ratios of
 single pairs. The seconds of a step last until the next step begins, so the start of the program
-does not count. They have four parts:
-
-    generation     sampling
-    logprobs       log-probabilities without gradient: the reference's, and in TRL's RLOO the old
-                   policy's
-    train          forward, backward, clipping and the optimizer
-    rest           tokenizing, decoding, scores and metrics
+does not count.
 
 Memory is the peak of the process's resident memory, with models and libraries (Linux). On a GPU it
 is the most that PyTorch's tensors had at once. Every process gets the variables of
@@ -24,8 +18,8 @@ ones back at once, and the kernel clears their pages again for the next tensor.
 
 The program stops if the prompts of the two had other lengths at a step, or if they sampled other
 numbers of tokens. The tolerance for tokens is 10 %, or 3 standard errors where lengths are sampled.
-`trl_worker.py` has TRL's configuration, with the reasons. Writes throughput.json, and a chart
-beside it. In a smoke run Tally alone trains a tiny model.
+`trl_worker.py` has TRL's configuration, with the reasons. Writes throughput.json. In a smoke run
+Tally alone trains a tiny model.
 """
 
 import functools
@@ -40,13 +34,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import draw
 from run import BENCHMARK, DEFAULTS, POLICY, Part, main, read_rows, run
 
 RESULT = Path(__file__).with_suffix(".json")
 DROPPED_STEPS = 2
 TOKEN_TOLERANCE = 0.10
-PARTS_OF_A_STEP = ("generation", "logprobs", "train", "rest")
 KEEP_FREED_MEMORY = dict(MALLOC_TRIM_THRESHOLD_=str(2**31 - 1), MALLOC_MMAP_MAX_="0")
 
 
@@ -73,7 +65,7 @@ CASES = {
     "a": Case(
         "the default policy, 6 and up to 8 tokens", "built-in", 256, 256, (6, 6), 8, False, 60, 5
     ),
-    "c": Case("SmolLM2-135M, 30 and 32 tokens", "SmolLM2", 16, 16, (30, 30), 32, True, 5, 3),
+    "c": Case("SmolLM2-135M, 30 and 32 tokens", "SmolLM2", 16, 16, (30, 30), 32, True, 5, 2),
     # With micro-batches of 16 TRL does not fit into 24 GiB.
     "d": Case(
         "SmolLM2-135M, 300 to 400 and up to 53 tokens",
@@ -84,7 +76,7 @@ CASES = {
         53,
         False,
         4,
-        3,
+        2,
     ),
     "h": Case(f"{LARGE}, 32 and 384 tokens", "random", 8, 8, (32, 32), 384, True, 5, 3),
 }
@@ -234,7 +226,6 @@ def summary(runs: list[dict], batch: int) -> dict:
         seconds_per_step=statistics.median(step["seconds"] for step in steps),
         tokens_per_episode=statistics.mean(step["tokens"] for step in steps) / batch,
         ended=statistics.mean(step["ended"] for step in steps) / batch,
-        parts={part: statistics.median(step[part] for step in steps) for part in PARTS_OF_A_STEP},
         peak_gib=max(result["peak_gib"] for result in runs),
         seconds_by_run=[statistics.median(seconds) for seconds in by_run],
     )
@@ -286,36 +277,7 @@ def measure(case: Case, jobs: dict, smoke: bool) -> list[dict]:
     return rows
 
 
-# ---- results
-
-
-def plot(rows: list[dict], folder: Path):
-    """For each case the time of TRL and Tally, cut into parts, in units of TRL's."""
-    figure, [[axis]] = draw.panels(1, 1, width=9, height=1 + 0.5 * len(rows))
-    axis.grid(visible=False)
-    names = dict(
-        generation="generation", logprobs="log-probabilities", train="training", rest="rest"
-    )
-    for place, row in enumerate(rows):
-        unit = row["trl"]["seconds_per_step"]
-        for offset, side, name in ((-0.2, "trl", "TRL"), (0.2, "tally", "Tally")):
-            left = 0.0
-            for part, color in zip(PARTS_OF_A_STEP, ("#1f6fb4", "#e0a030", "#d1495b", "#9a9a9a")):
-                width = row[side]["parts"][part] / unit
-                label = names[part] if place == 0 and side == "trl" else None
-                axis.barh(place + offset, width, left=left, label=label, height=0.36, color=color)
-                left += width
-            text = f" {name} {row[side]['seconds_per_step']:.3g} s"
-            if side == "tally":
-                text += f", {row['ratio']:.2f} times as fast"
-            axis.text(left, place + offset, text, va="center", fontsize=7.5)
-    axis.set_yticks(
-        range(len(rows)), [f"{row['part']}  {row['algorithm'].upper()}" for row in rows]
-    )
-    axis.invert_yaxis()
-    axis.set(xlim=(0, 1.6), xlabel="seconds per step, TRL's = 1")
-    axis.legend(frameon=False, loc="lower right")
-    draw.save(figure, folder / "throughput.png")
+# ---- the parts of the program
 
 
 def jobs_of(case: Case) -> dict[tuple, dict]:
@@ -343,4 +305,4 @@ for name, case in CASES.items():
     )
 
 if __name__ == "__main__":
-    main(__doc__, RESULT, PARTS, plot)
+    main(__doc__, RESULT, PARTS)

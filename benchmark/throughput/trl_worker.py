@@ -51,50 +51,28 @@ def settings(job: dict) -> dict:
     )
 
 
-def clocked(trainer_class):
-    """The trainer's class with clocks around its parts; each step's seconds and counts are in the
-    list `steps`."""
-    import torch
+def counting(trainer_class):
+    """The trainer's class with a list `steps`, which gets the counts of each step."""
 
-    class Clocked(trainer_class):
+    class Counting(trainer_class):
         def __init__(self, *args, **kwargs):
-            self.steps, self.prepared = [], 0
+            self.steps = []
             super().__init__(*args, **kwargs)
 
-        def _prepare_inputs(self, *args, **kwargs):
-            # of a step's micro-batches
-            is_first = self.prepared % self.args.gradient_accumulation_steps == 0
-            self.prepared += 1
-            if is_first:
-                self.steps.append(dict(generation=0.0, logprobs=0.0))
-            inputs = super()._prepare_inputs(*args, **kwargs)
-            if is_first:
-                self.steps[-1]["train_began"] = now()
-            return inputs
-
         def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-            started = now()
             result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-            self.steps[-1]["generation"] += now() - started
             # GRPO's has log-probabilities, too
             completion_ids = result[0] if isinstance(result, tuple) else result
-            self.steps[-1] |= dict(
+            counts = dict(
                 prompt_tokens=sum(len(ids) for ids in prompt_ids),
                 longest_prompt=max(len(ids) for ids in prompt_ids),
                 tokens=sum(len(ids) for ids in completion_ids),
                 ended=sum(ids[-1] in self.eos_token_ids for ids in completion_ids),
             )
+            self.steps.append(counts)
             return result
 
-        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-            if torch.is_grad_enabled():  # a pass of training, which has its own clock
-                return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            started = now()  # a pass of the old policy or of the reference
-            result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            self.steps[-1]["logprobs"] += now() - started
-            return result
-
-    return Clocked
+    return Counting
 
 
 def main(job: tyro.conf.Positional[Path]):
@@ -118,15 +96,12 @@ def main(job: tyro.conf.Positional[Path]):
         reward=import_script("rloo").load_reward(job["reward"]),
         model=job["model"],
     )
-    data |= dict(folder=job["folder"], callbacks=[StepEnds()], subclass=clocked)
+    data |= dict(folder=job["folder"], callbacks=[StepEnds()], subclass=counting)
     trainer = trl_trainer.make_trainer(job["algorithm"], **data, **settings(job))
     if job["forced"]:
         # an EOS that is sampled all the same does not cut the completion
         trainer.eos_token_ids = [-1]
     trainer.train()
-    for step, end in zip(trainer.steps, moments[1:], strict=True):
-        # forward, backward, clipping and the optimizer
-        step["train"] = end - step.pop("train_began")
     print_result(trainer.steps, moments)
 
 
