@@ -22,9 +22,9 @@ from run import BENCHMARK, DEFAULTS, ROOT, machine, read_result
 PROGRAMS = """
 default/curves failures/failures ladder/ladder claims/claims
 ablations/ablations variants/curves variants/one_batch_late
-hardware/whitening hardware/completions hardware/architectures
-hardware/sharded hardware/kill_and_resume smollm2/train
-parity/mini_batch parity/replay parity/rewards throughput/throughput engine/measure
+hardware/rounding hardware/architectures
+hardware/sharded hardware/kill_and_resume
+parity/mini_batch parity/replay throughput/throughput engine/measure
 """.split()
 
 

@@ -136,24 +136,25 @@ def hardware() -> str:
     for what in ("1 and 2 processes", "micro-batches of 64 and 16"):
         cells = []
         for script in SCRIPTS:
-            [run] = having(load("hardware/completions.json"), part=script, between=what)
+            [run] = having(load("hardware/rounding.json"), part=script, between=what)
             cells.append(f"{run['completions_that_differ']} of {run['completions']:,}")
         rows.append([f"completions of the default run that differ between {what}", *cells])
     return markdown(["", *SCRIPTS], rows)
 
 
-def whitening() -> str:
-    """PPO with micro-batches of 64 against 16, with less whitening."""
+def rounding() -> str:
+    """PPO with micro-batches of 64 against 16: as it is, and with less that amplifies rounding."""
     rows = []
-    for case, some in grouped(load("hardware/whitening.json"), "part").items():
+    for case, some in grouped(load("hardware/rounding.json"), "part").items():
+        if not case.startswith("PPO"):
+            continue
         distances = [row["distance"] for row in some]
         low, middle, high = map(small, (min(distances), median(distances), max(distances)))
         counts = [row["completions_that_differ"] for row in some]
-        first = min(
-            (row["first_iteration"] for row in some if row["first_iteration"]), default="none"
-        )
+        first = [row["first_iteration"] for row in some if row["first_iteration"]]
         parted = f"{sum(map(bool, counts))} of {len(some)}"
-        rows.append([case, f"{middle} ({low} to {high})", parted, max(counts), first])
+        cells = [f"{middle} ({low} to {high})", parted, max(counts), min(first, default="none")]
+        rows.append([case, *cells])
     head = ["case", "distance, median and range", "seeds with other completions"]
     return markdown(
         [*head, f"at most, of {some[0]['completions']:,}", "the first in iteration"], rows
@@ -169,34 +170,6 @@ def kills() -> str:
         ]
         rows.append([f"resumed on {names[processes]}", *cells])
     return markdown(["", *SCRIPTS], rows)
-
-
-def smollm2() -> str:
-    """A real model, before and after."""
-    runs, rows = grouped(load("smollm2/train.json"), "part"), []
-    columns = {
-        "right": ("right answers", 2),
-        "ended": ("answers that end", 2),
-        "tokens": ("tokens of an answer", 1),
-    }
-    for name, (text, digits) in columns.items():
-        found = [[f"{run['held_out'][name]:.{digits}f}" for run in some] for some in runs.values()]
-        rows.append([text, *map(", ".join, found)])
-    return markdown(["", "before", *(f"{script}, two seeds" for script in SCRIPTS)], rows)
-
-
-def real_tasks() -> str:
-    """A line per run, on one GPU or a CPU."""
-    models = [("0.5B, LoRA", "24 GB"), ("0.5B", "24 GB"), ("1.5B", "80 GB")]
-    rows = [[f"Qwen2.5-{model}", f"a GPU, {memory}", *["not run"] * 4] for model, memory in models]
-    [before], runs = (having(load("smollm2/train.json"), part=part) for part in ("before", "grpo"))
-    after = ", ".join(f"{100 * run['held_out']['right']:.0f}" for run in runs)
-    minutes = ", ".join(f"{run['seconds'] / 60:.0f}" for run in runs)
-    cells = [f"{minutes} minutes", "nothing", f"{100 * before['held_out']['right']:.0f}", after]
-    rows.append(
-        ["[SmolLM2-135M on sums](../README.md#a-real-model), two seeds", "a CPU core", *cells]
-    )
-    return markdown(["model", "hardware", "time", "price", "score before", "after"], rows)
 
 
 def kl_term() -> str:
@@ -245,7 +218,8 @@ def evidence() -> str:
         mean(row["unseen_after"] for row in some)
         for some in grouped(claims("pairs"), "script").values()
     ]
-    right_before, *right = (row["held_out"]["right"] for row in load("smollm2/train.json"))
+    models = {name: right for name, (_, _, _, right, _) in smollm2_models().items()}
+    five = [right for name, right in models.items() if name.startswith("RLOO")]
     replayed = max(row["distance"] for row in load("parity/replay.json"))
     apart = max(value for values in distances().values() for value in values)
     killed = sum(row["kills"] for row in load("hardware/kill_and_resume.json"))
@@ -257,7 +231,6 @@ def evidence() -> str:
     different = grouped(removed, "what")
     [kl] = [some for what, some in different.items() if "TRL multiplies the KL" in what]
     kl = max(row["gradient"] for row in kl)
-    untrained = max(held_out for _, held_out, _ in smollm2_right("start").values())
     pairs = [row for row in load("throughput/throughput.json") if row["pairs"] > 1]
     low, high = min(row["lowest"] for row in pairs), max(row["highest"] for row in pairs)
     count = sum(row["pairs"] for row in pairs)
@@ -277,9 +250,9 @@ Two processes make the run of one | runs of 128 episodes, with DDP, FSDP2 and Ze
 [processes](benchmark/README.md#one-run-on-any-number-of-processes)
 Nothing is lost | {killed} kills with SIGKILL: resumed runs give the unbroken run's weights, bit \
 for bit on as many processes | [kills](benchmark/README.md#kills)
-A real model learns | SmolLM2-135M on sums, at temperature 0.8: {right_before:.2f} of held-out \
-answers right before, {min(right):.2f} to {max(right):.2f} after. Before, {untrained:.2f} were \
-right at the best temperature tried | [a real model](benchmark/README.md#a-real-model)
+A real model learns | SmolLM2-135M on sums, each model at the best of four temperatures: \
+{models["before"]:.2f} of held-out answers right before, {min(five):.2f} to {max(five):.2f} after \
+640 episodes of RLOO (five seeds) | [a real model](docs/claims.md#and-a-real-model)
 It is faster than TRL on one CPU core | beside TRL 1.16, RLOO and GRPO, prompts of 6 to 32 \
 tokens: {low:.1f} to {high:.1f} times its episodes per second in {count} \
 pairs of runs, with {min(memory):.0f} to {max(memory):.0f} % of its memory | \
@@ -537,15 +510,13 @@ def one_batch_late() -> str:
 
 # ============================================ benchmark/engine/README.md
 # ====================================
-ENGINE = {  # of each case the columns, as measure.json names them
+ENGINE = {  # of each part the columns, as measure.json names them
     "default": "held_out largest_logprob_difference weight_std median_rollout_s",
-    "equal": "completions_that_differ distance",
-    "long": "largest_logprob_difference error",
     "smollm2": "weight_std largest_logprob_difference sampled held_out_of_the_weights",
 }
 
 
-def engine(case: str) -> str:
+def engine(part: str) -> str:
     """The runs of a part of benchmark/engine/measure.py."""
 
     def cell(value):
@@ -553,12 +524,11 @@ def engine(case: str) -> str:
             return f"{cell(value[0])} -> {cell(value[-1])}"
         return f"{value:.2g}" if isinstance(value, float) else value
 
-    rows = having(load("engine/measure.json"), part=case)
-    if case == "equal":  # The other runs are those that these are compared with.
-        rows = [row for row in rows if "distance" in row]
-    columns = ENGINE[case].split()
-    cells = [[row["run"], *(cell(row.get(key, "")) for key in columns)] for row in rows]
-    return markdown(["run", *(key.replace("_", " ") for key in columns)], cells)
+    columns = ENGINE[part].split()
+    rows = []
+    for row in having(load("engine/measure.json"), part=part):
+        rows.append([row["run"], *(cell(row.get(name, "")) for name in columns)])
+    return markdown(["run", *(name.replace("_", " ") for name in columns)], rows)
 
 
 # ============================================ benchmark/parity/README.md
@@ -713,16 +683,6 @@ def claims_passes() -> str:
     return markdown(["m", *(1, 2, 4, 8, 16), "change at 16"], rows)
 
 
-def at(row: dict, name: str, where: float) -> float:
-    """The held-out score of a curve where its entry `name` first reaches a value, on a straight
-    line between points."""
-    points = list(zip(row[name], row["held_out"]))
-    for (x, score), (next_x, next_score) in zip(points, points[1:]):
-        if next_x >= where:
-            return score + (next_score - score) * (where - x) / (next_x - x)
-    return points[-1][1]
-
-
 def claims_rates() -> str:
     """The score of training at each rate."""
     rates = sorted({row["rate"] for row in claims("rates")})
@@ -733,30 +693,30 @@ def claims_rates() -> str:
     return markdown(["score of training", *map(small, rates)], rows)
 
 
+def starts() -> dict[str, dict]:
+    """The starting policies of the comparison of methods, and where their runs are."""
+    found = {"built-in policy": dict(part="methods")}
+    for start in grouped(claims("starts"), "start"):
+        found[f"policy {start}"] = dict(part="starts", start=start)
+    return found
+
+
 def claims_methods() -> str:
-    """The methods at their best rates: right answers where one budget is equal, and from other
-    starting policies."""
-    runs = claims("methods")
-    least = {name: min(row[name][-1] for row in runs) for name in ("episode", "seconds", "kl")}
+    """The methods at their best rates, from each starting policy."""
     rows = []
-    for method, some in grouped(runs, "method").items():
-        cells = [f"{mean(row['seconds'][-1] for row in some):.1f}"]
-        cells += [over_seeds((at(row, name, least[name]) for row in some), 3) for name in least]
-        for start in grouped(claims("starts"), "start"):
-            ends = [row["held_out"][-1] for row in claims("starts", start=start, method=method)]
-            cells.append(over_seeds(ends, 3))
+    for method in grouped(claims("methods"), "method"):
+        cells = []
+        for wanted in starts().values():
+            cells.append(over_seeds((row["right"] for row in claims(**wanted, method=method)), 3))
         rows.append([method, *cells])
-    head = ["at {episode:,} episodes", "at {seconds:.1f} CPU seconds", "at a KL of {kl:.2f}"]
-    head = [text.format(**least) for text in head]
-    starts = [f"policy {start}" for start in grouped(claims("starts"), "start")]
-    return markdown(["right answers", "CPU seconds", *head, *starts], rows)
+    return markdown(["right answers", *starts()], rows)
 
 
 def differences_of(part: str, **wanted) -> dict[tuple[str, str], list[float]]:
     """Of each pair of methods, the differences of their last scores, paired by seed."""
     ends = {}
     for method, some in grouped(claims(part, **wanted), "method").items():
-        ends[method] = [row["held_out"][-1] for row in some]
+        ends[method] = [row["right"] for row in some]
     pairs = {}
     for one, other in combinations(ends, 2):
         pairs[other, one] = [b - a for a, b in zip(ends[one], ends[other], strict=True)]
@@ -787,10 +747,7 @@ def holm(p_values: dict) -> dict:
 def claims_differences() -> str:
     """The differences of all pairs of methods, with Holm's correction over the pairs of each
     starting policy."""
-    columns = [differences_of("methods")]
-    columns += [
-        differences_of("starts", start=start) for start in grouped(claims("starts"), "start")
-    ]
+    columns = [differences_of(**wanted) for wanted in starts().values()]
     corrected = [holm({pair: sign_flips(x) for pair, x in column.items()}) for column in columns]
     rows = []
     for one, other in columns[0]:
@@ -799,8 +756,7 @@ def claims_differences() -> str:
             middle, band = mean_and_band(column[one, other])
             cells.append(f"{middle:+.3f} ± {band:.3f}, {p[one, other]:.3f}")
         rows.append([f"{one} minus {other}", *cells])
-    starts = [f"policy {start}" for start in grouped(claims("starts"), "start")]
-    return markdown(["difference, and Holm's p", "built-in policy", *starts], rows)
+    return markdown(["difference, and Holm's p", *starts()], rows)
 
 
 CHI_SQUARED = (
@@ -824,7 +780,7 @@ def claims_seeds() -> str:
     """How many seeds a difference of 0.02 needs."""
     rows = []
     for method, some in grouped(claims("methods"), "method").items():
-        ends = [row["held_out"][-1] for row in some]
+        ends = [row["right"] for row in some]
         paired = differences_of("methods").get((method, "RLOO"))
         rung = dict(rung="REINFORCE" if "filtered" in method else method, equal="episodes")
         k = 1 if method in ("PPO", "filtered, k = 1") else 4
@@ -866,13 +822,10 @@ def claims_gold() -> str:
 def claims_effects() -> list[tuple[str, float, float]]:
     """Differences with half of their 95 % intervals, for a forest plot."""
     effects = []
-    for (one, other), values in differences_of("methods").items():
-        if other == "RLOO":
-            effects.append((f"{one} minus RLOO", *mean_and_band(values)))
-    for start in grouped(claims("starts"), "start"):
-        for (one, other), values in differences_of("starts", start=start).items():
+    for start, wanted in starts().items():
+        for (one, other), values in differences_of(**wanted).items():
             if other == "RLOO":
-                effects.append((f"{one} minus RLOO, policy {start}", *mean_and_band(values)))
+                effects.append((f"{one} minus RLOO, {start}", *mean_and_band(values)))
     for script, some in grouped(claims("pairs"), "script").items():
         gaps = [row["unseen_after"] - row["seen_after"] for row in some]
         effects.append((f"unseen minus seen pairs, {script.upper()}", *mean_and_band(gaps)))
@@ -889,78 +842,48 @@ def changes(rows: list[dict]) -> list[float]:
     return [row["scores"][1] - row["scores"][0] for row in rows]
 
 
-def claims_curve() -> str:
-    """What the first quarter predicted, and what came. The naive forecast is the last score."""
-    rows = []
-    for script in SCRIPTS:
-        quarter = claims("first_quarter", script=script)
-        [predicted] = [row for row in quarter if "predicted_for" in row]
-        ends = [
-            [row["held_out"][-1] for row in x if "seed" in row]
-            for x in (quarter, claims("whole", script=script))
-        ]
-        prediction = f"{predicted['score']:.3f} ({predicted['low']:.3f} to {predicted['high']:.3f})"
-        errors = [forecast - mean(ends[1]) for forecast in (mean(ends[0]), predicted["score"])]
-        rows.append(
-            [
-                script,
-                over_seeds(ends[0], 3),
-                prediction,
-                over_seeds(ends[1], 3),
-                *(f"{x:+.3f}" for x in errors),
-            ]
-        )
-    head = ["right samples", "after 4,096 episodes", "predicted for 16,384", "measured"]
-    return markdown([*head, "error of no change", "error of the fit"], rows)
-
-
-def smollm2_right(model: str) -> dict[float, tuple[float, float, float]]:
+def smollm2_right(runs: list[dict]) -> dict[float, tuple[float, float, float]]:
     """Of a model, for each temperature: the share of right samples of training questions (4 of
     each) and of held-out ones (8 of each), and pass@8 of the latter."""
     found = {}
-    for temperature, rows in grouped(claims(f"smollm2_{model}"), "temperature").items():
+    for temperature, rows in grouped(runs, "temperature").items():
         right = {row["prompts"]: row["right"] for row in rows}
         shares = [mean(right["train"]) / 4, mean(right["eval"]) / 8]
         found[temperature] = (*shares, mean(count > 0 for count in right["eval"]))
     return found
 
 
+def smollm2_models() -> dict[str, tuple]:
+    """Of each model: the temperature that is best on training questions; on held-out ones the right
+    answers and pass@8 at temperature 1, and both at the best one."""
+    models = {}
+    for part in ("start", *SCRIPTS):
+        for seed, runs in grouped(claims(f"smollm2_{part}"), "seed").items():
+            found = smollm2_right(runs)
+            best = max(found, key=lambda temperature: found[temperature][0])
+            name = f"{part.upper()}, seed {seed}" if seed else "before"
+            models[name] = (best, *found[1.0][1:], *found[best][1:])
+    return models
+
+
 def claims_smollm2() -> str:
-    """A real model before and after training, at temperature 1 and at the temperature that is best
-    on training questions."""
-    rows, gains = [], []
-    for model in ("start", *range(1, 6)):
-        found = smollm2_right(model)
-        best = max(found, key=lambda temperature: found[temperature][0])
-        shares = [*found[1.0][1:], *found[best][1:]]
-        if model == "start":
-            before = shares
-        else:
-            gains.append([after - start for after, start in zip(shares, before)])
-        name = "before" if model == "start" else f"RLOO, seed {model}"
-        rows.append([name, best, *(f"{share:.2f}" for share in shares)])
-    rows.append(["gain, five seeds", "", *(over_seeds(column) for column in zip(*gains))])
+    """A real model before and after training."""
+    models = smollm2_models()
+    rows = [[name, best, *(f"{x:.2f}" for x in of)] for name, (best, *of) in models.items()]
+    before = models["before"][1:]
+    after = [columns[1:] for name, columns in models.items() if name.startswith("RLOO")]
+    gains = [over_seeds(x - start for x in some) for start, some in zip(before, zip(*after))]
+    rows.append(["gain of RLOO, five seeds", "", *gains])
     head = ["SmolLM2", "best temperature", "right at 1.0", "pass@8 at 1.0"]
     return markdown([*head, "right at the best", "pass@8 at the best"], rows)
 
 
 # ============================================ writing
 # ========================================================
-TABLES = [
-    default_task,
-    default_clipping,
-    hardware,
-    kills,
-    smollm2,
-    real_tasks,
-    kl_term,
-    speed,
-    evidence,
-    failure,
-]
+TABLES = [default_task, default_clipping, hardware, kills, kl_term, speed, evidence, failure]
 TABLES += [ladder_learning, ladder_clipping, ladder_fresh, ladder_gradients, ladder_baselines]
 TABLES += [variants, one_batch_late]
-TABLES += [engine, mini_batch, differences, replay, whitening]
+TABLES += [engine, mini_batch, differences, replay, rounding]
 TABLES += [
     claims_coin,
     claims_form,
@@ -969,7 +892,7 @@ TABLES += [
     claims_methods,
     claims_differences,
 ]
-TABLES += [claims_seeds, claims_pairs, claims_gold, claims_curve, claims_smollm2]
+TABLES += [claims_seeds, claims_pairs, claims_gold, claims_smollm2]
 TABLES = {function.__name__: function for function in TABLES}
 
 

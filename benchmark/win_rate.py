@@ -82,28 +82,22 @@ def complete(
     return token_ids, ended
 
 
-def sample(args: Args, path: str, index: int, k: int = 1) -> tuple[list[str], float, list[int]]:
-    """k completions of every prompt, the share that ended, and their lengths in tokens.
-
-    index: of the random numbers
-    """
+def sample(args: Args, path: str, index: int) -> tuple[list[str], float]:
+    """A completion of every prompt, and the share that ended. index: of the random numbers"""
     tokenizer = AutoTokenizer.from_pretrained(path)
     rloo.start_accelerator(rloo.Args())
     if (Path(path) / "adapter_config.json").exists():  # with the base model that the adapters name
-        language_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(
-            rloo.accelerator.device
-        )
+        language_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        language_model = language_model.to(rloo.accelerator.device)
     else:
         language_model = rloo.load_model("--model-path", path, "float32")
-    prompts = [prompt.token_ids for prompt in load_prompts(args, tokenizer) for _ in range(k)]
-    uniforms = rloo.keyed_rng(args.seed, rloo.EVALUATION, index).random(
-        (len(prompts), args.response_length)
-    )
+    prompts = [prompt.token_ids for prompt in load_prompts(args, tokenizer)]
+    rng = rloo.keyed_rng(args.seed, rloo.EVALUATION, index)
+    uniforms = rng.random((len(prompts), args.response_length))
     token_ids, ended = complete(
         language_model, tokenizer, prompts, uniforms, args.temperature, args.batch_size
     )
-    completions = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-    return completions, float(np.mean(ended)), list(map(len, token_ids))
+    return tokenizer.batch_decode(token_ids, skip_special_tokens=True), float(np.mean(ended))
 
 
 def judge_pairs(
@@ -118,9 +112,7 @@ def judge_pairs(
         pair[::-1] if swap else pair for pair, swap in zip(zip(completions, baselines), swapped)
     ]
 
-    def as_message(
-        row, text
-    ):  # As in the scripts, a prompt of messages has a message as completion.
+    def as_message(row, text):  # As in the scripts, the completion of messages is a message.
         is_chat = isinstance(row["prompt"], list) and isinstance(text, str)
         return [{"role": "assistant", "content": text}] if is_chat else text
 
@@ -173,12 +165,12 @@ def main(args: Args) -> tuple[float, float, float]:
         raise ValueError(
             f"--baseline {args.baseline}: the columns of {args.dataset} are {', '.join(rows[0])}"
         )
-    completions, share, _ = sample(args, args.model, 0)
+    completions, share = sample(args, args.model, 0)
     ended = f"{100 * share:.0f} % of the model's completions ended"
     if column:
         baselines = [row[column] for row in rows]
     else:
-        baselines, share, _ = sample(args, args.baseline, 1)
+        baselines, share = sample(args, args.baseline, 1)
         ended += f", of the baseline's {100 * share:.0f} %"
     pairs = judge_pairs(judge, rows, completions, baselines, args.seed)
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,6 @@ from conftest import (
     write_jsonl,
 )
 
-claims = import_file(HERE / "benchmark" / "claims" / "claims.py")
 plot = import_file(HERE / "benchmark" / "plot.py")
 win_rate = import_file(HERE / "benchmark" / "win_rate.py")
 gsm8k = import_file(HERE / "benchmark" / "gsm8k" / "gsm8k.py")
@@ -258,42 +257,6 @@ def test_mirrored_questions_are_one_cluster():
     expected = np.mean(values), 1.96 * np.std(values, ddof=1) / 3**0.5
     assert tables.over_questions(values, prompts) == pytest.approx(expected)
     assert tables.over_questions(values * 2, prompts + mirrored) == pytest.approx(expected)
-
-
-def test_the_fit_finds_a_sigmoid():
-    episode = np.arange(0, 4097, 256)
-    shape = np.append(0, 1 / (1 + (900 / episode[1:]) ** 1.4))
-    rows = [dict(episode=episode.tolist(), held_out=(0.25 + 0.65 * shape).tolist())] * 3
-    found = claims.predict(rows, 16384, draws=20)
-    assert found["score"] == pytest.approx(0.25 + 0.65 / (1 + (900 / 16384) ** 1.4), abs=2e-3)
-    assert [found[name] for name in ("limit", "middle", "power")] == pytest.approx(
-        [0.9, 900, 1.4], rel=0.03
-    )
-    assert found["low"] == found["high"] == found["score"]
-
-
-@one_text
-def test_the_kl_is_that_of_a_run_with_a_reference(script, run):
-    data = str(HERE / "benchmark/default/train.jsonl")
-    flags = dict(
-        model_path=str(claims.POLICY),
-        dataset=data,
-        reward="exact_match",
-        kl_coef=0.01,
-        learning_rate=1e-3,
-    )
-    flags |= dict(
-        k=4,
-        batch_size=64,
-        total_episodes=128,
-        num_mini_batches=1,
-        num_ppo_epochs=1,
-        response_length=8,
-    )
-    _, metrics, folder = run(script, **flags, temperature=1.0)
-    kl = claims.kl_to_start(read_jsonl(folder / "rollouts.jsonl"), [0, 64, 128])
-    logged = [row["objective/kl"] for row in metrics if "objective/kl" in row]
-    assert kl == pytest.approx([0, *logged], abs=1e-3) and kl[2] > 0.01
 
 
 @pytest.mark.slow

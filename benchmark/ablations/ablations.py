@@ -24,7 +24,7 @@ STEPS, BATCH_SIZE = 400, 128  # of its training
 MODEL = "--reward none --reward-model-path benchmark/default/reward_model"
 MODEL += " --eval-reward exact_match --eval-temperature 1"
 LENGTH = "--model-path benchmark/ablations/policy --response-length 16 --learning-rate 1e-4"
-LENGTH += " --num-ppo-epochs 2 --save-rollouts"
+LENGTH += " --num-ppo-epochs 2"
 EIGHT_UPDATES = "--num-ppo-epochs 4 --num-mini-batches 2"
 JUDGE = "--reward benchmark/variants/long_judge.py:score --eval-reward exact_match"
 RATES = (1e-5, 5e-5, 2e-4, 1e-3)
@@ -72,10 +72,6 @@ ENDS = [  # lines of numbers at the end: study, script, number, label, color
 ]
 
 
-def is_long(prompt: str) -> bool:
-    return int(prompt[0]) % 2 == 1
-
-
 def make_policy(_, smoke: bool = False) -> list[dict]:
     """Makes a policy whose answers have very different lengths.
 
@@ -98,7 +94,8 @@ def make_policy(_, smoke: bool = False) -> list[dict]:
     answers, _ = complete(policy, tokenizer, prompts, rng.random((len(prompts), 4)))
     rows = []  # prompt, answer, spaces, EOS
     for text, prompt, answer in zip(texts, prompts, answers):
-        spaces = [tokenizer.convert_tokens_to_ids(" ")] * int(rng.integers(8, 13)) * is_long(text)
+        count = int(rng.integers(8, 13)) * (int(text[0]) % 2)
+        spaces = [tokenizer.convert_tokens_to_ids(" ")] * count
         rows.append(prompt + answer[:-1] + spaces + answer[-1:])
     longest = max(map(len, rows))
     tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
@@ -133,7 +130,7 @@ def jobs_of(study: str) -> dict[tuple, dict]:
 
 def to_result(_, result: dict) -> dict:
     """What is kept of a run: means of its last ten iterations, and its curve."""
-    rows, rollouts = result["metrics"][1:], result["rollouts"]
+    rows = result["metrics"][1:]
 
     def end(name):
         return round(float(np.mean([row[name] for row in rows[-10:]])), 4)
@@ -141,10 +138,6 @@ def to_result(_, result: dict) -> dict:
     kept = {"scores": end("objective/scores"), "held_out": round(rows[-1]["eval/scores"], 4)}
     kept["tokens"] = end("response_length_mean")
     kept["ended"] = round(end("val/num_eos_tokens") / result["args"]["batch_size"], 4)
-    if rollouts:  # the prompts that are answered at length, and the others
-        for name in ("long", "short"):
-            some = [e["score"] for e in rollouts if is_long(e["prompt"]) == (name == "long")]
-            kept[f"{name}_scores"] = round(float(np.mean(some)), 4)  # over the run
     kept |= {"episode": [], "curve": []}
     for piece in np.array_split(rows, min(16, len(rows))):
         kept["episode"].append(piece[-1]["episode"])

@@ -3,8 +3,6 @@ own runs.
 
     python benchmark/claims/claims.py                      # all of them
     python benchmark/claims/claims.py coin passes          # only these, the others are kept
-
-Runs of a part go one after another, so their CPU seconds can be compared.
 """
 
 import importlib
@@ -12,7 +10,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -180,7 +177,7 @@ def run_passes(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
         folders = {
             job: f"{folder}/{names['trained']}{names['seed']}" for job, names in trained.items()
         }
-        run_all([(*job, path) for job, path in folders.items()], processes=1)
+        run_all([(*job, path) for job, path in folders.items()])
         samplings = {}
         for (script, flags), names in jobs.items():
             if "trained" in names:
@@ -191,9 +188,7 @@ def run_passes(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
             for job, path in folders.items() if "trained" in names["models"] else ():
                 model = dict(model=trained[job]["trained"], seed=trained[job]["seed"])
                 samplings[script, f"{flags} --model-path {path}/model"] = model | kept
-        return run_all(
-            list(samplings), lambda job, result: samplings[job] | right_answers(result), processes=1
-        )
+        return run_all(list(samplings), lambda job, result: samplings[job] | right_answers(result))
 
 
 def right_answers(result: dict) -> dict:
@@ -238,13 +233,8 @@ def best_rate(method: str) -> list[float]:
     return [max(RATES, key=lambda rate: scores[rate])]
 
 
-def run_methods(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
-    time.perf_counter = (
-        time.process_time
-    )  # The scripts' seconds are CPU seconds now, in each forked run.
-    return run_all(
-        list(jobs), lambda job, result: jobs[job] | to_curve(jobs[job], result), processes=1
-    )
+def right_in_the_end(_, result: dict) -> dict:
+    return dict(right=round(result["evaluations"][-1]["eval/scores"], 4))
 
 
 def starts_jobs() -> dict[tuple, dict]:
@@ -365,138 +355,41 @@ def fine_tune(rate: float, seed: int, steps: int) -> dict:
     return dict(rate=rate, seed=seed, held_out=right(held_out), on_training=right(train[:256]))
 
 
-# ---- curves, and what they predict
-
-
-def to_curve(_, result: dict) -> dict:
-    """Held-out scores against episodes and seconds, and with --save-rollouts against the KL."""
-    names = dict(episode="episode", seconds="seconds", held_out="eval/scores")
-    curve = {
-        name: [round(row[key], 4) for row in result["evaluations"]] for name, key in names.items()
-    }
-    return curve | (
-        dict(kl=kl_to_start(result["rollouts"], curve["episode"])) if result["rollouts"] else {}
-    )
-
-
-def kl_to_start(rollouts: list[dict], episode: list[int]) -> list[float]:
-    """The KL to the policy before training, in nats: the mean over the samples since the evaluation
-    before."""
-    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
-    torch.set_num_threads(1)
-    model = transformers.AutoModelForCausalLM.from_pretrained(POLICY)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(POLICY)
-    prompts = torch.tensor(
-        tokenizer([row["prompt"] for row in rollouts]).input_ids
-    )  # all have six tokens
-    tokens = [torch.tensor(row["token_ids"]) for row in rollouts]
-    tokens = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)  # [episodes, response]
-    with torch.no_grad():
-        logits = model(torch.cat([prompts, tokens], dim=1)).logits[:, prompts.shape[1] - 1 : -1]
-    log_p = logits.log_softmax(-1).gather(-1, tokens[:, :, None]).squeeze(-1)
-    sums = [
-        sum(row["logprobs"]) - sum(p[: len(row["logprobs"])])
-        for row, p in zip(rollouts, log_p.tolist())
-    ]
-    return [0.0, *(round(float(np.mean(sums[a:b])), 4) for a, b in zip(episode, episode[1:]))]
-
-
-def constant_jobs(episodes: int) -> dict[tuple, dict]:
-    """The three scripts at a constant rate. The held-out score is that of samples, in every fourth
-    iteration."""
-    flags = f"{COMMON} --lr-scheduler-type constant --eval-temperature 1 --eval-every 4"
-    flags += f" --total-episodes {episodes}"
-    runs = [dict(script=script, seed=seed) for script, seed in product(SCRIPTS, OTHER_SEEDS)]
-    return {(run["script"], f"{flags} --seed {run['seed']}"): run for run in runs}
-
-
-def fit(episode: np.ndarray, score: np.ndarray) -> tuple[float, float, float]:
-    """A, C and B of R = R_0 + (A - R_0) / (1 + (C / episodes)^B) (arXiv 2510.13786), by least
-    squares on a grid."""
-    start, gains = score[0], score[1:] - score[0]
-    grid = np.array(
-        [
-            (middle, power)
-            for middle in np.geomspace(200, 20000, 80)
-            for power in np.linspace(0.3, 4, 75)
-        ]
-    )
-    shapes = 1 / (1 + (grid[:, :1] / episode[1:]) ** grid[:, 1:])  # [grid, points]
-    limits = np.clip(shapes @ gains / (shapes**2).sum(1), 0, 1 - start)
-    best = np.argmin(((limits[:, None] * shapes - gains) ** 2).sum(1))
-    return float(start + limits[best]), *map(float, grid[best])
-
-
-def predict(rows: list[dict], episodes: int, draws: int = 1000) -> dict:
-    """The score after so many episodes by a fit to the mean of the seeds, and by fits to so many
-    draws of seeds."""
-    curves, episode = np.array([row["held_out"] for row in rows]), np.array(rows[0]["episode"])
-    rng, predicted = np.random.default_rng(0), []
-    for chosen in [np.arange(len(curves)), *rng.integers(len(curves), size=(draws, len(curves)))]:
-        mean = curves[chosen].mean(0)
-        limit, middle, power = fit(episode, mean)
-        predicted.append(
-            (mean[0] + (limit - mean[0]) / (1 + (middle / episodes) ** power), limit, middle, power)
-        )
-    low, high = np.quantile([score for score, *_ in predicted[1:]], (0.025, 0.975))
-    names = dict(zip(("score", "limit", "middle", "power"), predicted[0])) | dict(
-        low=low, high=high
-    )
-    return {name: float(f"{value:.4g}") for name, value in names.items()}
-
-
-def run_first_quarter(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
-    """The first 4,096 of 16,384 episodes, and what they predict."""
-    rows = run_all(list(jobs), lambda job, result: jobs[job] | to_curve(jobs[job], result))
-    for script in () if smoke else SCRIPTS:
-        some = [row for row in rows if row["script"] == script]
-        rows.append(dict(script=script, predicted_for=16384) | predict(some, 16384))
-    return rows
-
-
-def need_prediction():
-    """There must be a prediction before the whole is run."""
-    if not any("predicted_for" in row for row in read_result(RESULT)["rows"]):
-        raise SystemExit("first: python benchmark/claims/claims.py first_quarter")
-
-
 # ---- a real model
 
 
-def smollm2_jobs(seed: int | None) -> dict[tuple, dict]:
-    """Runs that only sample from a real model at each temperature, as it is or, where a seed is
-    given, after RLOO."""
+def smollm2_jobs(script: str | None, seeds=()) -> dict[tuple, dict]:
+    """Runs that only sample from a real model at each temperature, as it is or, where a script is
+    given, after training."""
     path = "benchmark/smollm2/chain_sum"
-    flags = f"{COMMON} --reward {path}.py:score --response-length 24 --rloo-k 8"
+    flags = f"{COMMON} --reward {path}.py:score --response-length 24"
     flags += " --per-device-train-batch-size 16 --model-path benchmark/smollm2/model"
+    own = {"rloo": "--rloo-k 8", "grpo": "--num-generations 8", "ppo": "--num-ppo-epochs 1"}
     jobs = {}
-    if seed:
+    for seed in seeds:
         trained = f"--dataset {path}_train.jsonl --total-episodes 640 --learning-rate 1e-5"
-        jobs["rloo", f"{flags} {trained} --seed {seed}"] = dict(trained="rloo", seed=seed)
+        trained += f" {own[script]} --seed {seed}"
+        jobs[script, f"{flags} {trained}"] = dict(trained=script, seed=seed)
     for prompts, temperature in product(SMOLLM2_SAMPLES, SMOLLM2_TEMPERATURES):
         # An evaluation alone: a run with learning rate 0 would make training passes, too.
         sampled = f"--dataset {path}_train.jsonl --eval-dataset {path}_{prompts}.jsonl"
         sampled += " --total-episodes 0 --save-rollouts --seed 1"
         sampled += f" --eval-k {SMOLLM2_SAMPLES[prompts]} --eval-temperature {temperature}"
-        models = ("trained",) if seed else ("start",)
+        models = ("trained",) if script else ("start",)
         names = dict(temperature=temperature, prompts=prompts, models=models)
         jobs["rloo", f"{flags} {sampled}"] = names
     return jobs
 
 
-METHOD_FLAGS = "--eval-every 4 --save-rollouts"
 SMOLLM2_SMOKE = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
 SMOLLM2_SMOKE += " --eval-dataset benchmark/default/eval.jsonl --reward exact_match"
 SMOLLM2_SMOKE += " --total-episodes 16 --batch-size 16"
 BUILT_IN = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
 BUILT_IN += " --eval-dataset benchmark/default/eval.jsonl"
 PARTS = {
-    "coin": Part(coin_jobs(), coin_ends, processes=1, short=f"{Part.short} --eval-k 2"),
+    "coin": Part(coin_jobs(), coin_ends, short=f"{Part.short} --eval-k 2"),
     "form": Part(
-        form_jobs(),
-        ends,
-        processes=1,
-        short=f"{Part.short} {BUILT_IN} --reward exact_match --eval-k 2",
+        form_jobs(), ends, short=f"{Part.short} {BUILT_IN} --reward exact_match --eval-k 2"
     ),
     "passes": Part(
         passes_jobs(),
@@ -508,30 +401,21 @@ PARTS = {
         of_methods(lambda method: RATES, range(1, 4), ""),
         end_of_training,
         smoke=lambda names: names["rate"] == 1e-4,
-        processes=1,
     ),
-    "methods": Part(of_methods(best_rate, OTHER_SEEDS, METHOD_FLAGS), measure=run_methods),
+    "methods": Part(of_methods(best_rate, OTHER_SEEDS, "--eval-every 64"), right_in_the_end),
     "starts": Part(
         starts_jobs(),
-        to_curve,
+        right_in_the_end,
         prepare=make_starts,
         short=f"{Part.short} {BUILT_IN}",
         smoke=lambda names: names["start"] == STARTS[0],
     ),
     "pairs": Part(pairs_jobs(), measure=run_pairs),
     "gold": Part({}, measure=run_gold),
-    "first_quarter": Part(constant_jobs(4096), measure=run_first_quarter),
-    "whole": Part(
-        constant_jobs(16384),
-        to_curve,
-        prepare=need_prediction,
-        smoke=lambda names: names["script"] == "rloo",
-    ),
 }
-# Each model is a part, so a stopped measurement goes on with the next model.
-for seed in (None, *SEEDS):
-    PARTS[f"smollm2_{seed or 'start'}"] = Part(
-        smollm2_jobs(seed),
+for script, seeds in {None: (), "rloo": SEEDS, "grpo": (1,), "ppo": (1,)}.items():
+    PARTS[f"smollm2_{script or 'start'}"] = Part(
+        smollm2_jobs(script, seeds),
         measure=run_passes,
         short=SMOLLM2_SMOKE,
         smoke=lambda names: names.get("temperature", 1.0) == 1.0,

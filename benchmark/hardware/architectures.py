@@ -22,7 +22,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from run import POLICY, Part, main, prepare_forks, run_forked
-from whitening import count_different
 
 RESULT = Path(__file__).with_suffix(".json")
 SMOKE = ("llama", "gpt2", "mamba2")
@@ -195,6 +194,16 @@ def receive(receivers: list, seconds: float | None = None) -> dict | str:
     ]
     errors = [end for end in ends if isinstance(end, str)]
     return errors[0] if errors else ends[0]
+
+
+def count_different(one: dict, two: dict) -> dict:
+    """How many completions of two runs differ, and from which iteration on."""
+    iterations = []
+    for first, second in zip(one["rollouts"], two["rollouts"], strict=True):
+        if first["token_ids"] != second["token_ids"]:
+            iterations.append(first["iteration"])
+    counts = dict(completions=len(one["rollouts"]), completions_that_differ=len(iterations))
+    return counts | dict(first_iteration=min(iterations, default=None))
 
 
 def attempt(model_type: str, jobs: dict, work: Path):

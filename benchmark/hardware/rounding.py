@@ -1,0 +1,103 @@
+"""How far does rounding part two runs: on 1 and 2 processes, or with micro-batches of 64 and 16?
+
+    python benchmark/hardware/rounding.py                             # all
+    python benchmark/hardware/rounding.py ppo                         # this part alone
+
+Runs are compared token for token. If a completion differs, what is trained on it differs, too. The
+first parts are the defaults of each script. The runs of SmolLM2 (made by
+`benchmark/smollm2/prepare.py`) have learning rate 0, so none of their completions depends on the
+ones before.
+
+By default PPO whitens its advantages: it shifts them to mean 0, and scales them to variance 1. The
+last parts are PPO as it is, without the shift, and without the second PPO epoch. Writes
+rounding.json, a comparison a line.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from architectures import count_different, prepare, receive, start
+from run import SCRIPTS, Part, main, relative_distance
+
+RESULT = Path(__file__).with_suffix(".json")
+MICRO_BATCHES, PROCESSES = "micro-batches of 64 and 16", "1 and 2 processes"
+SMOLLM2 = "--model-path benchmark/smollm2/model --dataset benchmark/smollm2/chain_sum_train.jsonl"
+SMOLLM2 += " --reward benchmark/smollm2/chain_sum.py:score --learning-rate 0 --kl-coef 0"
+SMOLLM2 += " --batch-size 64 --response-length 24 --total-episodes 320"
+SMOLLM2 += " --per-device-train-batch-size 16"
+BUILT_IN = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
+BUILT_IN += " --reward exact_match"
+SEEDS = range(1, 6)
+
+
+def only_scale(ppo):
+    """Whiten without the shift."""
+    ppo.whiten = lambda values: values * (values.var(correction=0) + 1e-8).rsqrt()
+
+
+# script, flags, functions that change the script, comparisons, seeds
+CASES = {script: (script, "", (), (MICRO_BATCHES, PROCESSES), (1,)) for script in SCRIPTS}
+CASES |= {
+    "rloo in bfloat16": ("rloo", "--dtype bfloat16", (), (PROCESSES,), (1,)),
+    "SmolLM2": ("rloo", SMOLLM2, (), (PROCESSES,), (1,)),
+    "PPO, shift and scale": ("ppo", "", (), (MICRO_BATCHES,), SEEDS),
+    "PPO, scale only": ("ppo", "", (only_scale,), (MICRO_BATCHES,), SEEDS),
+    "PPO, one PPO epoch": ("ppo", "--num-ppo-epochs 1", (), (MICRO_BATCHES,), SEEDS),
+}
+
+
+def jobs_of(script: str, own: str, edits, comparisons, seeds) -> dict[tuple, dict]:
+    """The first run of each seed is compared with the others. A job ends with its number of
+    processes."""
+    jobs = {}
+    for seed in seeds:
+        flags = f"--save-rollouts --num-sample-generations 0 --save-every None --seed {seed} {own}"
+        jobs[script, flags, *edits, 1] = dict(seed=seed)
+        for between in comparisons:
+            names = dict(seed=seed, between=between)
+            if between == MICRO_BATCHES:
+                jobs[script, f"{flags} --per-device-train-batch-size 16", *edits, 1] = names
+            else:
+                jobs[script, flags, *edits, 2] = names
+    return jobs
+
+
+def measure(jobs: dict, smoke: bool) -> list[dict]:
+    prepare()
+    rows = []
+    for seed in dict.fromkeys(names["seed"] for names in jobs.values()):
+        some = {job: names for job, names in jobs.items() if names["seed"] == seed}
+        rows += compare(some)
+    return rows
+
+
+def compare(jobs: dict) -> list[dict]:
+    """Start the runs of a seed beside each other, and compare the first with each of the others."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for i, (*job, processes) in enumerate(jobs):
+            started.append(start((*job, f"{folder}/{i}"), processes))
+        results = []
+        for receivers in started:
+            result = receive(receivers)
+            if isinstance(result, str):
+                raise SystemExit(result)
+            results.append(result)
+        rows = []
+        for i, names in list(enumerate(jobs.values()))[1:]:
+            row = names | count_different(results[0], results[i])
+            if names["between"] == MICRO_BATCHES:  # of runs that move the built-in policy
+                distance = relative_distance(Path(folder, str(i)), Path(folder, "0"))
+                row["distance"] = float(f"{distance:.3g}")
+            rows.append(row)
+    return rows
+
+
+PARTS = {name: Part(jobs_of(*case), measure=measure) for name, case in CASES.items()}
+PARTS["SmolLM2"].needs = "the model of benchmark/smollm2/prepare.py"
+PARTS["SmolLM2"].short = f"--total-episodes 128 {BUILT_IN}"
+
+if __name__ == "__main__":
+    main(__doc__, RESULT, PARTS)
