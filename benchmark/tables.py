@@ -263,34 +263,6 @@ pairs of runs, with {min(memory):.0f} to {max(memory):.0f} % of its memory | \
     )
 
 
-# ============================================= docs/recipes.md
-# ==============================================
-PADDED = "refused: padding changes the results, or the head does more than the scripts know"
-REFUSED = {  # a part of the message, and what it means
-    "padded rows": PADDED,
-    "give log-probabilities": "refused before the first update: sampling and training disagree",
-}
-
-
-def architectures() -> str:
-    """How each architecture ended. One with a part for text stands for that part, where both ended
-    alike."""
-    ends = {}
-    for row in load("hardware/architectures.json"):
-        reasons = [how for part, how in REFUSED.items() if part in row.get("message", "")]
-        other = "refused: an error of the library" if row["ended"] == "refused" else row["ended"]
-        ends[row["model_type"]] = reasons[0] if reasons else other
-    names = {}
-    for name, end in ends.items():
-        if ends.get(name.removesuffix("_text")) != end or not name.endswith("_text"):
-            names.setdefault(end, []).append(name)
-    rows = [
-        [f"{end} ({len(some)})", ", ".join(some)]
-        for end, some in sorted(names.items(), key=lambda x: -len(x[1]))
-    ]
-    return markdown(["how it ended", "`model_type`"], rows)
-
-
 # ============================================== docs/ladder.md
 # ==============================================
 def with_interval(middle: float, band: float, digits: int = 3) -> str:

@@ -4,18 +4,13 @@
 
 rloo.py trains on prompts of different lengths, with a KL. The truth is one pass of the whole model
 for each token, without padding and cache. `difference` is how far the sampler and the reference are
-from it, and `unmasked` how far padding that is not masked is from it: the weights are so large that
-a mistake shows. What works is trained again on two processes: `other_completions` counts those that
-differ from one process. `bfloat16` says what the check at the load makes of a reference in
-bfloat16: whether its prompts are shared, or why it is refused. Writes architectures.json.
+from it. The weights are so large that a mistake shows. Writes architectures.json.
 """
 
 import importlib
 import json
 import multiprocessing
-import os
 import re
-import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -29,7 +24,6 @@ OWN_ROWS = "a row for each episode"  # printed where the prompts are not shared
 PROMPTS = ["1", "2+3=", "45-6+78=", "9+9+9+9+9+9+9="]
 FLAGS = "--response-length 8 --batch-size 16 --total-episodes 32 --kl-coef 0.1 --learning-rate 1e-3"
 FLAGS += " --save-rollouts --reward benchmark/hardware/architectures.py:count_ones"
-HALF = "--dtype bfloat16 --total-episodes 0"  # loads the reference in bfloat16, and evaluates
 TINY = {  # a value, and the names in a config that get it
     0: "pad_token_id num_kv_shared_layers",
     1: r"(bos|eos|sep|cls)_token_id (n|topk|num_expert)_group (mamba_)?expand "
@@ -123,8 +117,8 @@ def make_model(model_type: str, folder: str):
     transformers.AutoTokenizer.from_pretrained(POLICY).save_pretrained(folder)
 
 
-def compare(folder: str, rows: list) -> dict:
-    """Rows of rollouts.jsonl beside the truth."""
+def compare(folder: str, rows: list) -> float:
+    """How far rows of rollouts.jsonl are from the truth."""
     import torch
     import transformers
 
@@ -135,127 +129,50 @@ def compare(folder: str, rows: list) -> dict:
     def true_logprobs(tokens: list[int]):
         return model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
 
-    apart, unmasked = [], []
+    apart = []
     for row in rows:
         tokens = tokenizer(row["prompt"])["input_ids"]
         for token, *logprobs in zip(row["token_ids"], row["logprobs"], row["ref_logprobs"]):
             truth = true_logprobs(tokens)
             apart += [abs(logprob - truth[token].item()) for logprob in logprobs]
             tokens.append(token)
-        padded = true_logprobs([0, 0, 0, *tokens[:-1]])
-        unmasked.append((padded - truth).abs().max().item())
-    return {"difference": max(apart), "unmasked": max(unmasked)}
+    return max(apart)
 
 
-def prepare():
-    """For the processes that are forked from now on."""
-    prepare_forks()
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    importlib.import_module("torch").set_num_threads(1)
-
-
-def ranks(processes: int) -> list[dict]:
-    """The environments of processes that find each other."""
-    if processes == 1:
-        return [{}]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    size = str(processes)
-    world = dict(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="localhost", MASTER_PORT=port)
-    return [world | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(processes)]
-
-
-def send_run(sender, job: tuple, environment: dict):
-    """In a process of its own: what a run printed and wrote, or the last line of its error."""
-    os.environ |= environment
-    try:
-        sender.send(run_forked(job))
-    except RuntimeError as error:
-        sender.send([str(error), *re.findall(r"^\S*Error: .*", str(error), re.M)][-1])
-
-
-def start(job: tuple, processes: int) -> list:
-    """Start a run on so many processes -> the ends of pipes that `receive` reads."""
-    fork = multiprocessing.get_context("fork")
-    receivers = []
-    for environment in ranks(processes):
-        receiver, sender = fork.Pipe(duplex=False)
-        fork.Process(target=send_run, args=(sender, job, environment), daemon=True).start()
-        sender.close()
-        receivers.append(receiver)
-    return receivers
-
-
-def receive(receivers: list, seconds: float | None = None) -> dict | str:
-    """A run, or the text of the first error of its processes."""
-    ends = [
-        receiver.recv() if receiver.poll(seconds) else "took too long" for receiver in receivers
-    ]
-    errors = [end for end in ends if isinstance(end, str)]
-    return errors[0] if errors else ends[0]
-
-
-def count_different(one: dict, two: dict) -> dict:
-    """How many completions of two runs differ, and from which iteration on."""
-    iterations = []
-    for first, second in zip(one["rollouts"], two["rollouts"], strict=True):
-        if first["token_ids"] != second["token_ids"]:
-            iterations.append(first["iteration"])
-    counts = dict(completions=len(one["rollouts"]), completions_that_differ=len(iterations))
-    return counts | dict(first_iteration=min(iterations, default=None))
-
-
-def attempt(model_type: str, jobs: dict, work: Path):
+def attempt(model_type: str, job: tuple, work: Path):
     """Make a model, train it, and write to `work` how far this came. In a process of its own."""
     result = {"model_type": model_type, "ended": "cannot be made tiny here"}
-
-    def run(number: int) -> dict | str:
-        script, flags, processes = list(jobs)[number]
-        flags += f" --dataset {work}/prompts.jsonl --model-path {work}/model"
-        if number == 1:
-            flags += f" --eval-dataset {work}/prompts.jsonl"
-        return receive(start((script, flags, f"{work}/{number}"), processes), seconds=40)
-
     try:
         make_model(model_type, f"{work}/model")
         result["ended"] = "refused"
         lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS]
         (work / "prompts.jsonl").write_text("".join(lines))
-        trained = run(0)
-        if isinstance(trained, str):
-            raise RuntimeError(trained)
+        script, flags = job
+        flags += f" --dataset {work}/prompts.jsonl --model-path {work}/model"
+        trained = run_forked((script, flags, f"{work}/run"))
         result["ended"] = "works"
         if OWN_ROWS in trained["output"]:
             result["ended"] = f"works with {OWN_ROWS}"
-        difference = trained["metrics"][0]["val/sampling_logprob_difference"]
-        result["sampling_logprob_difference"] = difference
-        result |= compare(f"{work}/model", trained["rollouts"][:16])  # the first iteration
+        result["difference"] = compare(f"{work}/model", trained["rollouts"][:16])
         if result["difference"] > 1e-3:
             result["ended"] = "wrong"
-        half = run(1)
-        result["bfloat16"] = half if isinstance(half, str) else OWN_ROWS not in half["output"]
-        two = run(2)
-        if isinstance(two, str):
-            result["two_processes"] = two
-        else:
-            differ = count_different(trained, two)
-            result["other_completions"] = differ["completions_that_differ"]
     except Exception as error:
-        text = " ".join(str(error).split()).replace(f"{work}/", "")
-        text = f"{type(error).__name__}: {text[:200]}"
-        result["message"] = text.removeprefix("RuntimeError: ")
+        text = [str(error), *re.findall(r"^\S*Error: .*", str(error), re.M)][-1]
+        text = " ".join(text.split()).replace(f"{work}/", "")
+        result["message"] = f"{type(error).__name__}: {text[:200]}".removeprefix("RuntimeError: ")
     (work / "result.json").write_text(json.dumps(result))
 
 
 def measure(jobs: dict, smoke: bool) -> list[dict]:
     """Attempt every architecture."""
-    prepare()
+    prepare_forks()
+    importlib.import_module("torch").set_num_threads(1)
+    [job] = jobs
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     rows = []
     for model_type in SMOKE if smoke else auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         with tempfile.TemporaryDirectory() as work:
-            arguments = (model_type, jobs, Path(work))
+            arguments = (model_type, job, Path(work))
             process = multiprocessing.get_context("fork").Process(target=attempt, args=arguments)
             process.start()
             process.join(150)
@@ -269,8 +186,7 @@ def measure(jobs: dict, smoke: bool) -> list[dict]:
     return rows
 
 
-# A job ends with its number of processes.
-JOBS = {("rloo", FLAGS, 1): {}, ("rloo", f"{FLAGS} {HALF}", 1): {}, ("rloo", FLAGS, 2): {}}
+JOBS = {("rloo", FLAGS): {}}
 PARTS = {"architectures": Part(JOBS, measure=measure, short="")}
 
 if __name__ == "__main__":

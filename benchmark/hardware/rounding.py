@@ -13,13 +13,15 @@ last parts are PPO as it is, without the shift, and without the second PPO epoch
 rounding.json, a comparison a line.
 """
 
+import multiprocessing
+import os
+import socket
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from architectures import count_different, prepare, receive, start
-from run import SCRIPTS, Part, main, relative_distance
+from run import SCRIPTS, Part, main, prepare_forks, relative_distance, run_forked
 
 RESULT = Path(__file__).with_suffix(".json")
 MICRO_BATCHES, PROCESSES = "micro-batches of 64 and 16", "1 and 2 processes"
@@ -64,8 +66,51 @@ def jobs_of(script: str, own: str, edits, comparisons, seeds) -> dict[tuple, dic
     return jobs
 
 
+def ranks(processes: int) -> list[dict]:
+    """The environments of processes that find each other."""
+    if processes == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    size = str(processes)
+    world = dict(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="localhost", MASTER_PORT=port)
+    return [world | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(processes)]
+
+
+def send_run(sender, job: tuple, environment: dict):
+    """In a process of its own: what a run printed and wrote, or its error."""
+    os.environ |= environment
+    try:
+        sender.send(run_forked(job))
+    except RuntimeError as error:
+        sender.send(str(error))
+
+
+def start(job: tuple, processes: int) -> list:
+    """Start a run on so many processes -> the ends of pipes that `receive` reads."""
+    fork = multiprocessing.get_context("fork")
+    receivers = []
+    for environment in ranks(processes):
+        receiver, sender = fork.Pipe(duplex=False)
+        fork.Process(target=send_run, args=(sender, job, environment), daemon=True).start()
+        sender.close()
+        receivers.append(receiver)
+    return receivers
+
+
+def receive(receivers: list) -> dict:
+    """A run. An error of one of its processes ends this program."""
+    ends = [receiver.recv() for receiver in receivers]
+    for end in ends:
+        if isinstance(end, str):
+            raise SystemExit(end)
+    return ends[0]
+
+
 def measure(jobs: dict, smoke: bool) -> list[dict]:
-    prepare()
+    prepare_forks()
+    os.environ["ACCELERATE_USE_CPU"] = "true"
     rows = []
     for seed in dict.fromkeys(names["seed"] for names in jobs.values()):
         some = {job: names for job, names in jobs.items() if names["seed"] == seed}
@@ -79,12 +124,7 @@ def compare(jobs: dict) -> list[dict]:
         started = []
         for i, (*job, processes) in enumerate(jobs):
             started.append(start((*job, f"{folder}/{i}"), processes))
-        results = []
-        for receivers in started:
-            result = receive(receivers)
-            if isinstance(result, str):
-                raise SystemExit(result)
-            results.append(result)
+        results = [receive(receivers) for receivers in started]
         rows = []
         for i, names in list(enumerate(jobs.values()))[1:]:
             row = names | count_different(results[0], results[i])
@@ -93,6 +133,16 @@ def compare(jobs: dict) -> list[dict]:
                 row["distance"] = float(f"{distance:.3g}")
             rows.append(row)
     return rows
+
+
+def count_different(one: dict, two: dict) -> dict:
+    """How many completions of two runs differ, and from which iteration on."""
+    iterations = []
+    for first, second in zip(one["rollouts"], two["rollouts"], strict=True):
+        if first["token_ids"] != second["token_ids"]:
+            iterations.append(first["iteration"])
+    counts = dict(completions=len(one["rollouts"]), completions_that_differ=len(iterations))
+    return counts | dict(first_iteration=min(iterations, default=None))
 
 
 PARTS = {name: Part(jobs_of(*case), measure=measure) for name, case in CASES.items()}
