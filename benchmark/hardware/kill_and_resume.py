@@ -195,13 +195,19 @@ def kill_script(
         found = kill_run(script, flags, folder, PROCESSES[name], draw)
         hits += found
         one, two = ((path / "model" / "model.safetensors").read_bytes() for path in (folder, right))
-        row = dict(processes=name, kills=found.total(), phases=dict(sorted(found.items())))
-        row |= dict(unbroken_1_and_2_relative_distance=apart, bitwise=one == two)
-        row |= dict(relative_distance=relative_distance(folder, right))
-        rows.append(row | dict(each_row_once=rows_of(folder) == rows_of(right)))
+        row = dict(
+            processes=name,
+            kills=found.total(),
+            phases=dict(sorted(found.items())),
+            unbroken_1_and_2_relative_distance=apart,
+            bitwise=one == two,
+            relative_distance=relative_distance(folder, right),
+            each_row_once=rows_of(folder) == rows_of(right),
+        )
+        rows.append(row)
         may_differ = "," in name and row["relative_distance"] < 1e-3
-        if not (rows[-1]["each_row_once"] and (row["bitwise"] or may_differ)):
-            raise SystemExit(f"{folder}: {rows[-1]}")
+        if not (row["each_row_once"] and (row["bitwise"] or may_differ)):
+            raise SystemExit(f"{folder}: {row}")
     missed = [phase for phase in (*PHASES, "model") if not hits[phase]]
     if hits.total() < 25 * len(runs) // 3 or missed:  # A drawn call may never come.
         found = f"{script}: {hits.total()} kills, phases missed: {missed}"

@@ -250,9 +250,12 @@ def compare(jobs: dict[str, tuple]) -> list[dict]:
             ]
         )
         numbers = dict(
-            variance=variance, squared_mean=squared_mean, noise_band=noise_band(products)
+            variance=variance,
+            squared_mean=squared_mean,
+            noise_band=noise_band(products),
+            cosine=cosine,
+            score=score,
         )
-        numbers |= dict(cosine=cosine, score=score)
         rows.append(dict(rung=rung) | {name: float(x) for name, x in numbers.items()})
     return rows
 

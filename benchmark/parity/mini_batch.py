@@ -192,23 +192,27 @@ def run_tally(world: Path, script: str, flags: str) -> SimpleNamespace:
 
 def settings_like(script: str, args) -> dict:
     """TRL's settings that mean the same as a script's flags."""
-    chosen = dict(beta=args.kl_coef, epsilon=args.cliprange, num_iterations=args.num_ppo_epochs)
-    chosen |= dict(
+    chosen = dict(
+        beta=args.kl_coef,
+        epsilon=args.cliprange,
+        num_iterations=args.num_ppo_epochs,
         temperature=args.temperature,
         num_generations=args.k,
         max_completion_length=args.response_length,
     )
     if script == "rloo":
         return chosen | dict(normalize_advantages=args.whiten_advantages)
-    names = "loss_type scale_rewards importance_sampling_level mask_truncated_completions"
-    chosen |= {name: getattr(args, name) for name in names.split()}
-    chosen |= dict(epsilon_high=args.cliprange_high, use_bias_correction_kl="unbiased_kl" in script)
-    # the bound of the ratio, where Tally's flag is what it may exceed 1 by
-    if args.loss_type == "cispo":
-        chosen["epsilon_high"] = 1 + (
-            args.cliprange if args.cliprange_high is None else args.cliprange_high
-        )
-    return chosen
+    epsilon_high = args.cliprange_high
+    if args.loss_type == "cispo":  # the bound of the ratio, not of its distance from 1
+        epsilon_high = 1 + (args.cliprange if epsilon_high is None else epsilon_high)
+    return chosen | dict(
+        loss_type=args.loss_type,
+        scale_rewards=args.scale_rewards,
+        importance_sampling_level=args.importance_sampling_level,
+        mask_truncated_completions=args.mask_truncated_completions,
+        epsilon_high=epsilon_high,
+        use_bias_correction_kl="unbiased_kl" in script,
+    )
 
 
 def run_trl(tally, world: Path, rewards=(), positions=False, **changes) -> list:
@@ -244,22 +248,26 @@ def run_trl(tally, world: Path, rewards=(), positions=False, **changes) -> list:
 
     name = args.reward.split(":")[1]
     own = [none_of_seven, none_of_long] if name == "two_parts" else [globals()[name]]
-    chosen = dict(batch=args.per_device_train_batch_size, gradient_accumulation_steps=micro_batches)
-    chosen |= dict(steps_per_generation=passes, max_steps=len(tally.updates), shuffle_dataset=False)
-    chosen |= dict(
-        rows=[{"prompt": row["prompt"]} for row in rollout[:: args.k]], model=args.model_path
+    given = dict(
+        batch=args.per_device_train_batch_size,
+        gradient_accumulation_steps=micro_batches,
+        steps_per_generation=passes,
+        max_steps=len(tally.updates),
+        shuffle_dataset=False,
+        rows=[{"prompt": row["prompt"]} for row in rollout[:: args.k]],
+        model=args.model_path,
+        callbacks=[TallyWeights()],
+        given=[[row["token_ids"] for row in rollout]],
+        reward=list(rewards) or own,
     )
-    chosen |= dict(callbacks=[TallyWeights()], given=[[row["token_ids"] for row in rollout]])
-    chosen |= settings_like(tally.script, args) | changes
+    chosen = given | settings_like(tally.script, args) | changes
     file = dict(rloo=rloo_trainer, grpo=grpo_trainer)[algorithm]
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=world))
         stack.enter_context(quiet_and_fresh())
         updates = stack.enter_context(kept_updates())
         stack.enter_context(patch.object(file, "shuffle_sequence_dict", permuted))
-        trainer = trl_trainer.make_trainer(
-            algorithm, reward=list(rewards) or own, folder=folder, **chosen
-        )
+        trainer = trl_trainer.make_trainer(algorithm, folder=folder, **chosen)
         if args.kl_coef:
             reference = AutoModelForCausalLM.from_pretrained(args.ref_model_path)
             trainer.ref_model.load_state_dict(reference.state_dict())
@@ -536,15 +544,17 @@ def torchrl_columns(rollout: list[dict], args):
         )
         advantages.append(found[0])
         returns.append(found[1])
-    columns = dict(advantage=torch.cat(advantages), value_target=torch.cat(returns))
-    columns |= dict(
-        state_value=tokens_of(rollout, "values")[:, None], action=tokens_of(rollout, "token_ids")
+    count = sum(len(row["token_ids"]) for row in rollout)
+    columns = dict(
+        advantage=torch.cat(advantages),
+        value_target=torch.cat(returns),
+        state_value=tokens_of(rollout, "values")[:, None],
+        action=tokens_of(rollout, "token_ids"),
+        action_log_prob=tokens_of(rollout, "logprobs"),
+        index=torch.arange(count),
+        shifted_valid=torch.ones(count, dtype=torch.bool),
     )
-    count = len(columns["action"])
-    columns |= dict(action_log_prob=tokens_of(rollout, "logprobs"), index=torch.arange(count))
-    return TensorDict(
-        columns | dict(shifted_valid=torch.ones(count, dtype=torch.bool)), batch_size=[count]
-    )
+    return TensorDict(columns, batch_size=[count])
 
 
 def torchrl_objective(tally, weights: list, **settings):
@@ -574,10 +584,13 @@ def torchrl_objective(tally, weights: list, **settings):
         logits, in_keys=["logits"], distribution_class=torch.distributions.Categorical
     )
     chosen = dict(
-        clip_epsilon=args.cliprange, clip_value=args.cliprange_value, critic_coeff=args.vf_coef / 2
-    )
-    chosen |= dict(
-        normalize_advantage=True, entropy_bonus=False, loss_critic_type="l2", functional=False
+        clip_epsilon=args.cliprange,
+        clip_value=args.cliprange_value,
+        critic_coeff=args.vf_coef / 2,
+        normalize_advantage=True,
+        entropy_bonus=False,
+        loss_critic_type="l2",
+        functional=False,
     )
     return ClipPPOLoss(actor, values, **chosen | settings)
 
