@@ -45,6 +45,11 @@ def having(rows: list[dict], **wanted) -> list[dict]:
     return [row for row in rows if all(row.get(name) == x for name, x in wanted.items())]
 
 
+def column(rows: list[dict], name: str) -> list:
+    """The entries of this name."""
+    return [row[name] for row in rows]
+
+
 def grouped(rows: list[dict], name: str) -> dict:
     """The rows by their entry of this name."""
     return {key: having(rows, **{name: key}) for key in dict.fromkeys(row[name] for row in rows)}
@@ -76,7 +81,7 @@ def default_task() -> str:
     """The three scripts with default flags: means over the seeds, and their range."""
     columns = []
     for some in grouped(default(), "script").values():
-        after, before = [c["greedy_after"] for c in some], mean(c["greedy_before"] for c in some)
+        after, before = column(some, "greedy_after"), mean(column(some, "greedy_before"))
         held_out = f"{before:.3f} -> {mean(after):.3f} ({min(after):.3f} to {max(after):.3f})"
         sampled = [
             f"{mean(c[name] for c in some):.3f}" for name in ("sampled_before", "sampled_after")
@@ -95,7 +100,7 @@ def default_clipping() -> str:
     """The default runs with other bounds of the gradient's norm."""
     rows = []
     for script, runs in grouped(default(), "script").items():
-        at_one = [row["greedy_after"] for row in runs]
+        at_one = column(runs, "greedy_after")
         cells = [
             f"{mean(row['grad_norm'] for row in runs):.1f}",
             f"{100 * mean(row['above_one'] for row in runs):.0f} %",
@@ -126,7 +131,7 @@ def distances() -> dict[str, list[float]]:
     """How far two processes are from one, for each script."""
     found = {}
     for kind, runs in grouped(load("hardware/sharded.json"), "part").items():
-        found[kind] = [run["relative_distance"] for run in runs]
+        found[kind] = column(runs, "relative_distance")
     return found
 
 
@@ -148,9 +153,9 @@ def rounding() -> str:
     for case, some in grouped(load("hardware/rounding.json"), "part").items():
         if not case.startswith("PPO"):
             continue
-        distances = [row["distance"] for row in some]
+        distances = column(some, "distance")
         low, middle, high = map(small, (min(distances), median(distances), max(distances)))
-        counts = [row["completions_that_differ"] for row in some]
+        counts = column(some, "completions_that_differ")
         first = [row["first_iteration"] for row in some if row["first_iteration"]]
         parted = f"{sum(map(bool, counts))} of {len(some)}"
         cells = [f"{middle} ({low} to {high})", parted, max(counts), min(first, default="none")]
@@ -210,19 +215,16 @@ def speed() -> str:
 # ==========================================
 def evidence() -> str:
     """Every claim in one number."""
-    before = mean(c["greedy_before"] for c in default())
-    after = [
-        mean(c["greedy_after"] for c in some) for some in grouped(default(), "script").values()
-    ]
+    before = mean(column(default(), "greedy_before"))
+    after = [mean(column(some, "greedy_after")) for some in grouped(default(), "script").values()]
     unseen = [
-        mean(row["unseen_after"] for row in some)
-        for some in grouped(claims("pairs"), "script").values()
+        mean(column(some, "unseen_after")) for some in grouped(claims("pairs"), "script").values()
     ]
     models = {name: right for name, (_, _, _, right, _) in smollm2_models().items()}
     five = [right for name, right in models.items() if name.startswith("RLOO")]
-    replayed = max(row["distance"] for row in load("parity/replay.json"))
+    replayed = max(column(load("parity/replay.json"), "distance"))
     apart = max(value for values in distances().values() for value in values)
-    killed = sum(row["kills"] for row in load("hardware/kill_and_resume.json"))
+    killed = sum(column(load("hardware/kill_and_resume.json"), "kills"))
     trl, torchrl = (small(largest(peer), 0) for peer in ("trl", "torchrl"))
     after, unseen = (
         ", ".join(f"{x:.{n}f}" for x in values) for values, n in ((after, 3), (unseen, 2))
@@ -230,10 +232,10 @@ def evidence() -> str:
     removed = [row for row in load("parity/mini_batch.json") if "undone_by" in row]
     different = grouped(removed, "what")
     [kl] = [some for what, some in different.items() if "TRL multiplies the KL" in what]
-    kl = max(row["gradient"] for row in kl)
+    kl = max(column(kl, "gradient"))
     pairs = [row for row in load("throughput/throughput.json") if row["pairs"] > 1]
-    low, high = min(row["lowest"] for row in pairs), max(row["highest"] for row in pairs)
-    count = sum(row["pairs"] for row in pairs)
+    low, high = min(column(pairs, "lowest")), max(column(pairs, "highest"))
+    count = sum(column(pairs, "pairs"))
     memory = [100 * row["tally"]["peak_gib"] / row["trl"]["peak_gib"] for row in pairs]
     rows = f"""
 It learns | right answers to held-out sums, ten seeds (RLOO, GRPO, PPO): {before:.2f} before; \
@@ -320,7 +322,7 @@ def ladder_clipping() -> str:
     for rung, runs in grouped(ladder("clipping"), "rung").items():
         for k in grouped(runs, "k"):
             wanted = dict(rung=rung, k=k, equal="episodes")
-            norm = mean(row["grad_norm"] for row in ladder("learning", **wanted))
+            norm = mean(column(ladder("learning", **wanted), "grad_norm"))
             cells = []
             for bound in ("10", "inf"):
                 ends = zip(
@@ -355,9 +357,7 @@ def ladder_gradients() -> str:
             *ladder_relative_noise(rung, weights)
         )
         if weights == "start":
-            cells[2] = with_interval(
-                *mean_and_band([other["cosine"] for other in ladder_sets(rung, weights)])
-            )
+            cells[2] = with_interval(*mean_and_band(column(ladder_sets(rung, weights), "cosine")))
     return markdown(
         ["", "noise, start", "noise, half-way", "cosine, start"],
         [[rung, *lines[rung]] for rung in lines],
@@ -371,10 +371,10 @@ def ladder_baselines() -> str:
     for weights in ("start", "half-way"):
         rungs = ("REINFORCE, scores + 1", "REINFORCE", "REINFORCE, scores - 1", "RLOO")
         below, zero, above, rloo = (
-            mean(row["variance"] for row in ladder_sets(rung, weights)) for rung in rungs
+            mean(column(ladder_sets(rung, weights), "variance")) for rung in rungs
         )
         slope, bend = (above - below) / 2, (above + below) / 2 - zero
-        score, best = mean(row["score"] for row in ladder_sets("RLOO", weights)), -slope / bend / 2
+        score, best = mean(column(ladder_sets("RLOO", weights), "score")), -slope / bend / 2
         variances = [zero + slope * b + bend * b**2 for b in (0, best, score)]
         columns.append([f"{score:.2f}", f"{best:.2f}", *(f"{x:.0f}" for x in (*variances, rloo))])
     names = ["mean score", "best constant baseline"]
@@ -631,7 +631,7 @@ def claims_passes() -> str:
     )
 
     def passes(m, **wanted):  # of each question, the mean over the seeds
-        runs = [row["right"] for row in claims("passes", **wanted)]
+        runs = column(claims("passes", **wanted), "right")
         return [mean(pass_at(m, right, 32) for right in question) for question in zip(*runs)]
 
     def start(m):  # at the temperature that is best on training prompts
@@ -660,7 +660,7 @@ def claims_rates() -> str:
     rates = sorted({row["rate"] for row in claims("rates")})
     rows = []
     for method, some in grouped(claims("rates"), "method").items():
-        scores = [mean(row["score"] for row in having(some, rate=rate)) for rate in rates]
+        scores = [mean(column(having(some, rate=rate), "score")) for rate in rates]
         rows.append([method, *(f"**{x:.3f}**" if x == max(scores) else f"{x:.3f}" for x in scores)])
     return markdown(["score of training", *map(small, rates)], rows)
 
@@ -679,7 +679,7 @@ def claims_methods() -> str:
     for method in grouped(claims("methods"), "method"):
         cells = []
         for wanted in starts().values():
-            cells.append(over_seeds((row["right"] for row in claims(**wanted, method=method)), 3))
+            cells.append(over_seeds((column(claims(**wanted, method=method), "right")), 3))
         rows.append([method, *cells])
     return markdown(["right answers", *starts()], rows)
 
@@ -688,7 +688,7 @@ def differences_of(part: str, **wanted) -> dict[tuple[str, str], list[float]]:
     """Of each pair of methods, the differences of their last scores, paired by seed."""
     ends = {}
     for method, some in grouped(claims(part, **wanted), "method").items():
-        ends[method] = [row["right"] for row in some]
+        ends[method] = column(some, "right")
     pairs = {}
     for one, other in combinations(ends, 2):
         pairs[other, one] = [b - a for a, b in zip(ends[one], ends[other], strict=True)]
@@ -752,7 +752,7 @@ def claims_seeds() -> str:
     """How many seeds a difference of 0.02 needs."""
     rows = []
     for method, some in grouped(claims("methods"), "method").items():
-        ends = [row["right"] for row in some]
+        ends = column(some, "right")
         paired = differences_of("methods").get((method, "RLOO"))
         rung = dict(rung="REINFORCE" if "filtered" in method else method, equal="episodes")
         k = 1 if method in ("PPO", "filtered, k = 1") else 4
