@@ -19,18 +19,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
 import tables
-from run import (
-    BENCHMARK,
-    POLICY,
-    ROOT,
-    SCRIPTS,
-    Part,
-    logged,
-    main,
-    read_result,
-    read_rows,
-    run_all,
-)
+from run import BENCHMARK, POLICY, ROOT, SCRIPTS, Part, main, read_result, read_rows, run_all
 
 RESULT = Path(__file__).with_suffix(".json")
 REWARDS = "benchmark/claims/claims.py"
@@ -79,14 +68,10 @@ def exactly(completions, answer, **_) -> list[float]:
 
 
 def ends(_, result: dict) -> dict:
-    """The held-out score before and after, that of the best sample of each question, and the
-    clipped ratios."""
+    """The held-out score before and after, and that of the best sample of each question."""
     first, *_, last = result["evaluations"]
     names = {"scores": "eval/scores", "best_of_k": f"eval/best_of_{result['args']['eval_k']}"}
-    found = {kept: [round(row[name], 4) for row in (first, last)] for kept, name in names.items()}
-    return found | dict(
-        clipped=round(float(np.mean(logged(result["metrics"], "policy/clipfrac_avg"))), 5)
-    )
+    return {kept: [round(row[name], 4) for row in (first, last)] for kept, name in names.items()}
 
 
 def coin_ends(names: dict, result: dict) -> dict:
@@ -99,16 +84,15 @@ def coin_ends(names: dict, result: dict) -> dict:
     ]
     evaluations = {}
     for row in result["eval_rollouts"]:
-        evaluations.setdefault(row["iteration"], {}).setdefault(row["prompt"], []).append(
-            row["completion"]
-        )
+        answers = evaluations.setdefault(row["iteration"], {})
+        answers.setdefault(row["prompt"], []).append(row["completion"])
     shares = []
     for answers in evaluations.values():
-        shares.append(
-            np.mean([Counter(some).most_common(1)[0][1] / len(some) for some in answers.values()])
-        )
-    sure = dict(entropy=[round(float(x), 4) for x in entropy])
-    return ends(names, result) | sure | dict(mode=[round(float(shares[i]), 4) for i in (0, -1)])
+        most = [Counter(some).most_common(1)[0][1] / len(some) for some in answers.values()]
+        shares.append(round(float(np.mean(most)), 4))
+    return ends(names, result) | dict(
+        entropy=[round(float(x), 4) for x in entropy], mode=[shares[0], shares[-1]]
+    )
 
 
 def coin_jobs() -> dict[tuple, dict]:

@@ -45,12 +45,10 @@ PROMPT_LENGTH = len("37+58=")
 RESPONSE_LENGTH = len("198") + 1  # the longest answer and its EOS
 NUM_TRAIN, NUM_EVAL = 2048, 256
 BATCH_SIZE = 128
-NUM_SAMPLES, SAMPLED_LENGTH = (
-    8,
-    8,
-)  # completions of each prompt for the reward model, and their longest
+# completions of each prompt for the reward model, and their longest
+NUM_SAMPLES, SAMPLED_LENGTH = 8, 8
 NUM_PAIRS, EPOCHS = 64, 2  # pairs in a batch; each is read twice
-TRAIN_SAMPLES, EVAL_SAMPLES, PAIR_ORDER = range(3)  # what the reward model's random numbers are for
+SAMPLES, PAIR_ORDER = 0, 2  # what the reward model's random numbers are for
 
 
 @dataclass
@@ -138,11 +136,10 @@ def losses_on_answers(
         for i in np.flatnonzero(rng.random(batch_size) < wrong):
             answers[i] = answers[i][:-1] + str(wrong_digits[tuple(batch[i] % 10)])
         prompts, responses = encode(batch, answers)
-        # the last token is only predicted, never read; the last token of a prompt predicts the
-        # first of its answer
-        logits = policy(torch.cat([prompts, responses[:, :-1]], dim=1)).logits[
-            :, PROMPT_LENGTH - 1 :
-        ]
+        # The last token is only predicted, never read. The last token of a prompt predicts the
+        # first of its answer.
+        logits = policy(torch.cat([prompts, responses[:, :-1]], dim=1)).logits
+        logits = logits[:, PROMPT_LENGTH - 1 :]
         yield torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), responses.flatten(), ignore_index=PAD
         )
@@ -173,9 +170,7 @@ def make_policy(folder: Path, seed: int):
 # ---- the reward model
 
 
-def draw_pairs(
-    policy, tokenizer, path: Path, seed: int, purpose: int
-) -> list[tuple[list[int], list[int]]]:
+def draw_pairs(policy, tokenizer, path: Path, seed: int) -> list[tuple[list[int], list[int]]]:
     """Samples completions of a file's prompts -> pairs (chosen, rejected) of token lists, prompt
     and completion.
 
@@ -183,9 +178,8 @@ def draw_pairs(
     """
     rows = [row for row in read_rows(path) for _ in range(NUM_SAMPLES)]
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
-    drawn, _ = complete(
-        policy, tokenizer, prompts, keyed_rng(seed, purpose).random((len(rows), SAMPLED_LENGTH))
-    )
+    uniforms = keyed_rng(seed, SAMPLES).random((len(rows), SAMPLED_LENGTH))
+    drawn, _ = complete(policy, tokenizer, prompts, uniforms)
     chosen, rejected = {}, {}  # of each prompt; dicts as sets that keep their order
     for row, prompt, tokens in zip(rows, prompts, drawn):
         is_right = tokenizer.decode(tokens, skip_special_tokens=True).strip() == row["answer"]
@@ -214,13 +208,6 @@ def losses_of(model, pairs: list, batches: list):
         yield -torch.nn.functional.logsigmoid(chosen_scores - rejected_scores).mean()
 
 
-@torch.no_grad()
-def accuracy(model, pairs: list) -> float:
-    """The fraction of pairs whose right completion scores higher."""
-    chosen, rejected = (scores_of(model, list(side)) for side in zip(*pairs))
-    return (chosen > rejected).double().mean().item()
-
-
 def make_reward_model(folder: Path, seed: int):
     logging.set_verbosity_error()  # the new head is meant to be missing in the policy's checkpoint
     torch.manual_seed(seed)
@@ -228,8 +215,7 @@ def make_reward_model(folder: Path, seed: int):
     policy = transformers.AutoModelForCausalLM.from_pretrained(
         folder / "policy", dtype=torch.float32
     ).eval()
-    pairs = draw_pairs(policy, tokenizer, folder / "train.jsonl", seed, TRAIN_SAMPLES)
-    held_out = draw_pairs(policy, tokenizer, folder / "eval.jsonl", seed, EVAL_SAMPLES)
+    pairs = draw_pairs(policy, tokenizer, folder / "train.jsonl", seed)
     classifier = transformers.AutoModelForSequenceClassification
     model = classifier.from_pretrained(folder / "policy", num_labels=1, dtype=torch.float32)
     torch.nn.init.zeros_(model.score.weight)
@@ -237,8 +223,6 @@ def make_reward_model(folder: Path, seed: int):
     order = np.concatenate([rng.permutation(len(pairs)) for _ in range(EPOCHS)])
     batches = np.array_split(order, len(order) // NUM_PAIRS)
     fit(model, losses_of(model, pairs, batches), len(batches), lr=3e-4, warmup=10)
-    for name, some in (("training", pairs), ("held-out", held_out)):
-        print(f"{len(some):,} {name} pairs: accuracy {accuracy(model, some):.3f}")
     model.save_pretrained(folder / "reward_model")
     tokenizer.save_pretrained(folder / "reward_model")
 

@@ -109,7 +109,6 @@ def to_curve(_, result: dict) -> dict:
         episode=[row["episode"] for row in result["evaluations"]],
         held_out=[round(row["eval/scores"], 4) for row in result["evaluations"]],
         grad_norm=round(float(np.median(norms)), 3),
-        above_one=round(float(np.mean(np.array(norms) > 1)), 4),
     )
 
 

@@ -70,16 +70,6 @@ def none_of_seven(prompts: list, completions: list, **_) -> list:
     ]
 
 
-def none_of_long(prompts: list, completions: list, **_) -> list:
-    """None for completions of more than four characters."""
-    return [None if len(completion) > 4 else float(len(completion)) for completion in completions]
-
-
-def two_parts(**columns) -> dict[str, list]:
-    """Many completions have one part, and some have none. TRL gets the two functions."""
-    return {"seven": none_of_seven(**columns), "long": none_of_long(**columns)}
-
-
 def save_model(folder: Path, seed: int, auto_class="AutoModelForCausalLM", family="Llama", **shape):
     """A random model, sharp enough that a wrong position or mask shows; three tokens end an
     episode."""
@@ -215,10 +205,10 @@ def settings_like(script: str, args) -> dict:
     )
 
 
-def run_trl(tally, world: Path, rewards=(), positions=False, **changes) -> list:
+def run_trl(tally, world: Path, reward=None, positions=False, **changes) -> list:
     """TRL's updates on Tally's rollout, each at Tally's weights: of each gradient and loss.
 
-    rewards: others than Tally's; positions: give the model position ids made from the mask;
+    reward: another than Tally's; positions: give the model position ids made from the mask;
     changes: of `settings_like`
     """
     from transformers import AutoModelForCausalLM, TrainerCallback
@@ -246,8 +236,7 @@ def run_trl(tally, world: Path, rewards=(), positions=False, **changes) -> list:
     def positions_of(inputs):
         return (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
 
-    name = args.reward.split(":")[1]
-    own = [none_of_seven, none_of_long] if name == "two_parts" else [globals()[name]]
+    own = globals()[args.reward.split(":")[1]]
     given = dict(
         batch=args.per_device_train_batch_size,
         gradient_accumulation_steps=micro_batches,
@@ -258,7 +247,7 @@ def run_trl(tally, world: Path, rewards=(), positions=False, **changes) -> list:
         model=args.model_path,
         callbacks=[TallyWeights()],
         given=[[row["token_ids"] for row in rollout]],
-        reward=list(rewards) or own,
+        reward=reward or own,
     )
     chosen = given | settings_like(tally.script, args) | changes
     file = dict(rloo=rloo_trainer, grpo=grpo_trainer)[algorithm]
@@ -301,6 +290,7 @@ def difference(ours, theirs, factor: float = 1.0) -> dict[str, float]:
 LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "cispo")
 TWICE = "--num-ppo-epochs 2"
 NONE = "RLOO and GRPO with a reward that returns None"
+NO_SCORE = "--reward benchmark/parity/mini_batch.py:none_of_seven"
 PIECES = "RLOO and GRPO in four micro-batches"
 UNBIASED = "GRPO with `unbiased_kl.patch`, TRL with its default KL"
 
@@ -321,14 +311,10 @@ def same_jobs() -> dict[tuple, dict]:
     def add(what, script, flags):
         jobs[script, f"{COMMON} {flags}"] = dict(what=what, script=script, flags=flags)
 
-    def add_none(script, flags):
-        for reward in ("none_of_seven", "two_parts"):
-            add(NONE, script, f"{flags} --reward benchmark/parity/mini_batch.py:{reward}")
-
     for flags in ("--kl-coef 0.0", "--kl-coef 0.05"):
         add("RLOO", "rloo", flags)
         add("RLOO", "rloo", f"{flags} {TWICE}")
-        add_none("rloo", f"{flags} {TWICE}")
+        add(NONE, "rloo", f"{flags} {TWICE} {NO_SCORE}")
     add("RLOO", "rloo", f"--kl-coef 0.05 --temperature 0.7 {TWICE}")
     add(PIECES, "rloo", "--kl-coef 0.05 --per-device-train-batch-size 6")
     for loss_type in LOSS_TYPES:
@@ -342,7 +328,7 @@ def same_jobs() -> dict[tuple, dict]:
             add(f"GRPO, {loss_type}", "grpo", flags)
             # Every advantage, every loss, and with KL.
             if level == "token" and (kl or (loss_type, scale) == ("grpo", "group")):
-                add_none("grpo", flags)
+                add(NONE, "grpo", f"{flags} {NO_SCORE}")
         for level in ("token", "sequence"):
             script = "grpo variants/unbiased_kl.patch"
             add(UNBIASED, script, f"{grpo_flags(loss_type, level)} --kl-coef 0.5 {TWICE}")
@@ -462,7 +448,7 @@ DIFFERENCES = [
         "scores of 0 for 0.87",
         "grpo",
         [f"--num-generations 3 {REWARD}:equal_at_87"],
-        undone_theirs=dict(rewards=[equal_at_zero]),
+        undone_theirs=dict(reward=equal_at_zero),
     ),
     Difference(
         "absolute positions (GPT-2): TRL counts the padding of shorter prompts, Tally does not",

@@ -217,15 +217,13 @@ def check(ours: list[dict], theirs: list[dict]):
         raise SystemExit(f"{means} tokens a step were sampled (standard error {error:.1f})")
 
 
-def summary(runs: list[dict], batch: int) -> dict:
+def summary(runs: list[dict]) -> dict:
     """Medians over the measured steps of all runs, in seconds; memory in GiB, the most of any
     run."""
     steps = [step for result in runs for step in result["steps"][DROPPED_STEPS:]]
     by_run = [[step["seconds"] for step in result["steps"][DROPPED_STEPS:]] for result in runs]
     return dict(
         seconds_per_step=statistics.median(step["seconds"] for step in steps),
-        tokens_per_episode=statistics.mean(step["tokens"] for step in steps) / batch,
-        ended=statistics.mean(step["ended"] for step in steps) / batch,
         peak_gib=max(result["peak_gib"] for result in runs),
         seconds_by_run=[statistics.median(seconds) for seconds in by_run],
     )
@@ -240,7 +238,7 @@ def compare(case: Case, algorithm: str, flags: str, model: Path, world: Path) ->
             run_trl(asdict(case) | dict(algorithm=algorithm, seed=seed, model=str(model)), world)
         )
     check(ours, theirs)
-    tally, trl = summary(ours, case.batch), summary(theirs, case.batch)
+    tally, trl = summary(ours), summary(theirs)
     ratios = [a / b for a, b in zip(trl["seconds_by_run"], tally["seconds_by_run"])]
     return dict(
         about=case.about,
