@@ -341,9 +341,8 @@ def ladder_clipping() -> str:
 def ladder_fresh() -> str:
     """The noise of batches with other prompts in each."""
     rows = []
-    for rung, runs in grouped(
-        ladder("gradients", prompts="fresh"), "rung"
-    ).items():  # at the start, and half-way
+    for rung, runs in grouped(ladder("gradients", prompts="fresh"), "rung").items():
+        # at the start, and half-way
         rows.append([rung, *(with_interval(noise(row), row["noise_band"], 1) for row in runs)])
     return markdown(["", "start", "half-way"], rows)
 
@@ -731,10 +730,8 @@ def claims_differences() -> str:
     return markdown(["difference, and Holm's p", *starts()], rows)
 
 
-CHI_SQUARED = (
-    2.700,
-    19.023,
-)  # its quantiles at 2.5 % and 97.5 % with 9 degrees of freedom, for ten seeds
+# its quantiles at 2.5 % and 97.5 % with 9 degrees of freedom, for ten seeds
+CHI_SQUARED = (2.700, 19.023)
 
 
 def seeds_needed(values: list[float], runs: int) -> str:

@@ -362,9 +362,8 @@ def test_ppo_values_and_returns_by_plain_passes(
         assert whitened.var() == approx(1, abs=1e-5)
     (0.5 * loss).backward()
     expected = [parameter.grad for parameter in model.parameters()]
-    found = updates[0].gradients[
-        -len(expected) - 1 : -1
-    ]  # The last one is that of the head's bias.
+    # The last one is that of the head's bias.
+    found = updates[0].gradients[-len(expected) - 1 : -1]
     assert distance(expected, found) < 1e-5
 
 

@@ -28,9 +28,8 @@ def test_the_measured_gradients_are_right(world, tmp_path):
     words = " ".join(command_line(with_group(rloo, flags)))
     reset_accelerate()
     job = (("rloo", words), str(tmp_path / "gradients.npy"))
-    with multiprocessing.get_context("fork").Pool(
-        1
-    ) as pool:  # It runs the script in place of its own program.
+    # A process of its own runs the script in place of its own program.
+    with multiprocessing.get_context("fork").Pool(1) as pool:
         rollouts = pool.apply(ladder.record_gradients, [job])["rollouts"]
     for iteration, measured in enumerate(np.load(tmp_path / "gradients.npy"), 1):
         rows = [row for row in rollouts if row["iteration"] == iteration]

@@ -134,9 +134,8 @@ def test_a_reward_may_change_what_it_gets(script, run, tmp_path):
     """Each episode has its own copy. Neither its group nor a later draw of its prompt sees a
     change."""
     rows = [{"prompt": prompt, "tags": ["a"] * 5} for prompt in ("1+1=", "2+2=")]
-    flags = dict(
-        dataset=write_jsonl(tmp_path / "tags.jsonl", rows), total_episodes=24, batch_size=12
-    )  # Each prompt is drawn twice.
+    dataset = write_jsonl(tmp_path / "tags.jsonl", rows)
+    flags = dict(dataset=dataset, total_episodes=24, batch_size=12)  # Each prompt is drawn twice.
     expected = run(script, **flags).rollouts
     changed = run(script, reward="changing", **flags).rollouts
     for row, other in zip(changed, expected, strict=True):

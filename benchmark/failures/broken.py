@@ -26,9 +26,8 @@ def temperature(script: ModuleType):
     generate = script.generate
 
     def broken(args, policy, drawn, k, rng, temperature):
-        other = (
-            2.0 if temperature > 0 else 0.0
-        )  # An evaluation takes the most likely tokens, as before.
+        # An evaluation takes the most likely tokens, as before.
+        other = 2.0 if temperature > 0 else 0.0
         return generate(args, policy, drawn, k, rng, other)
 
     script.generate = broken

@@ -119,12 +119,9 @@ def gradient_jobs() -> dict[tuple, dict]:
     jobs = {}
     for rung, (script, flags, *edits) in GRADIENTS.items():
         jobs[script, f"{flags} {fixed}", *edits] = dict(rung=rung)
-    half = (
-        BATCH * UPDATES // 2
-    )  # The learning rate is constant, so this is the first half of a whole run.
-    jobs["ppo", f"--seed 1 --total-episodes {half} --num-sample-generations 0 {COMMON}"] = dict(
-        rung=HALF_WAY
-    )
+    # The learning rate is constant, so this is the first half of a whole run.
+    half = f"--seed 1 --total-episodes {BATCH * UPDATES // 2} --num-sample-generations 0 {COMMON}"
+    jobs["ppo", half] = dict(rung=HALF_WAY)
     return jobs
 
 
@@ -194,9 +191,8 @@ def write_datasets(
         "ppo": str(folder / f"{prompts}_ppo.jsonl"),
     }
     Path(files["groups"]).write_text("".join(lines))
-    Path(files["ppo"]).write_text(
-        "".join(line * GROUP for line in lines)
-    )  # ppo.py samples a prompt once.
+    # ppo.py samples a prompt once.
+    Path(files["ppo"]).write_text("".join(line * GROUP for line in lines))
     return files, epochs
 
 
