@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from run import Part, curves, main
 
 RESULT = Path(__file__).with_suffix(".json")
-KEPT = "eval/scores objective/scores policy/entropy_avg policy/clipfrac_avg grad_norm".split()
 FLAGS = "--total-episodes 4096 --eval-every 8"
 IN_TIME, LATE = "grpo", "grpo variants/one_batch_late.patch"
 KINDS = {  # the script, and its flags
@@ -32,7 +31,7 @@ for kind, (script, own) in KINDS.items():
     for seed in range(1, 11):
         flags = " ".join(f"--seed {seed} {FLAGS} {own}".split())
         jobs[script, flags] = dict(flags=flags, seed=seed)
-    PARTS[kind] = Part(jobs, lambda _, result: curves(result, KEPT))
+    PARTS[kind] = Part(jobs, lambda _, result: curves(result, ["eval/scores"]))
 
 
 if __name__ == "__main__":
