@@ -1,5 +1,7 @@
-"""Gradients by plain passes, an episode at a time, and a script's model without a run."""
+"""Advantages and gradients by plain computations, an episode at a time. A script's model without a
+run. Columns and groups of a run's rows."""
 
+import statistics
 from functools import partial
 from types import SimpleNamespace
 
@@ -21,37 +23,76 @@ def sample(script, model, prompts, uniforms, temperature, eos_ids, dtype="float3
     """A script's `sample`, of these texts."""
     policy = completion_model(script, model, eos_ids, dtype=dtype)
     tokens = script.pad_left([encode(prompt) for prompt in prompts])
-    result = policy(
-        partial(script.sample, prompts=tokens, uniforms=uniforms, temperature=temperature)
-    )
+    sampler = partial(script.sample, prompts=tokens, uniforms=uniforms, temperature=temperature)
+    result = policy(sampler)
     model.eval()  # What it is compared with has no dropout, as a script's models have none.
     return result
 
 
-# What divides a token's loss: a function of the tokens of the episode, of those of the mini-batch,
-# its episodes, and response_length.
-DENOMINATORS = {
-    "rloo": lambda tokens, all_tokens, episodes, longest: episodes,
-    "ppo": lambda tokens, all_tokens, episodes, longest: all_tokens,
-    "grpo": lambda tokens, all_tokens, episodes, longest: tokens * episodes,
-    "dapo": lambda tokens, all_tokens, episodes, longest: all_tokens,
-    "dr_grpo": lambda tokens, all_tokens, episodes, longest: episodes * longest,
-    "cispo": lambda tokens, all_tokens, episodes, longest: all_tokens,
-}
+def column(rows, name):
+    return [row[name] for row in rows]
 
 
-def token_weights(script, rows):
+def token_counts(rows):
+    """The lengths of the completions."""
+    return [len(row["token_ids"]) for row in rows]
+
+
+def groups_of(values, k=3):
+    return [values[first : first + k] for first in range(0, len(values), k)]
+
+
+def without_none(values):
+    return [value for value in values if value is not None]
+
+
+def plain_advantages(script, rewards):
+    """The advantages of RLOO or GRPO, in groups of three. None is an episode without a score."""
+    advantages = []
+    for group in groups_of(rewards):
+        scored = without_none(group)
+        for reward in group:
+            advantage = 0.0
+            if reward is not None and len(scored) > 1:
+                advantage = reward - statistics.mean(scored)
+                if script.__name__ == "rloo":
+                    # The mean of the others is further away than that of all.
+                    advantage /= 1 - 1 / len(scored)
+                else:
+                    advantage /= statistics.stdev(scored) + 1e-4
+            advantages.append(advantage)
+    return advantages
+
+
+def mean_weights(loss_type, slopes):
+    """The weight of each token in the loss of a mini-batch: its slope, divided by the denominator.
+
+    slopes: a tensor of each episode, [its tokens]; loss_type: of GRPO, or the name of a script"""
+    episodes = len(slopes)
+    all_tokens = sum(map(len, slopes))
+    weights = []
+    for slope in slopes:
+        denominators = {
+            "rloo": episodes,
+            "ppo": all_tokens,
+            "grpo": len(slope) * episodes,
+            "dapo": all_tokens,
+            "dr_grpo": 6 * episodes,  # 6 is --response-length.
+            "cispo": all_tokens,
+        }
+        weights.append(slope / denominators[loss_type])
+    return weights
+
+
+def token_weights(script, rows, loss_type=None):
     """Minus the derivative of the loss by each token's log-probability, where every ratio is 1.
 
-    This is the token's advantage, as rollouts.jsonl has it, divided by the algorithm's
-    denominator."""
-    all_tokens = sum(len(row["token_ids"]) for row in rows)
-    weights = []
+    This is the token's advantage, as rollouts.jsonl has it, divided by the denominator of the
+    algorithm, or of this loss type."""
+    slopes = []
     for row in rows:
-        advantage = torch.tensor(row["advantage"]).expand(len(row["token_ids"]))
-        divisor = DENOMINATORS[script.__name__](len(advantage), all_tokens, len(rows), 6)
-        weights.append(advantage / divisor)
-    return weights
+        slopes.append(torch.tensor(row["advantage"]).expand(len(row["token_ids"])))
+    return mean_weights(loss_type or script.__name__, slopes)
 
 
 @torch.no_grad()
@@ -76,4 +117,4 @@ def plain_gradient(model_path, rows, weights, temperature=1.0):
     for row, weight in zip(rows, weights):
         logprobs = plain_logprobs(model, encode(row["prompt"]), row["token_ids"], temperature)
         (-(weight * logprobs).sum()).backward()
-    return [p.grad for p in model.parameters()]
+    return [parameter.grad for parameter in model.parameters()]

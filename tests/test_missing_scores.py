@@ -8,7 +8,7 @@ import statistics
 import pytest
 import torch
 from conftest import distance, encode, load_policy, only, read_jsonl, weights_of
-from plain import DENOMINATORS, plain_gradient
+from plain import column, groups_of, mean_weights, plain_advantages, plain_gradient, without_none
 from pytest import approx, mark, raises
 
 grouped = only("rloo", "grpo")
@@ -16,38 +16,21 @@ ONE_BATCH = dict(batch_size=24, total_episodes=24, seed=5)
 NAN = math.nan
 
 
-def without_none(values):
-    return [value for value in values if value is not None]
-
-
 @only("grpo")
 def test_grpo_advantages_without_some_scores(script):
     """By hand. The deviation of the batch is that of the scores that are there. The last two groups
     have no two different scores. A batch may have only one score."""
     scores = [1.0, NAN, 2.0, 6.0, 5.0, NAN, NAN, 2.0, 0.1, 0.1, NAN, NAN, NAN, 7.0, NAN, NAN]
+    scores = torch.tensor(scores)
     expected = [-2, 0, -1, 3, 1.5, 0, 0, -1.5] + [0] * 8
     deviation = statistics.stdev([1, 2, 6, 5, 2, 0.1, 0.1, 7])
     for scale, divisor in (("none", 1), ("batch", deviation)):
-        advantages = script.grpo_advantages(torch.tensor(scores), 4, scale) * divisor
+        advantages = script.grpo_advantages(scores, 4, scale) * divisor
         assert advantages.tolist() == approx(expected, rel=1e-4)
-        alone = script.grpo_advantages(torch.tensor(scores[12:]), 4, scale)
-        assert alone.tolist() == [0] * 4
+        assert not script.grpo_advantages(scores[12:], 4, scale).any()
 
 
-def plain_advantages(script, rewards):
-    """The advantages of one group. None is an episode without a score."""
-    scored = without_none(rewards)
-    if len(scored) < 2:
-        return [0.0] * len(rewards)
-    if script.__name__ == "rloo":
-        divisor = 1 - 1 / len(scored)  # The mean of the others is further away than that of all.
-    else:
-        divisor = statistics.stdev(scored) + 1e-4
-    mean = statistics.mean(scored)
-    return [0.0 if reward is None else (reward - mean) / divisor for reward in rewards]
-
-
-@only("rloo", "grpo")
+@grouped
 @mark.parametrize("kl_coef", [0.2, 0.0])
 def test_gradient_without_some_scores(script, run, world, updates, kl_coef):
     """Advantages by a plain computation of each group, and gradients by plain passes. Denominators
@@ -56,35 +39,36 @@ def test_gradient_without_some_scores(script, run, world, updates, kl_coef):
     RLOO's KL is a part of the reward, so an episode without a score has no gradient. GRPO's KL is a
     part of the loss. Every episode has its gradient."""
     is_grpo = script.__name__ == "grpo"
-    flags = dict(reward="unsure", kl_coef=kl_coef, ref_model_path="reference" if kl_coef else None)
-    for name in ["grpo", "dapo", "dr_grpo", "cispo"] if is_grpo else ["rloo"]:
+    flags = dict(reward="unsure", kl_coef=kl_coef, per_device_train_batch_size=5)
+    if kl_coef:
+        flags["ref_model_path"] = "reference"
+    names = ["rloo"]
+    if is_grpo:
+        names = ["grpo", "dapo", "dr_grpo", "cispo"]
+    for name in names:
         if is_grpo:
             flags["loss_type"] = name
         updates.clear()
-        rows = run(script, **flags, **ONE_BATCH, per_device_train_batch_size=5).rollouts
-        all_tokens = sum(len(row["token_ids"]) for row in rows)
+        rows = run(script, **flags, **ONE_BATCH).rollouts
         rewards = []
-        weights = []
+        slopes = []
         for row in rows:
             assert (row["score"] is None) == ("a" in row["completion"])
             ref_logprobs = row["ref_logprobs"] if kl_coef else row["logprobs"]
             difference = torch.tensor(ref_logprobs) - torch.tensor(row["logprobs"])
             reward = row["score"]
+            slope = torch.full_like(difference, row["advantage"])
             if is_grpo:
-                weight = row["advantage"] - kl_coef * (1 - difference.exp())
-            else:
-                weight = torch.full_like(difference, row["advantage"])
-                if reward is not None:
-                    reward += kl_coef * difference.sum().item()
+                slope -= kl_coef * (1 - difference.exp())
+            elif reward is not None:
+                reward += kl_coef * difference.sum().item()
             rewards.append(reward)
-            weights.append(weight / DENOMINATORS[name](len(weight), all_tokens, 24, 6))
-        groups = [rewards[first : first + 3] for first in range(0, 24, 3)]
-        counts = {len(without_none(group)) for group in groups}
+            slopes.append(slope)
+        counts = {len(without_none(group)) for group in groups_of(rewards)}
         assert counts == {0, 1, 2, 3}, "the test needs groups with 0 to 3 scores"
-        advantages = [
-            advantage for group in groups for advantage in plain_advantages(script, group)
-        ]
-        assert [row["advantage"] for row in rows] == approx(advantages, rel=1e-4, abs=1e-5)
+        advantages = plain_advantages(script, rewards)
+        assert column(rows, "advantage") == approx(advantages, rel=1e-4, abs=1e-5)
+        weights = mean_weights(name, slopes)
         assert distance(plain_gradient(world.llama, rows, weights), updates[0].gradients) < 1e-5
 
 
@@ -99,46 +83,59 @@ def test_whitening_counts_only_scored_episodes(script, run):
     assert statistics.mean(scored) == approx(0, abs=1e-6)
     assert statistics.pvariance(scored) == approx(1, abs=1e-5)
     rows = run(script, reward="silent", **flags).rollouts
-    assert [row["advantage"] for row in rows] == [0.0] * 24
+    assert column(rows, "advantage") == [0.0] * 24
 
 
 @only("rloo")
 def test_a_part_that_is_none_adds_nothing(script, run):
     """The score is the sum of the parts that are there. An episode without any has no score."""
     ran = run(script, **ONE_BATCH | dict(reward="unsure_parts", seed=3))
-    columns = {"reward/letters": [], "reward/length": [], "score": []}
-    for row in ran.rollouts:
-        length = len(row["completion"])
-        assert row["reward/length"] == (None if length < 4 else 0.5 * length)
-        parts = without_none([row["reward/letters"], row["reward/length"]])
-        assert row["score"] == (approx(sum(parts), abs=1e-5) if parts else None)
-        for name, values in columns.items():
-            values.append(row[name])
+    rows = ran.rollouts
+    for row in rows:
+        length = None
+        if len(row["completion"]) > 3:
+            length = 0.5 * len(row["completion"])
+        assert row["reward/length"] == length
+        score = None
+        parts = without_none([row["reward/letters"], length])
+        if parts:
+            score = approx(sum(parts), abs=1e-5)
+        assert row["score"] == score
     [line] = ran.metrics
-    assert line["val/num_unscored"] == columns["score"].count(None) > 0
+    assert line["val/num_unscored"] == column(rows, "score").count(None) > 0
     assert "reward/never" not in line
     line["score"] = line["objective/scores"]
-    for name, values in columns.items():
-        assert line[name] == approx(statistics.mean(without_none(values)), rel=1e-5)
+    for name in ("reward/letters", "reward/length", "score"):
+        values = without_none(column(rows, name))
+        assert line[name] == approx(statistics.mean(values), rel=1e-5)
 
 
 @grouped
 def test_a_run_without_any_score(script, run, world, capsys):
     """It ends, and the weights are as before. No mean of scores is logged, and no file has nan."""
-    flags = dict(reward="silent", eval_dataset=5, kl_coef=0.0)
     with pytest.warns(UserWarning, match="no score to any completion"):
-        _, metrics, output_dir = run(script, **flags, num_mini_batches=2, num_ppo_epochs=2)
+        _, metrics, output_dir = run(
+            script,
+            reward="silent",
+            eval_dataset=5,
+            kl_coef=0.0,
+            num_mini_batches=2,
+            num_ppo_epochs=2,
+        )
     assert " score " not in capsys.readouterr().out.splitlines()[-1]
     assert distance(weights_of(world.llama), weights_of(output_dir / "model")) == 0
     before, *lines = metrics
-    assert before == dict(iteration=0, step=0, episode=0, epoch=0.0) | {"eval/num_unscored": 5}
-    assert [line["val/num_unscored"] for line in lines] == [12, 9]
+    assert before.pop("eval/num_unscored") == 5
+    assert before == dict(iteration=0, step=0, episode=0, epoch=0.0)
+    assert column(lines, "val/num_unscored") == [12, 9]
     for line in lines:
         assert line["grad_norm"] == 0
         assert not {"objective/scores", "reward/", "val/ratio", "eval/scores"} & line.keys()
-    assert lines[-1]["eval/num_unscored"] == 5 and "eval/best_of_1" not in lines[-1]
+    assert line["eval/num_unscored"] == 5
+    assert "eval/best_of_1" not in line
     text = (output_dir / "rollouts.jsonl").read_text()
-    assert '"score": null' in text and "NaN" not in text
+    assert '"score": null' in text
+    assert "NaN" not in text
 
 
 def test_evaluation_without_some_scores(script, run):
@@ -147,16 +144,18 @@ def test_evaluation_without_some_scores(script, run):
     flags = dict(eval_dataset=20, eval_k=2, eval_temperature=1.0)
     ran = run(script, eval_reward="unsure", **flags)
     rows = read_jsonl(ran.folder / "eval_rollouts.jsonl")[:40]  # of the first evaluation
-    scores = [row["score"] for row in rows]
-    scored = without_none(scores)
-    groups = zip(scores[::2], scores[1::2])
-    best = [max(group) for group in groups if None not in group]
+    scores = column(rows, "score")
+    best = []
+    for group in groups_of(scores, 2):
+        if None not in group:
+            best.append(max(group))
     assert 0 < len(best) < 20
     before, first, *_ = ran.metrics
-    assert before["eval/scores"] == approx(statistics.mean(scored))
+    assert before["eval/scores"] == approx(statistics.mean(without_none(scores)))
     assert before["eval/best_of_2"] == approx(statistics.mean(best))
-    assert before["eval/num_unscored"] == 40 - len(scored)
-    assert "objective/scores" in first and first["val/num_unscored"] == 0
+    assert before["eval/num_unscored"] == scores.count(None)
+    assert "objective/scores" in first
+    assert first["val/num_unscored"] == 0
 
 
 @grouped
@@ -173,8 +172,10 @@ def test_two_processes_without_some_scores(script, same_on):
         eval_dataset=3,
         eval_reward="unsure",
     )
-    own = {"rloo": dict(whiten_advantages=True), "grpo": dict(scale_rewards="batch")}
-    flags |= own[script.__name__]
+    if script.__name__ == "rloo":
+        flags["whiten_advantages"] = True
+    else:
+        flags["scale_rewards"] = "batch"
     metrics, _ = same_on(script, 2, flags, per_device_train_batch_size=3)
     assert any(line.get("val/num_unscored") for line in metrics)
 
@@ -182,7 +183,7 @@ def test_two_processes_without_some_scores(script, same_on):
 @only("ppo")
 def test_ppo_refuses_an_episode_without_a_score(script, run, world, updates, tmp_path):
     """The error names the prompt, and says what to return. No update of that iteration is made."""
-    prompts = [row["prompt"] for row in read_jsonl(world.dataset(7))]
+    prompts = column(read_jsonl(world.dataset(7)), "prompt")
     message = "a completion of '(.+)' has no score: --reward gave None, and PPO needs a number"
     with raises(script.UsageError, match=message) as raised:
         run(script, reward="no_score", batch_size=6, num_train_epochs=2)

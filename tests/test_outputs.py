@@ -21,6 +21,7 @@ from conftest import (
     weights_of,
     write_jsonl,
 )
+from plain import column, groups_of
 from pytest import approx, fixture, mark
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -41,12 +42,12 @@ def test_a_row_of_the_dataset_can_be_joined(script, run, tmp_path):
         missing_eos_penalty=100.0,
         num_train_epochs=2.0,
         response_length=3,
-    )
-    assert {row["row"] for row in found.rollouts} == {1, 3, 4}
-    for row in found.rollouts:
+    ).rollouts
+    assert set(column(found, "row")) == {1, 3, 4}
+    for row in found:
         assert rows[row["row"]] == {"prompt": row["prompt"]} | row["columns"]
         assert row["ended"] == (row["score"] > -50)
-    assert {row["ended"] for row in found.rollouts} == {True, False}
+    assert set(column(found, "ended")) == {True, False}
     script.append_jsonl(tmp_path / "day.jsonl", [{"columns": {"day": datetime.date(2026, 1, 2)}}])
     assert read_jsonl(tmp_path / "day.jsonl") == [{"columns": {"day": "2026-01-02"}}]
 
@@ -56,11 +57,9 @@ def test_held_out_completions_are_written(script, run):
     flags = dict(eval_dataset=5, eval_every=1)
     for ran in (run(script, **flags), run(script, **flags, total_episodes=0)):
         rows = read_jsonl(ran.folder / "eval_rollouts.jsonl")
-        assert len(rows) == 5 * len(ran.metrics)
-        for line in ran.metrics:
-            scores = [row["score"] for row in rows if row["iteration"] == line["iteration"]]
-            assert len(scores) == 5
-            assert sum(scores) / 5 == approx(line["eval/scores"])
+        for line, group in zip(ran.metrics, groups_of(rows, 5), strict=True):
+            assert column(group, "iteration") == [line["iteration"]] * 5
+            assert sum(column(group, "score")) / 5 == approx(line["eval/scores"])
     folder = run(script, **flags, save_rollouts=False).folder
     assert not (folder / "eval_rollouts.jsonl").exists()
 
@@ -72,11 +71,12 @@ def test_groups_with_equal_scores_are_counted(script, run, world):
     found = run(script, reward="seldom", dataset=dataset, kl_coef=0.5)
     fractions = set()
     for line in found.metrics:
-        rows = found.rows_of(line["iteration"])
-        groups = [{row["score"] for row in rows[i : i + 3]} for i in range(0, len(rows), 3)]
-        equal = sum(len(scores) == 1 for scores in groups) / len(groups)
-        assert line["group/equal_scores_fraction"] == approx(equal)
-        fractions.add(equal)
+        scores = column(found.rows_of(line["iteration"]), "score")
+        groups = groups_of(scores)
+        equal = sum(len(set(group)) == 1 for group in groups)
+        fraction = equal / len(groups)
+        assert line["group/equal_scores_fraction"] == approx(fraction)
+        fractions.add(fraction)
     assert len(fractions) > 1
 
 
@@ -90,10 +90,9 @@ def models_of(output_dir):
 def check_kept(output_dir):
     """Three checkpoints stay after the end. Their models load. The last one is that of the run."""
     _, earlier, last = models_of(output_dir)
-    before = flat(weights_of(earlier))
     end = flat(weights_of(output_dir / "model"))
     assert torch.equal(flat(weights_of(last)), end)
-    assert not torch.equal(before, end)
+    assert not torch.equal(flat(weights_of(earlier)), end)
     assert AutoTokenizer.from_pretrained(earlier).get_vocab()
 
 
@@ -135,7 +134,8 @@ WORDS = ["<pad>", "<eos>", *"abcdef0123456789+-=", "ab", "bc"]
 @fixture(scope="module")
 def byte_level(tmp_path_factory):
     """A policy with a small byte-level BPE: "ab" is one token, or two, or comes with a "c"."""
-    backend = Tokenizer(BPE({word: i for i, word in enumerate(WORDS)}, [("a", "b"), ("b", "c")]))
+    vocabulary = {word: i for i, word in enumerate(WORDS)}
+    backend = Tokenizer(BPE(vocabulary, [("a", "b"), ("b", "c")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
@@ -191,7 +191,11 @@ def test_a_stop_string_on_two_processes(script, stopping, same_on):
 @one_text
 def test_a_tokenizer_may_not_allow_a_stop_string(script, refuses, tmp_path):
     """The built-in tokenizer has no token for most letters."""
-    flags = dict(model_path=script.Args.model_path, dataset=script.Args.dataset, stop_string="9")
-    message = "--stop-string needs a tokenizer that can write any text: .*UNK"
-    refuses(script, message, **flags)
+    refuses(
+        script,
+        "--stop-string needs a tokenizer that can write any text: .*UNK",
+        model_path=script.Args.model_path,
+        dataset=script.Args.dataset,
+        stop_string="9",
+    )
     refuses(script, "--stop-string is empty", stop_string="", error=ValueError)

@@ -20,6 +20,7 @@ from conftest import (
     save_model,
     weights_of,
 )
+from plain import column, token_counts
 from pytest import mark
 
 # Three processes cannot divide the batch or its mini-batches evenly, and groups are divided between
@@ -51,10 +52,15 @@ def test_memory_flags_give_the_same_run(script, run):
     weights."""
     sizes = STRADDLING | EVERYTHING[script.__name__] | MODELS
     _, metrics, output_dir = run(script, **sizes)
-    assert [row["episode"] for row in metrics] == [8, 16, 24, 26]
+    assert column(metrics, "episode") == [8, 16, 24, 26]
     for size in (1, 3):
-        memory = dict(per_device_train_batch_size=size, per_device_rollout_batch_size=size)
-        ran = run(script, **sizes, **memory, gradient_checkpointing=size == 3)
+        ran = run(
+            script,
+            **sizes,
+            per_device_train_batch_size=size,
+            per_device_rollout_batch_size=size,
+            gradient_checkpointing=size == 3,
+        )
         compare_runs(output_dir, ran.folder)
 
 
@@ -63,8 +69,9 @@ def test_any_hardware_gives_the_same_run(script, same_on):
     """Two processes give the run of one. Everything that computes sums over the batch is on, and
     the prompts have 1 to 16 tokens."""
     sizes = STRADDLING | EVERYTHING[script.__name__] | MODELS
-    memory = dict(per_device_train_batch_size=3, per_device_rollout_batch_size=1)
-    _, printed = same_on(script, 2, sizes, **memory)
+    _, printed = same_on(
+        script, 2, sizes, per_device_train_batch_size=3, per_device_rollout_batch_size=1
+    )
     assert printed.startswith("2 x cpu")
 
 
@@ -87,8 +94,8 @@ def test_more_processes_than_episodes(script, same_on, tmp_path):
     flags = dict(k=2, batch_size=2, num_ppo_epochs=2, dataset=3, kl_coef=0.1)
     same_on(script, 3, flags, reward="probe.py:probe")
     calls = read_jsonl(tmp_path / "calls.jsonl")
-    assert {call["world_size"] for call in calls} == {3}
-    assert [call["count"] for call in calls] == [2, 2, 2]
+    assert column(calls, "world_size") == [3, 3, 3]
+    assert column(calls, "count") == [2, 2, 2]
 
 
 @only("rloo")
@@ -128,11 +135,11 @@ def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
     """With weights sharded over two processes a run that was stopped and resumed is the same, and
     its model/ loads."""
     flags = STRADDLING | dict(per_device_train_batch_size=1, save_every=2)
-    output_dir = run(script, **flags)[2]
+    alone = run(script, **flags).folder
     flags = base_flags(world, flags | dict(output_dir="out"))
     finished = launch_twice(script, 2, tmp_path, flags, program=FSDP2)
     assert "iteration_00000002; remove it if it is damaged" in finished.stdout
-    compare_runs(output_dir, tmp_path / "out")
+    compare_runs(alone, tmp_path / "out")
 
 
 @only("rloo", "grpo")
@@ -140,14 +147,19 @@ def test_short_completions_take_as_many_passes(script, run, monkeypatch):
     """The processes gather sharded weights together in every pass of the network. So each episode
     takes two of them, for every length of its completion."""
     calls = record_calls(monkeypatch, transformers.LlamaModel, "forward")
-    flags = dict(model_path="many_eos", reward="squares")
     passes = []
     for episodes in (3, 21):
         calls.clear()
-        ran = run(script, **flags, total_episodes=episodes, per_device_train_batch_size=1)
+        ran = run(
+            script,
+            model_path="many_eos",
+            reward="squares",
+            total_episodes=episodes,
+            per_device_train_batch_size=1,
+        )
         passes.append(sum(call.training for call in calls))
     assert passes[1] - passes[0] == 2 * (21 - 3)  # The check of the model takes some, too.
-    assert 1 in [len(row["token_ids"]) for row in ran.rollouts]
+    assert 1 in token_counts(ran.rollouts)
 
 
 @only("rloo", "ppo")
@@ -171,7 +183,7 @@ def test_lora_on_two_processes(script, run, world, tmp_path):
     rollouts = []
     adapters = []
     for folder in (alone, tmp_path / "out"):
-        rollouts.append([row["token_ids"] for row in read_jsonl(folder / "rollouts.jsonl")])
+        rollouts.append(column(read_jsonl(folder / "rollouts.jsonl"), "token_ids"))
         weights = peft.utils.load_peft_weights(str(folder / "model"), device="cpu")
         adapters.append(weights.values())
     assert rollouts[0] == rollouts[1]
@@ -191,8 +203,8 @@ def test_lora_on_two_processes(script, run, world, tmp_path):
 def test_a_failing_process_ends_the_launch(script, world, tmp_path, fault, message):
     """A reward raises on one of two processes, or its parts have other names there. The launch ends
     without a model."""
-    flags = dict(reward=f"probe.py:{fault}", output_dir="out")
-    finished = launch(script, 2, tmp_path, base_flags(world, flags))
+    flags = base_flags(world, dict(reward=f"probe.py:{fault}", output_dir="out"))
+    finished = launch(script, 2, tmp_path, flags)
     assert finished.returncode != 0
     assert message in finished.stderr
     assert not (tmp_path / "out" / "model").exists()
@@ -204,12 +216,11 @@ def test_a_failing_process_ends_the_launch(script, world, tmp_path, fault, messa
 def test_processes_that_think_they_are_alone_are_refused(script, world, tmp_path):
     """torchrun is started without ACCELERATE_USE_CPU on a machine without GPUs. Then the run has
     two processes that see each other, or it is refused."""
-    flags = dict(reward="probe.py:probe", output_dir="out")
-    flags = base_flags(world, flags)
+    flags = base_flags(world, dict(reward="probe.py:probe", output_dir="out"))
     finished = launch(script, 2, tmp_path, flags, ACCELERATE_USE_CPU="false")
     if finished.returncode == 0:
         calls = read_jsonl(tmp_path / "calls.jsonl")
-        assert {call["world_size"] for call in calls} == {2}
+        assert set(column(calls, "world_size")) == {2}
     else:
         assert "fewer processes" in finished.stderr
         assert "ACCELERATE_USE_CPU=true torchrun" in finished.stderr
@@ -223,8 +234,7 @@ def test_a_launch_that_starts_one_process_is_refused(script, run, refuses, monke
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     expected = result_of(run(script).folder)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    message = "fewer processes.*no GPU was found.*ACCELERATE_USE_CPU=true torchrun"
-    refuses(script, message)
+    refuses(script, "fewer processes.*no GPU was found.*ACCELERATE_USE_CPU=true torchrun")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.delenv("MASTER_ADDR")
     assert result_of(run(script).folder) == expected

@@ -23,7 +23,7 @@ from conftest import (
     read_jsonl,
     record_calls,
 )
-from plain import sample
+from plain import column, groups_of, sample, token_counts
 from pytest import approx, mark
 
 PROMPTS = ["1", "23+45=", "0000-1111=22", "7="]
@@ -40,8 +40,14 @@ def lengths_of(samples):
 def greedy_tokens(model, prompt, length, eos_ids):
     """The completion of transformers' `generate`, without what follows its end."""
     ids = torch.tensor([encode(prompt)])
-    settings = dict(do_sample=False, max_new_tokens=length, pad_token_id=PAD)
-    tokens = model.generate(ids, attention_mask=ids >= 0, eos_token_id=eos_ids, **settings)
+    tokens = model.generate(
+        ids,
+        attention_mask=ids >= 0,
+        eos_token_id=eos_ids,
+        do_sample=False,
+        max_new_tokens=length,
+        pad_token_id=PAD,
+    )
     return tokens[0, len(prompt) :].tolist()
 
 
@@ -52,24 +58,31 @@ def test_greedy_sampling_equals_generate(script, architecture):
     gives."""
     model = make_model(architecture)
     eos_ids = [EOS, 6]
-    got = sample(script, model, PROMPTS, random_uniforms(len(PROMPTS), 12), 0.0, eos_ids)
-    completions = [row[row >= 0].tolist() for row in got["tokens"]]
-    assert completions == [greedy_tokens(model, prompt, 12, eos_ids) for prompt in PROMPTS]
-    assert len(set(map(str, completions))) > 2, "the prompts must matter"
+    uniforms = random_uniforms(4, 12)
+    found = sample(script, model, PROMPTS, uniforms, 0.0, eos_ids)["tokens"]
+    completions = set()
+    for prompt, tokens in zip(PROMPTS, found, strict=True):
+        expected = greedy_tokens(model, prompt, 12, eos_ids)
+        assert tokens[tokens >= 0].tolist() == expected
+        completions.add(str(expected))
+    assert len(completions) > 2, "the prompts must matter"
 
 
 @torch.no_grad()
 def first_two_tokens(model, prompt, temperature):
     """Exact probabilities of the first two tokens of a completion, by plain forward passes. After
     EOS comes 0."""
+
+    def next_token(rows):
+        logits = model(torch.tensor(rows)).logits[:, -1].double()
+        return (logits / temperature).softmax(-1)
+
     prompt = encode(prompt)
-    first = model(torch.tensor([prompt])).logits[0, -1].double() / temperature
-    extended = torch.tensor([prompt + [token] for token in range(len(VOCAB))])
-    second = model(extended).logits[:, -1].double() / temperature
-    second = second.softmax(-1)
+    first = next_token([prompt])
+    second = next_token([prompt + [token] for token in range(len(VOCAB))])
     second[EOS] = 0
     second[EOS, 0] = 1
-    return (first.softmax(-1)[:, None] * second).flatten().numpy()
+    return (first.T * second).flatten().numpy()
 
 
 @one_text
@@ -86,9 +99,11 @@ def test_sampling_follows_the_exact_distribution(script, architecture):
         tokens = sample(script, model, [prompt] * 4096, uniforms, 0.7, [EOS])["tokens"]
         pairs = tokens.clamp(min=0) @ torch.tensor([len(VOCAB), 1])
         shares = np.bincount(pairs, minlength=len(VOCAB) ** 2) / 4096
-        assert np.abs(shares - first_two_tokens(model, prompt, 0.7)).max() < 1 / 64
+        expected = first_two_tokens(model, prompt, 0.7)
+        assert np.abs(shares - expected).max() < 1 / 64
         # The test can fail: these are not the shares of temperature 1.
-        assert np.abs(shares - first_two_tokens(model, prompt, 1.0)).max() > 2 / 64
+        others = first_two_tokens(model, prompt, 1.0)
+        assert np.abs(shares - others).max() > 2 / 64
 
 
 @one_text
@@ -98,7 +113,8 @@ def test_no_token_of_probability_zero_is_ever_drawn(script):
 
     def pick(logits, *uniforms):
         p = logits.softmax(-1).expand(len(uniforms), -1)
-        return script.pick_tokens(p, torch.tensor(uniforms, dtype=torch.float64)).tolist()
+        uniforms = torch.tensor(uniforms, dtype=torch.float64)
+        return script.pick_tokens(p, uniforms).tolist()
 
     below_one = math.nextafter(1, 0)
     nothing = -math.inf
@@ -108,7 +124,8 @@ def test_no_token_of_probability_zero_is_ever_drawn(script):
         assert picked == [1, 1, 4, 4]
     # A float32 sum would give the first token all of it.
     assert pick(torch.tensor([20.0, 0.0, -20.0]), 1 - 1e-9) == [1]
-    wide = 3 * torch.randn(50_000, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    wide = 3 * torch.randn(50_000)
     wide[:100] = nothing  # These rows pad a vocabulary.
     wide[-100:] = nothing
     first, last = pick(wide, 0.0, below_one)
@@ -122,9 +139,10 @@ def test_entropies_are_exact_also_beside_tokens_of_probability_zero(script):
     head = model.lm_head.forward
     zero = torch.tensor([3, 7])
     model.lm_head.forward = lambda hidden: head(hidden).index_fill(-1, zero, -math.inf)
-    [[entropy]] = sample(script, model, ["7="], random_uniforms(1, 1), 0.7, [EOS])["entropies"]
-    with torch.no_grad():
-        p = (model(torch.tensor([encode("7=")])).logits[0, -1] / 0.7).softmax(-1)
+    result = sample(script, model, ["7="], random_uniforms(1, 1), 0.7, [EOS])
+    [[entropy]] = result["entropies"]
+    logits = model(torch.tensor([encode("7=")])).logits[0, -1]
+    p = (logits / 0.7).softmax(-1)
     assert (p == 0).sum() == 2
     assert entropy.item() == approx(-torch.xlogy(p, p).sum().item(), rel=1e-5)
 
@@ -136,23 +154,27 @@ def test_a_prompt_runs_once_and_finished_rows_leave(script):
     model = make_model("llama")
     rows_in = []
 
-    def count_rows(module, args, kwargs):
+    def count_rows(module, args):
         rows_in.append(len(args[0]))
 
-    model.register_forward_pre_hook(count_rows, with_kwargs=True)
+    model.register_forward_pre_hook(count_rows)
     eos_ids = [*MANY_EOS, 17]
-    episodes = [prompt for prompt in PROMPTS for _ in range(5)]
+    episodes = np.repeat(PROMPTS, 5)
     result = sample(script, model, episodes, random_uniforms(20, 8), 1.0, eos_ids)
     lengths = lengths_of(result)
     assert len(set(lengths)) > 4
-    later = range(1, max(lengths))
-    assert rows_in == [4] + [sum(length > t for length in lengths) for t in later]
+    expected = [4]
+    for t in range(1, max(lengths)):
+        expected.append(sum(length > t for length in lengths))
+    assert rows_in == expected
+    tokens = result["tokens"]
+    logprobs = result["logprobs"]
     for i, length in enumerate(lengths):
-        assert result["ended"][i] == (result["tokens"][i, length - 1] in torch.tensor(eos_ids))
-        assert (result["tokens"][i, length:] == -1).all()
-        assert (result["logprobs"][i, length:] == 0).all()
+        assert result["ended"][i] == (tokens[i, length - 1].item() in eos_ids)
+        assert (tokens[i, length:] == -1).all()
+        assert (logprobs[i, length:] == 0).all()
         assert (result["entropies"][i, length:] == 0).all()
-        assert (result["logprobs"][i, :length] < 0).all()
+        assert (logprobs[i, :length] < 0).all()
 
 
 @one_text
@@ -161,15 +183,17 @@ def test_an_episode_does_not_depend_on_its_neighbours(script):
     order."""
     model = make_model("gpt2")
     uniforms = random_uniforms(12, 8, seed=1)
-    episodes = [prompt for prompt in PROMPTS for _ in range(3)]
+    episodes = np.repeat(PROMPTS, 3)
 
     def sample_these(indices):
-        prompts = [episodes[i] for i in indices]
+        prompts = episodes[indices]
         return sample(script, model, prompts, uniforms[indices], 0.7, [EOS, 5])
 
     together = sample_these(list(range(12)))
     assert len(set(lengths_of(together))) > 2
-    for indices in [7, 0, 3, 11, 1, 5], *([i] for i in range(12)):
+    orders = [[i] for i in range(12)]
+    orders.append([7, 0, 3, 11, 1, 5])
+    for indices in orders:
         found = sample_these(indices)
         for name, rows in together.items():
             torch.testing.assert_close(found[name], rows[indices], atol=1e-5, rtol=0)
@@ -178,9 +202,8 @@ def test_an_episode_does_not_depend_on_its_neighbours(script):
 @mark.parametrize(
     "policy, stop_token_id, eos_ids",
     [
-        ("llama", None, {EOS}),
         ("llama", 9, {EOS, 9}),
-        ("many_eos", None, {*MANY_EOS}),
+        ("many_eos", None, set(MANY_EOS)),
         ("emits_pad", None, {EOS, 7}),
         ("pad_is_eos", None, {EOS}),
     ],
@@ -189,25 +212,26 @@ def test_an_episode_does_not_depend_on_its_neighbours(script):
 def test_an_episode_ends_with_its_first_eos(script, run, policy, stop_token_id, eos_ids):
     """The first EOS is the last token, whichever EOS it is: of the generation config, or
     --stop-token-id. Only the longest length ends an episode without one."""
-    flags = dict(total_episodes=48, batch_size=48, stop_token_id=stop_token_id)
-    ran = run(script, model_path=policy, **flags)
-    lengths = []
+    ran = run(
+        script, model_path=policy, total_episodes=48, batch_size=48, stop_token_id=stop_token_id
+    )
+    rows = ran.rollouts
     ends = []
-    for row in ran.rollouts:
+    for row in rows:
         *tokens, last = row["token_ids"]
-        lengths.append(1 + len(tokens))
         assert not eos_ids & set(tokens)
-        assert last in eos_ids or len(tokens) == 5
-        assert len(row["logprobs"]) == lengths[-1]
+        assert len(row["logprobs"]) == len(tokens) + 1
         if last in eos_ids:
             ends.append(last)
+        else:
+            assert len(tokens) == 5
     assert 0 < len(ends) < 48
     assert len(set(ends)) > 1 or len(eos_ids) == 1 or policy == "emits_pad"
     [line] = ran.metrics
     assert line["val/num_eos_tokens"] == len(ends)
-    assert line["response_length_mean"] == approx(np.mean(lengths))
+    assert line["response_length_mean"] == approx(np.mean(token_counts(rows)))
     if policy == "emits_pad":
-        assert any(PAD in row["token_ids"][:-1] for row in ran.rollouts)
+        assert any(PAD in row["token_ids"][:-1] for row in rows)
 
 
 @one_text
@@ -217,12 +241,16 @@ def test_random_numbers_are_functions_of_their_key(script):
     purposes = [script.PROMPT_ORDER, script.SAMPLING, script.MINI_BATCHES]
     purposes += [script.EVALUATION, script.NEW_WEIGHTS]
     keys = list(itertools.product([1, 2, 3], purposes, [1, 2]))
-    drawn = [script.keyed_rng(*key).random(4).tolist() for key in keys]
-    assert len({number for numbers in drawn for number in numbers}) == 3 * 5 * 2 * 4
+
+    def draw():
+        return np.stack([script.keyed_rng(*key).random(4) for key in keys])
+
+    drawn = draw()
+    assert len(np.unique(drawn)) == 3 * 5 * 2 * 4
     np.random.seed(5)
     torch.manual_seed(5)
     random.seed(5)
-    assert [script.keyed_rng(*key).random(4).tolist() for key in keys] == drawn
+    assert (draw() == drawn).all()
 
 
 @one_text
@@ -242,41 +270,36 @@ def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
 
     The completions are those of transformers' `generate`. test_outputs.py shows that eval/scores is
     the mean of their scores."""
-    flags = dict(eval_dataset=5, eval_every=2, batch_size=3)
-    _, metrics, folder = run(script, **flags)
+    _, metrics, folder = run(script, eval_dataset=5, eval_every=2, batch_size=3)
     last = metrics[-1]["iteration"]
     expected = {*range(0, last, 2), last}
     assert {line["iteration"] for line in metrics if "eval/scores" in line} == expected
     counts = {"iteration", "step", "episode", "epoch"}
     scores = {"eval/scores", "eval/best_of_1", "eval/num_unscored"}
     assert set(metrics[0]) == counts | scores
-    models = {0: world.llama, last: folder / "model"}
-    models = {i: load_policy(path) for i, path in models.items()}
     rows = read_jsonl(folder / "eval_rollouts.jsonl")
-    rows = [row for row in rows if row["iteration"] in models]
-    assert len(rows) == 2 * 5
-    for row in rows:
-        tokens = greedy_tokens(models[row["iteration"]], row["prompt"], 6, EOS)
-        assert row["token_ids"] == tokens
+    for path, its_rows in ((world.llama, rows[:5]), (folder / "model", rows[-5:])):
+        model = load_policy(path)
+        for row in its_rows:
+            tokens = greedy_tokens(model, row["prompt"], 6, EOS)
+            assert row["token_ids"] == tokens
 
 
 @one_text
-@mark.parametrize("k, counts", [(4, [1, 2, 4]), (5, [1, 2, 4, 5])])
-def test_the_best_of_m_is_the_mean_over_all_choices(script, run, k, counts):
-    """m of the k scores of a prompt are chosen without replacement. test_missing_scores.py shows
-    what a missing score does."""
-    reward = "parts"
-    flags = dict(eval_dataset=5, eval_temperature=1.0, total_episodes=0)
-    _, [line], folder = run(script, **flags, eval_k=k, reward=reward)
-    scores = [row["score"] for row in read_jsonl(folder / "eval_rollouts.jsonl")]
-    expected = {"eval/scores": np.mean(scores)}
-    for m in counts:
+def test_the_best_of_m_is_the_mean_over_all_choices(script, run):
+    """m of the five scores of a prompt are chosen without replacement. m is each power of two, and
+    five. test_missing_scores.py shows what a missing score does."""
+    _, [line], folder = run(
+        script, eval_dataset=5, eval_k=5, eval_temperature=1.0, total_episodes=0, reward="parts"
+    )
+    scores = column(read_jsonl(folder / "eval_rollouts.jsonl"), "score")
+    assert line["eval/scores"] == approx(np.mean(scores))
+    for m in (1, 2, 4, 5):
         best = []
-        for i in range(0, 5 * k, k):
-            best += [max(choice) for choice in itertools.combinations(scores[i : i + k], m)]
-        expected[f"eval/best_of_{m}"] = np.mean(best)
-    found = {name: x for name, x in line.items() if name in expected or "best" in name}
-    assert found == approx(expected)
+        for group in groups_of(scores, 5):
+            best += map(max, itertools.combinations(group, m))
+        assert line[f"eval/best_of_{m}"] == approx(np.mean(best))
+    assert sum("best" in name for name in line) == 4
     assert 0 < line["eval/reward/ones"] < line["eval/reward/length"]
     assert line["eval/reward/length"] + line["eval/reward/ones"] == approx(line["eval/scores"])
 
@@ -284,6 +307,6 @@ def test_the_best_of_m_is_the_mean_over_all_choices(script, run, k, counts):
 @one_text
 def test_evaluation_does_not_move_training(script, run):
     """A run with evaluations has the same episodes as a run without."""
-    flags = dict(eval_dataset=5, eval_every=1, eval_temperature=1.0)
-    runs = [run(script, batch_size=6, **more) for more in ({}, flags)]
-    assert runs[0].rollouts == runs[1].rollouts
+    plain = run(script, batch_size=6)
+    evaluated = run(script, batch_size=6, eval_dataset=5, eval_every=1, eval_temperature=1.0)
+    assert evaluated.rollouts == plain.rollouts
