@@ -120,6 +120,10 @@ def read_jsonl(path):
     return [json.loads(line) for line in open(path, encoding="utf-8")]
 
 
+def column(rows, name):
+    return [row[name] for row in rows]
+
+
 def write_jsonl(path, rows):
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -156,10 +160,20 @@ def encode(text):
     return [VOCAB.index(character) for character in text]
 
 
-COMMON = dict(vocab_size=len(VOCAB), bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
-COMMON["initializer_range"] = 0.4
-SHAPE = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-SHAPE["max_position_embeddings"] = 64
+COMMON = dict(
+    vocab_size=len(VOCAB),
+    bos_token_id=None,
+    eos_token_id=EOS,
+    pad_token_id=PAD,
+    initializer_range=0.4,
+)
+SHAPE = dict(
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=64,
+)
 GROUPED = SHAPE | dict(num_key_value_heads=1, head_dim=8)
 ARCHITECTURES = {  # what a config needs; its model_type is this name, where nothing else is said
     "llama": SHAPE,
@@ -521,8 +535,8 @@ def run(world, tmp_path):
     numbers = iter(range(100))
 
     def run(script, **flags):
-        output_dir = tmp_path / f"run{next(numbers)}"
-        args = make_args(script, **base_flags(world, dict(output_dir=output_dir) | flags))
+        flags = dict(output_dir=tmp_path / f"run{next(numbers)}") | flags
+        args = make_args(script, **base_flags(world, flags))
         reset_accelerate()
         with fresh_imports():
             script.main(args)
@@ -645,19 +659,20 @@ def compare_runs(output_dir, other_dir, without=()):
     without: beginnings of the names of metrics that may differ"""
     output_dir = Path(output_dir)
     other_dir = Path(other_dir)
-    for file in ("rollouts.jsonl", "metrics.jsonl"):
-        pairs = zip(read_jsonl(output_dir / file), read_jsonl(other_dir / file), strict=True)
-        for row, other in pairs:
-            if file == "rollouts.jsonl":
-                assert row["prompt"] == other["prompt"]
-                assert row["token_ids"] == other["token_ids"]
-                continue
-            for name in row.keys() | other.keys():
-                # The last metric is only rounding.
-                may_differ = (*TIMES, "val/sampling_logprob_difference", *without)
-                if not name.startswith(may_differ):
-                    close = pytest.approx(other.get(name), rel=1e-4, abs=5e-6)
-                    assert row.get(name) == close, (row["iteration"], name)
+
+    def pairs(file):
+        return zip(read_jsonl(output_dir / file), read_jsonl(other_dir / file), strict=True)
+
+    for row, other in pairs("rollouts.jsonl"):
+        assert row["prompt"] == other["prompt"]
+        assert row["token_ids"] == other["token_ids"]
+    # The difference of trainer and sampler is only rounding.
+    may_differ = (*TIMES, "val/sampling_logprob_difference", *without)
+    for line, other in pairs("metrics.jsonl"):
+        for name in line.keys() | other.keys():
+            if not name.startswith(may_differ):
+                close = pytest.approx(other.get(name), rel=1e-4, abs=5e-6)
+                assert line.get(name) == close, (line["iteration"], name)
     args = yaml.safe_load((output_dir / "args.yaml").read_text())
     start = flat(weights_of(args["model_path"]))
     end = flat(weights_of(output_dir / "model"))
@@ -674,19 +689,19 @@ def result_of(output_dir):
     for line in lines:
         for name in TIMES & line.keys():
             del line[name]
-    weights = {
-        file.name: file.read_bytes() for file in (output_dir / "model").glob("*.safetensors")
-    }
+    weights = {}
+    for file in (output_dir / "model").glob("*.safetensors"):
+        weights[file.name] = file.read_bytes()
     rollouts = "".join(file.read_text() for file in sorted(output_dir.glob("*rollouts.jsonl")))
     return lines, weights, rollouts
 
 
 def contents(folder):
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            found[str(path.relative_to(folder))] = path.read_bytes()
+    return found
 
 
 PROBE = '''
@@ -749,8 +764,7 @@ def launch(script, processes, folder, flags, program=None, **environment):
     (folder / "rewards.py").write_text(REWARDS)
     command = [sys.executable]
     if processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone"]
-        command.append(f"--nproc-per-node={processes}")
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     if program is not None:
         command.append(str(program))
     command += [script.__file__, *command_line(with_group(script, flags))]
@@ -771,8 +785,8 @@ def changed_copy(script, folder, old, new):
 
 
 # a `program` that shards the weights over CPU processes
-FSDP2 = HERE / "benchmark" / "hardware" / "fsdp2_cpu.py"
-KILLS = HERE / "benchmark" / "hardware" / "kill_and_resume.py"
+FSDP2 = HERE / "benchmark/hardware/fsdp2_cpu.py"
+KILLS = HERE / "benchmark/hardware/kill_and_resume.py"
 
 
 def launched(script, processes, folder, flags, **more):

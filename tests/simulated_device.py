@@ -37,6 +37,11 @@ def for_each(function, x):
     return function(x)
 
 
+def shape_of(tensor):
+    """Where a tensor lies in its storage."""
+    return tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
 def to_device_tensor(tensor):
     """A device tensor over the memory of a CPU tensor."""
     memory = tensor.untyped_storage()
@@ -45,16 +50,18 @@ def to_device_tensor(tensor):
         memory.data_ptr(), device, memory.nbytes()
     )
     storage.memory = memory  # So the memory lives as long as the storage.
-    return set_storage(torch._C._acc.create_empty_tensor([0], tensor.dtype), storage, tensor)
+    empty = torch._C._acc.create_empty_tensor([0], tensor.dtype)
+    return set_storage(empty, storage, tensor)
 
 
 def set_storage(tensor, storage, like=None):
     """Give a device tensor a storage, and the shape of another tensor. Without one it has the whole
     storage."""
     if like is None:
-        like = torch.empty(storage.nbytes() // tensor.element_size(), device="meta")
-    shape = like.storage_offset(), like.size(), like.stride()
-    return aten.set_.source_Storage_storage_offset.redispatch(CPU_KERNELS, tensor, storage, *shape)
+        count = storage.nbytes() // tensor.element_size()
+        like = torch.empty(count, device="meta")
+    op = aten.set_.source_Storage_storage_offset
+    return op.redispatch(CPU_KERNELS, tensor, storage, *shape_of(like))
 
 
 def to_cpu_tensor(tensor):
@@ -62,8 +69,8 @@ def to_cpu_tensor(tensor):
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0:
         return torch.empty(tensor.size(), dtype=tensor.dtype)
-    shape = tensor.storage_offset(), tensor.size(), tensor.stride()
-    return torch.empty(0, dtype=tensor.dtype).set_(storage.memory, *shape)
+    empty = torch.empty(0, dtype=tensor.dtype)
+    return empty.set_(storage.memory, *shape_of(tensor))
 
 
 def run_on_cpu(op, *args, **kwargs):
@@ -74,8 +81,10 @@ def run_on_cpu(op, *args, **kwargs):
     originals = {}  # device tensors and their CPU tensors, by the id of the CPU tensor
 
     def lower(x):
+        if isinstance(x, torch.device):
+            return torch.device("cpu")
         if not is_on_device(x):
-            return torch.device("cpu") if isinstance(x, torch.device) else x
+            return x
         lowered = to_cpu_tensor(x)
         originals[id(lowered)] = x, lowered
         return lowered
@@ -105,12 +114,12 @@ def check_devices(name, args, kwargs):
     """Refuse tensors of two devices, as CUDA does."""
     tensors = []
     for_each(lambda x: isinstance(x, torch.Tensor) and tensors.append(x), [*args, *kwargs.values()])
-    on_cpu = [x for x in tensors if not is_on_device(x)]
     base = name.removesuffix("_")
-    if base in INDEXING:  # Indices may be on the CPU.
-        on_cpu = [x for x in on_cpu if not any(x is index for index in args[1])]
+    indices = args[1] if base in INDEXING else []  # These may be on the CPU.
     bad = []
-    for x in on_cpu:
+    for x in tensors:
+        if is_on_device(x) or any(x is index for index in indices):
+            continue
         is_changed = base != name and x is args[0]  # Operations that work in place end with _.
         if x.dim() > 0 or base in NEEDS_ONE_DEVICE or is_changed:
             bad.append(tuple(x.shape))
@@ -121,9 +130,11 @@ def check_devices(name, args, kwargs):
 
 def copy_from(source, target, non_blocking=False):
     """A copy within the device, or from or to the host."""
-    lowered = [to_cpu_tensor(x) if is_on_device(x) else x for x in (source, target)]
+    to = to_cpu_tensor(target) if is_on_device(target) else target
+    if is_on_device(source):
+        source = to_cpu_tensor(source)
     with torch._C._AutoDispatchBelowAutograd():
-        lowered[1].copy_(lowered[0])
+        to.copy_(source)
     return target
 
 

@@ -2,8 +2,18 @@
 
 import re
 
-import pytest
-from conftest import HERE, flat, import_file, launched, make_tokenizer, read_jsonl, save_model
+from conftest import (
+    HERE,
+    column,
+    distance,
+    flat,
+    import_file,
+    launched,
+    make_tokenizer,
+    read_jsonl,
+    save_model,
+)
+from pytest import approx, mark
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -24,8 +34,6 @@ OWN = {
 }
 # Of the generation config. The tokenizer has its own.
 EOS_IDS = {"rloo": None, "grpo": [5, 9], "ppo": 7}
-# Large rewards hide a factor, since gradients are clipped.
-REWARDS = {"rloo": "small", "grpo": "small", "ppo": "letters"}
 EXACT_MATCH = '[float(c.strip() == row["answer"]) for c, row in zip(completions, rows)]'
 
 
@@ -46,7 +54,8 @@ def run_nano(name, reward=None, **settings):
 
     def note(line):  # in place of `print`
         if line.startswith("iteration"):
-            completions.extend(row[row >= 0].tolist() for row in names["tokens"])
+            for row in names["tokens"]:
+                completions.append(row[row >= 0].tolist())
         else:
             evaluations.append(float(line.split()[-1]))
 
@@ -55,27 +64,31 @@ def run_nano(name, reward=None, **settings):
     return names | dict(completions=completions, evaluations=evaluations)
 
 
+def matrices(model):
+    """Its weights without biases. The gradient of GPT-2's key bias is rounding alone."""
+    return flat(w for w in model.parameters() if w.dim() > 1)
+
+
 def compare(name, start, folder, nano):
     """How far apart the final weights are. The completions and evaluations must be the same."""
     rollouts = read_jsonl(folder / "rollouts.jsonl")
-    assert nano["completions"] == [row["token_ids"] for row in rollouts]
+    assert nano["completions"] == column(rollouts, "token_ids")
     metrics = read_jsonl(folder / "metrics.jsonl")
     evaluations = [line["eval/scores"] for line in metrics if "eval/scores" in line]
-    assert nano["evaluations"] == pytest.approx(evaluations, abs=6e-4)
+    assert nano["evaluations"] == approx(evaluations, abs=6e-4)
     parts = [(AutoModelForCausalLM, "model", "policy")]
     distances = []
     if name == "ppo":
         parts.append((AutoModel, "value_model", "value_trunk"))
         head = load_file(folder / "value_model/value_head.safetensors")["weight"]
-        distances.append((nano["value_head"].weight - head).norm() / head.norm())
+        distances.append(distance([head], [nano["value_head"].weight]))
     for auto_class, part, nano_name in parts:
-        models = [auto_class.from_pretrained(path) for path in (start, folder / part)]
-        models.append(nano[nano_name])
-        # Without biases: the gradient of GPT-2's key bias is rounding alone.
-        weights = [flat(w for w in model.parameters() if w.dim() > 1) for model in models]
-        before, after, nano_after = weights
-        distances.append((after - nano_after).norm() / (after - before).norm())
-    return max(distances).item()
+        before = matrices(auto_class.from_pretrained(start))
+        after = matrices(auto_class.from_pretrained(folder / part))
+        difference = after - matrices(nano[nano_name])
+        moved = after - before
+        distances.append((difference.norm() / moved.norm()).item())
+    return max(distances)
 
 
 def test_nano_makes_the_run_of_the_script(script, world, run, tmp_path, monkeypatch):
@@ -83,17 +96,19 @@ def test_nano_makes_the_run_of_the_script(script, world, run, tmp_path, monkeypa
     name = script.__name__
     tokenizer = make_tokenizer(None)
     model = save_model(tmp_path / "model", "gpt2", eos_ids=EOS_IDS[name], tokenizer=tokenizer)
-    data = dict(dataset=world.dataset(7), eval_dataset=world.dataset(5, seed=1))
-    flags = FLAGS | OWN[name] | data | dict(model_path=model)
-    ran = run(script, max_grad_norm=1.0, reward=REWARDS[name], **flags)
+    flags = FLAGS | OWN[name] | dict(model_path=model, dataset=world.dataset(7))
+    flags["eval_dataset"] = world.dataset(5, seed=1)
+    # Large rewards hide a factor, since gradients are clipped.
+    reward = "letters" if name == "ppo" else "small"
+    ran = run(script, max_grad_norm=1.0, reward=reward, **flags)
     rewards = import_file(world.folder / "rewards.py")
-    nano = run_nano(name, getattr(rewards, REWARDS[name]), **flags)
+    nano = run_nano(name, getattr(rewards, reward), **flags)
     # A gradient can be 0 up to rounding, and AdamW makes a step of it. On an EPYC with AVX2 one
     # weight of RLOO's model is such a case: 1.2e-3.
     assert compare(name, model, ran.folder, nano) < 3e-3
 
 
-@pytest.mark.slow
+@mark.slow
 def test_the_default_run_is_the_same(script, tmp_path, monkeypatch):
     """With -s it prints how far apart the weights are. PPO runs on 256 prompts: later its rounding
     may grow."""
@@ -101,8 +116,11 @@ def test_the_default_run_is_the_same(script, tmp_path, monkeypatch):
     name = script.__name__
     default = HERE / "benchmark/default"
     rows = (default / "train.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "train.jsonl").write_text("".join(rows[:256] if name == "ppo" else rows))
-    settings = dict(dataset=str(tmp_path / "train.jsonl"), eval_dataset=str(default / "eval.jsonl"))
+    if name == "ppo":
+        rows = rows[:256]
+    dataset = tmp_path / "train.jsonl"
+    dataset.write_text("".join(rows))
+    settings = dict(dataset=str(dataset), eval_dataset=str(default / "eval.jsonl"))
     launched(script, 1, tmp_path, settings | dict(save_rollouts=True))
     nano = run_nano(name, **settings)
     apart = compare(name, default / "policy", tmp_path / "out", nano)

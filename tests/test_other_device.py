@@ -32,7 +32,7 @@ BUGS = {
 
 
 # how `launch` takes it
-DEVICE = dict(program=HERE / "tests" / "simulated_device.py", ACCELERATE_USE_CPU="false")
+DEVICE = dict(program=HERE / "tests/simulated_device.py", ACCELERATE_USE_CPU="false")
 
 
 def run_on_device(script, world, folder, flags):
@@ -72,14 +72,14 @@ def test_bfloat16(script, run, world, tmp_path):
     )
     run_on_device(script, world, tmp_path, flags)
     expected = run(script, **flags)
-    metrics = read_jsonl(tmp_path / "out" / "metrics.jsonl")
+    metrics = read_jsonl(tmp_path / "out/metrics.jsonl")
     for line, other in zip(metrics, expected.metrics, strict=True):
         assert line.keys() == other.keys()
         assert all(map(math.isfinite, line.values()))
     # Rounding may change a completion. So only the first iteration is compared, where completions
     # are the same.
     same = 0
-    rollouts = read_jsonl(tmp_path / "out" / "rollouts.jsonl")
+    rollouts = read_jsonl(tmp_path / "out/rollouts.jsonl")
     for row, other in zip(rollouts[:12], expected.rollouts[:12], strict=True):
         if row["token_ids"] == other["token_ids"]:
             same += 1

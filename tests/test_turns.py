@@ -2,28 +2,28 @@
 one update late.
 """
 
-import itertools
-import json
-import os
 import shutil
-import signal
 from functools import partial
 
 import numpy as np
 import torch
 from conftest import (
     EOS,
+    KILLS,
     MODULES,
     VOCAB,
     base_flags,
+    column,
     compare_runs,
     distance,
     encode,
+    import_file,
     launch,
     load_policy,
     make_args,
     make_tokenizer,
     plain_logprobs,
+    read_jsonl,
     result_of,
     write_jsonl,
 )
@@ -53,8 +53,7 @@ def test_a_batch_comes_from_the_policy_of_one_iteration_before(late, run, world,
             assert line[name] == other[name]
         is_first = line["iteration"] == 1
         assert ("val/sampling_logprob_difference" in line) == is_first
-    prompts = [row["prompt"] for row in ran.rollouts]
-    assert prompts == [row["prompt"] for row in plain.rollouts]
+    assert column(ran.rollouts, "prompt") == column(plain.rollouts, "prompt")
     for iteration in range(1, 5):
         rows = ran.rows_of(iteration)
         # An entry of `updates` has the weights before its step.
@@ -69,9 +68,10 @@ def test_a_batch_comes_from_the_policy_of_one_iteration_before(late, run, world,
             new = plain_logprobs(model, encode(row["prompt"]), row["token_ids"])
             ratio = (new - torch.tensor(old)).exp()
             largest = max(largest, (ratio - 1).abs().max())
-            clipped = ratio.clamp(0.8, 1.2)
-            losses = torch.maximum(-row["advantage"] * ratio, -row["advantage"] * clipped)
-            (losses.mean() / len(rows)).backward()
+            gains = row["advantage"] * ratio
+            clipped = row["advantage"] * ratio.clamp(0.8, 1.2)
+            loss = -torch.minimum(gains, clipped).mean()
+            (loss / len(rows)).backward()
         assert (largest < 1e-3) == (iteration == 1)
         gradients = [parameter.grad for parameter in model.parameters()]
         assert distance(gradients, trainer.gradients) < 1e-3
@@ -89,32 +89,20 @@ def test_the_ratio_may_be_left_out(late, run, updates):
         make_args(late, **flags)
 
 
-def kill_in(module, name, count):
-    """Let the process end before this call of the function."""
-    calls = itertools.count(1)
-    function = getattr(module, name)
-
-    def struck(*args):
-        if next(calls) == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*args)
-
-    setattr(module, name, struck)
-
-
 def test_a_checkpoint_holds_the_batch(late, run, killed, tmp_path):
-    """A run that is killed before any iteration goes on bit for bit, also after the last one."""
+    """A run that is killed in any iteration goes on bit for bit, also after the last one."""
+    kill_at = import_file(KILLS).kill_at
     flags = LATE | dict(save_every=1, num_mini_batches=2, resume=True)
     expected = result_of(run(late, **flags, output_dir=tmp_path / "whole").folder)
-    for name, count in ("score_episodes", 2), ("score_episodes", 4), ("finish", 1):
-        flags["output_dir"] = tmp_path / f"{name}{count}"
-        killed(late, partial(kill_in, late, name, count), **flags)
+    for phase, call in ("metrics", 2), ("metrics", 4), ("model", 1):
+        flags["output_dir"] = tmp_path / f"{phase}{call}"
+        killed(late, partial(kill_at, late, phase, call), **flags)
         assert result_of(run(late, **flags).folder) == expected
 
 
 # ---- turns with an environment
 ENVIRONMENT = '''
-import json, os, pathlib, signal
+import json, os, pathlib
 
 folder = pathlib.Path(__file__).parent
 
@@ -134,13 +122,6 @@ def silent(prompts, **_):
 
 def sometimes_long(completions, **_):
     return ["1" * (100 if len(chat[0]["content"]) % 2 else 1) for chat in completions]
-
-def killed(prompts, completions, **columns):
-    calls = folder / "calls_0"
-    if calls.exists() and len(calls.read_text().splitlines()) == 5:
-        calls.write_text(calls.read_text() + "killed\\n")
-        os.kill(os.getpid(), signal.SIGKILL)
-    return talks(prompts, completions, **columns)
 
 def fails(prompts, **_):
     raise KeyError("the tool is gone")
@@ -182,94 +163,102 @@ def flags(tmp_path):
     return flags
 
 
-def conversations(folder):
-    return [json.loads(line) for line in (folder / "calls_0").read_text().splitlines()]
-
-
-def is_grpo(script):
-    return script.__name__.startswith("grpo")
-
-
 def check_passes(rows, policy, reference, gradients, script):
     """The log-probabilities, and the gradient, are those of plain passes over the policy's
     tokens."""
-    models = [load_policy(path) for path in (policy, reference)]
+    model = load_policy(policy)
+    reference = load_policy(reference)
     for row in rows:
         mask = torch.tensor(row["mask"])
         prompt = make_tokenizer()(row["prompt"])["input_ids"]
-        logprobs, ref_logprobs = [
-            mask * plain_logprobs(m, prompt, row["token_ids"]) for m in models
-        ]
+        logprobs = mask * plain_logprobs(model, prompt, row["token_ids"])
+        ref_logprobs = mask * plain_logprobs(reference, prompt, row["token_ids"])
         assert row["logprobs"] == approx(logprobs.tolist(), abs=1e-4)
         assert row["ref_logprobs"] == approx(ref_logprobs.tolist(), abs=1e-4)
-        divisor = mask.sum() if is_grpo(script) else 1
-        (-row["advantage"] * logprobs.sum() / divisor / len(rows)).backward()
-    found = [parameter.grad for parameter in models[0].parameters()]
+        loss = -row["advantage"] * logprobs.sum() / len(rows)
+        if script.__name__ == "grpo_patched":
+            loss = loss / mask.sum()
+        loss.backward()
+    found = [parameter.grad for parameter in model.parameters()]
     assert distance(found, gradients) < 1e-4
 
 
 def test_only_the_tokens_of_the_policy_are_trained(turns, flags, run, world, updates):
     """Those of the environment are read, and count nowhere: not in gradients, KL, entropy or
     lengths."""
-    kl_coef = 0.0 if is_grpo(turns) else 0.05
+    kl_coef = 0.0 if turns.__name__ == "grpo_patched" else 0.05
     ran = run(turns, **flags(), kl_coef=kl_coef, total_episodes=12)
     rows = ran.rollouts
     [line] = ran.metrics
     check_passes(rows, world.many_eos, world.reference, updates[0].gradients, turns)
-    logprobs = np.mean([sum(row["logprobs"]) for row in rows])  # 0 for tokens of the environment
-    ref_logprobs = np.mean([sum(row["ref_logprobs"]) for row in rows])
-    assert line["response_length_mean"] == approx(np.mean([sum(row["mask"]) for row in rows]))
-    assert line["objective/entropy"] == approx(-logprobs, rel=1e-4)
-    assert line["objective/kl"] == approx(logprobs - ref_logprobs, rel=1e-4)
+
+    def mean(name):  # of the sums over tokens; those of the environment have 0
+        return np.mean([sum(row[name]) for row in rows])
+
+    assert line["response_length_mean"] == approx(mean("mask"))
+    assert line["objective/entropy"] == approx(-mean("logprobs"), rel=1e-4)
+    kl = mean("logprobs") - mean("ref_logprobs")
+    assert line["objective/kl"] == approx(kl, rel=1e-4)
     assert line["val/sampling_logprob_difference"] < 1e-4
-    assert len({len(row["completion"]) for row in rows}) > 2  # One, two and more turns.
+    assert len(set(map(len, column(rows, "completion")))) > 2  # One, two and more turns.
 
 
 def test_an_episode_is_the_conversation(turns, flags, run, tmp_path):
     """Ids are appended. A call has the episodes that go on. The policy has at most --max-turns
     turns."""
     rows = run(turns, **flags(), total_episodes=12, max_turns=2).rollouts
-    [[prompts, asked]] = conversations(tmp_path)
+    [[prompts, asked]] = read_jsonl(tmp_path / "calls_0")
     assert len(prompts) == len(asked) <= 12
     for row in rows:
         chat = row["completion"]
-        roles = [message["role"] for message in chat]
-        assert roles in (["assistant"], ["assistant", "user", "assistant"])
+        assert column(chat, "role") in (["assistant"], ["assistant", "user", "assistant"])
         assert len(chat) == 1 or chat[:1] in asked
-        texts = [message["content"] for message in chat]
-        tokens = [VOCAB[token] for token in row["token_ids"]]
-        assert "".join(texts) == "".join(token for token in tokens if token[0] != "<")
-        others = [token for token, is_own in zip(tokens, row["mask"]) if not is_own]
-        assert "".join(others) == "".join(texts[1::2])
-        assert len(tokens) <= 14
-        assert row["ended"] or len(tokens) >= 14 - 4  # A text of up to 4 tokens did not fit.
+        text = ""
+        answers = ""
+        for token, is_own in zip(row["token_ids"], row["mask"]):
+            word = VOCAB[token]
+            if word[0] != "<":
+                text += word
+            if not is_own:
+                answers += word
+        texts = column(chat, "content")
+        assert text == "".join(texts)
+        assert answers == "".join(texts[1::2])
+        length = len(row["token_ids"])
+        assert length <= 14
+        assert row["ended"] or length >= 14 - 4  # A text of up to 4 tokens did not fit.
 
 
 def test_an_environment_that_is_silent_changes_nothing(turns, flags, run):
     """Bit for bit the run of the script without the patch, but for the form of completions, and the
     mask."""
     own = flags("silent")
-    metrics, weights, rollouts = result_of(run(turns, **own).folder)
+    ran = run(turns, **own)
     del own["environment"]
-    plain = result_of(run(MODULES[turns.__name__.split("_")[0]], **own).folder)
-    assert (metrics, weights) == plain[:2]
-    for line, other in zip(rollouts.splitlines(), plain[2].splitlines(), strict=True):
-        row = json.loads(line)
+    without = run(turns, **own)
+    name, _ = turns.__name__.split("_")
+    plain = run(MODULES[name], **own)
+    expected = result_of(plain.folder)[:2]  # the metrics and the weights
+    assert result_of(ran.folder)[:2] == expected
+    assert result_of(without.folder)[:2] == expected
+    for row, other in zip(ran.rollouts, plain.rollouts, strict=True):
         assert all(row.pop("mask"))
         [message] = row["completion"]
-        assert row | dict(completion=message["content"]) == json.loads(other)
-    assert result_of(run(turns, **own).folder)[:2] == plain[:2]  # without an environment
+        row["completion"] = message["content"]
+        assert row == other
 
 
 def test_a_text_that_does_not_fit_cuts_the_episode_off(turns, flags, run):
     rows = run(turns, **flags("sometimes_long"), total_episodes=24).rollouts
-    is_long = [len(row["completion"][0]["content"]) % 2 for row in rows]
-    cut = [row for row, long in zip(rows, is_long) if long and len(row["token_ids"]) < 14]
-    assert 0 < len(cut) < 24
-    for row in cut:
-        assert not row["ended"]
-        assert all(row["mask"])
-        assert len(row["completion"]) == 1
+    cut = 0
+    for row in rows:
+        first = row["completion"][0]["content"]
+        if len(first) % 2 and len(row["token_ids"]) < 14:
+            cut += 1
+            assert not row["ended"]
+            assert all(row["mask"])
+            assert len(row["completion"]) == 1
+    assert 0 < cut < 24
 
 
 MISTAKES = {
@@ -308,16 +297,15 @@ def test_the_template_wraps_a_text_in_a_chat(turns, flags, run, world, updates, 
     for text in ("12", "3", "4+4"):
         rows.append({"prompt": [{"role": "user", "content": text}], "answer": "1", "number": 1})
     rows[0]["chat_template_kwargs"] = {"mark": "f-"}
-    own = flags() | dict(
-        model_path=policy, dataset=write_jsonl(tmp_path / "chat.jsonl", rows), response_length=24
-    )
-    ran = run(turns, **own, kl_coef=0.0, total_episodes=24)
+    flags = flags() | dict(model_path=policy, response_length=24, kl_coef=0.0, total_episodes=24)
+    flags["dataset"] = write_jsonl(tmp_path / "chat.jsonl", rows)
+    ran = run(turns, **flags)
     ends = set()
     for row in ran.rollouts:
         marker = "f-" if row["row"] == 0 else "-"
-        expected = ""
         texts = iter(row["completion"][1::2])
         text = ""
+        expected = ""
         for i, token in enumerate(row["token_ids"]):
             if row["mask"][i]:
                 continue
@@ -330,7 +318,7 @@ def test_the_template_wraps_a_text_in_a_chat(turns, flags, run, world, updates, 
         assert text == expected
     assert EOS in ends
     assert len(ends) > 1
-    check_passes(ran.rollouts[:12], str(policy), world.reference, updates[0].gradients, turns)
+    check_passes(ran.rollouts[:12], policy, world.reference, updates[0].gradients, turns)
 
 
 def test_the_last_message_is_the_answer(turns):
@@ -342,30 +330,19 @@ def test_the_last_message_is_the_answer(turns):
 def test_two_processes_make_the_same_run(turns, flags, run, world, tmp_path):
     """The main process alone calls the environment, for all episodes. Its error ends both."""
     ran = run(turns, **flags(), per_device_rollout_batch_size=5)
-    calls = conversations(tmp_path)
+    calls = read_jsonl(tmp_path / "calls_0")
     (tmp_path / "calls_0").unlink()
-    both = base_flags(world, flags() | dict(output_dir=tmp_path / "out"))
-    finished = launch(turns, 2, tmp_path, both)
+
+    def start(name):
+        """Two processes, with this environment. The run writes into a folder of its name."""
+        own = flags(name) | dict(output_dir=tmp_path / name)
+        return launch(turns, 2, tmp_path, base_flags(world, own))
+
+    finished = start("talks")
     assert finished.returncode == 0, finished.stderr
-    compare_runs(ran.folder, tmp_path / "out")
-    assert conversations(tmp_path) == calls
+    compare_runs(ran.folder, tmp_path / "talks")
+    assert read_jsonl(tmp_path / "calls_0") == calls
     assert not (tmp_path / "calls_1").exists()
-    finished = launch(
-        turns, 2, tmp_path, base_flags(world, flags("fails") | dict(output_dir=tmp_path / "failed"))
-    )
+    finished = start("fails")
     assert finished.returncode != 0
     assert "KeyError: 'the tool is gone'" in finished.stderr
-
-
-@mark.slow
-def test_a_killed_run_goes_on(turns, flags, run, world, tmp_path):
-    """kill -9 after the first iteration. The run that resumes is bit for bit the run that was
-    never stopped."""
-    expected = result_of(run(turns, **flags(), save_every=1, total_episodes=36).folder)
-    (tmp_path / "calls_0").unlink()
-    saving = dict(save_every=1, total_episodes=36)
-    again = flags("killed") | saving | dict(resume=True, output_dir=tmp_path / "out")
-    again = base_flags(world, again)
-    codes = [launch(turns, 1, tmp_path, again).returncode for _ in range(2)]
-    assert codes == [-9, 0] and "killed" in (tmp_path / "calls_0").read_text()
-    assert result_of(tmp_path / "out") == expected

@@ -42,11 +42,15 @@ def make(name: str, **fields) -> SimpleNamespace:
 class SamplingParams:
     def __init__(self, *args, **kwargs):
         defaults = dict(
-            temperature=1.0, max_tokens=16, seed=None, stop_token_ids=[], logprobs=None, stop=None
+            temperature=1.0,
+            max_tokens=16,
+            seed=None,
+            stop_token_ids=[],
+            logprobs=None,
+            stop=None,
+            flat_logprobs=False,
         )
-        self.__dict__ |= (
-            defaults | {"flat_logprobs": False} | check_call("SamplingParams", *args, **kwargs)
-        )
+        self.__dict__ |= defaults | check_call("SamplingParams", *args, **kwargs)
 
 
 class LLM:
@@ -54,14 +58,14 @@ class LLM:
         given = check_call("LLM", *args, **kwargs)
         others = given.pop("kwargs", {})
         check_call("EngineArgs", **others)
-        assert all(others[name] in values for name, values in RECORDED["values"].items())
+        for name, values in RECORDED["values"].items():
+            assert others[name] in values
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", (
             "weights are handed over in this process"
         )
         is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-        assert others["distributed_executor_backend"] == (
-            "uni" if is_alone else "external_launcher"
-        )
+        backend = "uni" if is_alone else "external_launcher"
+        assert others["distributed_executor_backend"] == backend
         assert others["logprobs_mode"] == "processed_logprobs", (
             "log-probabilities are at the temperature"
         )
@@ -74,7 +78,9 @@ class LLM:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(given["model"])
         self.model = self.script["CompletionModel"](language_model, None, [], self.script["Args"]())
         self.record_uniforms()
-        self.has_prompts = self.is_stale = self.is_shut_down = False
+        self.has_prompts = False
+        self.is_stale = False
+        self.is_shut_down = False
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self.shut_down))
         engines.append(self)
 
@@ -106,36 +112,41 @@ class LLM:
 
     def generate(self, *args, **kwargs):
         given = check_call("LLM.generate", self, *args, **kwargs)
-        prompts, requests = given["prompts"], given["sampling_params"]
-        assert given["use_tqdm"] is False and not self.is_shut_down
+        prompts = given["prompts"]
+        requests = given["sampling_params"]
+        assert given["use_tqdm"] is False
+        assert not self.is_shut_down
         assert not self.is_stale, "the prefix cache holds prompts that the old weights have run"
         self.has_prompts = True
+        uniforms = []
         for prompt, request in zip(prompts, requests, strict=True):
             assert all(type(token) is int for token in prompt)
             assert len(prompt) + request.max_tokens <= self.max_model_len
-        uniforms = torch.stack(
-            [torch.from_numpy(self.uniforms[request.seed]) for request in requests]
-        )
-        self.model.eos_ids = requests[0].stop_token_ids
-        if requests[0].stop is not None:
-            assert requests[0].detokenize, "the real engine finds stop strings in text only"
-            assert requests[0].include_stop_str_in_output, "the string belongs to the completion"
-            criteria = transformers.StopStringCriteria(self.tokenizer, requests[0].stop)
+            # So the log-probabilities of the sampled tokens come in one list.
+            assert request.flat_logprobs
+            assert request.logprobs == 0
+            uniforms.append(torch.from_numpy(self.uniforms[request.seed]))
+        self.model.eos_ids = request.stop_token_ids  # All requests have the same settings.
+        if request.stop is not None:
+            assert request.detokenize, "the real engine finds stop strings in text only"
+            assert request.include_stop_str_in_output, "the string belongs to the completion"
+            criteria = transformers.StopStringCriteria(self.tokenizer, request.stop)
             self.model.ends_with_stop_string = criteria
+        tokens = self.script["pad_left"](prompts)
         samples = self.script["sample"](
-            self.model, self.script["pad_left"](prompts), uniforms, requests[0].temperature
+            self.model, tokens, torch.stack(uniforms), request.temperature
         )
         outputs = []
-        for i, (prompt, request) in enumerate(zip(prompts, requests)):
-            tokens = [token for token in samples["tokens"][i].tolist() if token >= 0]
-            fields = dict(token_ids=tokens, logprobs=None)
-            fields["finish_reason"] = "stop" if samples["ended"][i] else "length"
-            if request.flat_logprobs and request.logprobs == 0:
-                fields["logprobs"] = make(
-                    "FlatLogprobs", logprobs=samples["logprobs"][i, : len(tokens)].tolist()
-                )
-            completion = make("CompletionOutput", **fields)
-            outputs.append(make("RequestOutput", prompt_token_ids=prompt, outputs=[completion]))
+        for i, row in enumerate(samples["tokens"].tolist()):
+            token_ids = [token for token in row if token >= 0]
+            logprobs = samples["logprobs"][i, : len(token_ids)]
+            completion = make(
+                "CompletionOutput",
+                token_ids=token_ids,
+                logprobs=make("FlatLogprobs", logprobs=logprobs.tolist()),
+                finish_reason="stop" if samples["ended"][i] else "length",
+            )
+            outputs.append(make("RequestOutput", outputs=[completion]))
         return outputs
 
     def shut_down(self, *args, **kwargs):
