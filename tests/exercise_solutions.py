@@ -48,8 +48,8 @@ def completion_logprobs(model, prompts, prompt_mask, completions, lengths, tempe
     logits = model(rows, attention_mask=mask, position_ids=positions).logits
     # The logits at a position are those of the next token.
     logits = logits[:, prompts.shape[1] - 1 : -1] / temperature
-    log_p = logits.log_softmax(-1).gather(-1, completions[:, :, None]).squeeze(-1)
-    return log_p.where(is_token, 0.0)
+    log_p = logits.log_softmax(-1).gather(-1, completions[:, :, None])
+    return log_p.squeeze(-1).where(is_token, 0.0)
 
 
 def leave_one_out_advantages(rewards, k):

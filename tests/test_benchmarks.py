@@ -1,7 +1,7 @@
 """The programs of benchmark/: their command lines, their jobs, their smoke runs, and what they
 compute."""
 
-import math
+import multiprocessing
 import os
 import re
 import runpy
@@ -11,30 +11,36 @@ from itertools import combinations
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import run as launcher
 import tables
+import torch
 import tyro
 from conftest import (
     HERE,
     MODULES,
     SCRIPTS,
+    base_flags,
+    command_line,
+    distance,
     fresh_imports,
     import_file,
     make_prompts,
     make_rows,
     one_text,
     read_jsonl,
+    reset_accelerate,
     save_classifier,
     save_model,
+    with_group,
     write_jsonl,
 )
+from plain import plain_gradient, token_weights
+from pytest import approx, mark, raises
 
 plot = import_file(HERE / "benchmark" / "plot.py")
 win_rate = import_file(HERE / "benchmark" / "win_rate.py")
 gsm8k = import_file(HERE / "benchmark" / "gsm8k" / "gsm8k.py")
-
-
+ladder = import_file(HERE / "benchmark" / "ladder" / "ladder.py")
 everything = import_file(HERE / "benchmark" / "all.py")
 WITH_MAIN = [
     path
@@ -43,21 +49,21 @@ WITH_MAIN = [
 ]
 
 
-@pytest.mark.parametrize("path", WITH_MAIN, ids=lambda path: f"{path.parent.name}/{path.stem}")
+@mark.parametrize("path", WITH_MAIN, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_help_helps(path, monkeypatch, capsys, tmp_path):
     """Every program prints its help, and does nothing else."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(path.parent)
     monkeypatch.setattr(sys, "argv", [str(path), "--help"])
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    with fresh_imports(), pytest.raises(SystemExit) as stopped:
+    with fresh_imports(), raises(SystemExit) as stopped:
         runpy.run_path(str(path), run_name="__main__")
     assert stopped.value.code == 0
     assert "usage" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("program", everything.PROGRAMS)
+@mark.parametrize("program", everything.PROGRAMS)
 def test_every_job_parses(program, tmp_path, monkeypatch):
     """Every run that a program would start has flags that its script knows. Each result belongs to
     a part."""
@@ -70,21 +76,19 @@ def test_every_job_parses(program, tmp_path, monkeypatch):
     parts = import_file(path).PARTS
     scripts = {}
     for part in parts.values():
-        for script, flags in {
-            (job[0], re.sub(r"--seed \d+", "", f"{job[1]} {part.short}")) for job in part.jobs
-        }:
+        jobs = {(job[0], re.sub(r"--seed \d+", "", job[1])) for job in part.jobs}
+        for script, flags in jobs:
             if script not in scripts:
-                name, *patch = script.split()
                 folder = tmp_path / str(len(scripts))
-                scripts[script] = import_file(launcher.copy_script(folder, name, *patch))
-            tyro.cli(
-                scripts[script].Args, args=[*flags.split(), "--output-dir", str(tmp_path / "run")]
-            )
-    assert launcher.read_result(path.with_suffix(".json"))["parts"].keys() <= parts.keys()
+                scripts[script] = import_file(launcher.copy_script(folder, *script.split()))
+            words = f"{flags} {part.short} --output-dir {tmp_path}/run".split()
+            tyro.cli(scripts[script].Args, args=words)
+    result = launcher.read_result(path.with_suffix(".json"))
+    assert result["parts"].keys() <= parts.keys()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("program", everything.PROGRAMS)
+@mark.slow
+@mark.parametrize("program", everything.PROGRAMS)
 def test_a_smoke_run(program):
     """A short version of each part runs to its end, and its fingerprint has numbers."""
     found = everything.smoke(program)
@@ -96,7 +100,8 @@ def test_a_smoke_run(program):
             assert stamp["fingerprint"].keys() == found[part].keys()
 
 
-STAMP = dict(commit="c", date="d", minutes=2.0, machine=launcher.machine(), fingerprint={"x": 1.0})
+OLD_STAMP = dict(commit="c", date="d", minutes=2.0, machine=launcher.machine())
+STAMP = OLD_STAMP | dict(fingerprint={"x": 1.0})
 
 
 def test_all_measures_again_what_is_stale(monkeypatch, capsys):
@@ -106,7 +111,7 @@ def test_all_measures_again_what_is_stale(monkeypatch, capsys):
         "quick": STAMP | dict(minutes=1.0),
         "same": STAMP | dict(fingerprint={"x": 1.5}),
         "elsewhere": STAMP | dict(machine="another processor, threads 1"),
-        "old": {name: STAMP[name] for name in ("commit", "date", "minutes", "machine")},
+        "old": OLD_STAMP,
     }
     today = {part: {"x": 1.5} for part in parts}
     started = []
@@ -130,137 +135,128 @@ def test_all_measures_again_what_is_stale(monkeypatch, capsys):
 def test_a_part_is_measured_alone(tmp_path):
     """Its rows and its stamp are new. Those of the other parts stay."""
     path = tmp_path / "result.json"
-    old = [dict(part="first", x=1), dict(part="second", x=2)]
-    launcher.write_result(path, {"first": STAMP, "second": STAMP}, old)
-    part = launcher.Part({}, measure=lambda jobs, smoke: [dict(x=3 + smoke, seconds=5.0)])
+    second = dict(part="second", x=2)
+    rows = [dict(part="first", x=1), second]
+    launcher.write_result(path, {"first": STAMP, "second": STAMP}, rows)
+
+    def measure(jobs, smoke):
+        return [dict(x=3 + smoke, seconds=5.0)]
+
+    part = launcher.Part({}, measure=measure)
     launcher.measure_part(path, "first", {"first": part, "second": part})
     found = launcher.read_result(path)
-    assert found["rows"] == [dict(part="first", x=3, seconds=5.0), old[1]]
+    assert found["rows"] == [dict(part="first", x=3, seconds=5.0), second]
     assert found["parts"]["second"] == STAMP
     stamp = found["parts"]["first"]
     assert stamp["fingerprint"] == {"x": 4.0}  # of the smoke run, without times
-    assert stamp["machine"] == STAMP["machine"] and re.match("[0-9a-f]{7}", stamp["commit"])
+    assert stamp["machine"] == STAMP["machine"]
+    assert re.match("[0-9a-f]{7}", stamp["commit"])
 
 
-JUDGES = """
-def first_shown(prompts, first, second, answer, **_):
-    return [0] * len(prompts)
-
-def failed(prompts, **_):
-    return [0, 1, 0.5, -1] + [0] * (len(prompts) - 4)
-
-def short(prompts, **_):
-    return [0] * (len(prompts) - 1)
-"""
-
-
-@pytest.fixture
-def compare(world, tmp_path):
-    """compare(judge, **flags) returns the win rate, and the pairs that were written."""
-    (tmp_path / "judges.py").write_text(JUDGES)
-    rows = [row | {"reference": str(row["number"])} for row in make_rows(make_prompts(12, seed=5))]
-    dataset = write_jsonl(tmp_path / "held_out.jsonl", rows)
-
-    def compare(judge, **flags):
-        judge = judge if judge == "exact_match" else f"{tmp_path / 'judges.py'}:{judge}"
-        flags = (
-            dict(model=world.llama, baseline=world.reference, dataset=dataset, temperature=1.0)
-            | flags
-        )
-        args = win_rate.Args(judge=judge, output=tmp_path / "deep" / "pairs.jsonl", **flags)
-        with fresh_imports():
-            rate = win_rate.main(args)[0]
-        return rate, read_jsonl(args.output)
-
-    return compare
-
-
-def test_a_judge_that_likes_a_position_gives_one_half(compare, capsys):
+def test_a_judge_that_likes_a_position_gives_one_half(world, tmp_path, capsys):
     """Exactly half of the pairs are swapped. The win rate of each place shows the bias. A column
-    may be a side."""
-    rate, pairs = compare("first_shown")
-    assert rate == 0.5 and [row["model_shown"] for row in pairs].count("first") == 6
-    assert [row["win"] for row in pairs] == [float(row["model_shown"] == "first") for row in pairs]
-    assert "shown first: 100.0 % of 6; shown second: 0.0 % of 6" in capsys.readouterr().out
-    of_column = compare("first_shown", baseline="column:reference", batch_size=5)[1]
-    assert [row["model"] for row in of_column] == [row["model"] for row in pairs]
-    assert [row["baseline"] for row in of_column] == [str(i) for i in range(12)]
+    may be a side. The batch size changes no completion."""
+    (tmp_path / "judge.py").write_text("def first_shown(prompts, **_): return [0] * len(prompts)")
+    flags = dict(
+        model=world.llama,
+        judge=f"{tmp_path}/judge.py:first_shown",
+        dataset=world.dataset(12, seed=5),
+        temperature=1.0,
+        output=tmp_path / "deep" / "pairs.jsonl",
+    )
+    with fresh_imports():
+        rate, *_ = win_rate.main(win_rate.Args(baseline=world.reference, **flags))
+        assert rate == 0.5
+        printed = capsys.readouterr().out
+        assert "shown first: 100.0 % of 6; shown second: 0.0 % of 6" in printed
+        pairs = read_jsonl(flags["output"])
+        win_rate.main(win_rate.Args(baseline="column:number", batch_size=5, **flags))
+    of_column = read_jsonl(flags["output"])
+    for number, (pair, other) in enumerate(zip(pairs, of_column, strict=True)):
+        assert pair["win"] == (pair["model_shown"] == "first")
+        assert other["model"] == pair["model"]
+        assert other["baseline"] == number
 
 
 def test_every_verdict_is_counted_for_the_right_side():
-    """Verdicts are 0, 1, 0.5 or None, and numbers of Python or of numpy."""
-    said, shown = [0, 1, 0.5, None, np.int64(1), np.float32(0), True] * 3, []
-    rows = [{"prompt": str(i)} for i in range(len(said))]
-    models, baselines = [f"m{i}" for i in range(len(said))], [f"b{i}" for i in range(len(said))]
-    pairs = win_rate.judge_pairs(
-        lambda **columns: shown.append(columns) or said, rows, models, baselines, 1
-    )
-    for row, first, verdict in zip(pairs, shown[0]["first"], said, strict=True):
-        model_is = 1 if first[0] == "b" else 0
-        assert row["win"] == (0.5 if verdict in (0.5, None) else float(verdict == model_is))
+    """Verdicts are 0, 1, 0.5 or None, and numbers of Python or of numpy. Another verdict is
+    refused, and so is another number of them."""
+    said = [0, 1, 0.5, None, np.int64(1), np.float32(0), True] * 3
+    shown = {}
 
+    def judge(**columns):
+        shown.update(columns)
+        return said
 
-@pytest.mark.parametrize(
-    "judge, message", [("failed", "^pair 3, .*the judge said -1"), ("short", "11 verdicts for 12")]
-)
-def test_a_verdict_that_is_none_is_refused(compare, judge, message):
-    with pytest.raises(ValueError, match=message):
-        compare(judge)
+    def judged():
+        return win_rate.judge_pairs(judge, [{"prompt": "1+1="}] * 21, ["m"] * 21, ["b"] * 21, 1)
+
+    pairs = judged()
+    for pair, first, verdict in zip(pairs, shown["first"], said, strict=True):
+        if verdict in (0.5, None):
+            assert pair["win"] == 0.5
+        else:
+            assert pair["win"] == (verdict == (first == "b"))
+    said[3] = -1
+    with raises(ValueError, match="^pair 3, .*the judge said -1"):
+        judged()
+    said.pop()
+    with raises(ValueError, match="20 verdicts for 21"):
+        judged()
 
 
 def test_the_interval_is_wilsons():
     """The observed rate is z standard errors away from each end, with the standard error at that
     end."""
-    for wins, count in ((0, 10), (10, 10), (1, 1), (7, 20), (512, 1000)):
+    for wins, count in ((0, 10), (10, 10), (7, 20)):
         rate = wins / count
         low, high = win_rate.interval(rate, count)
         assert 0 <= low <= rate <= high <= 1
         for p in {low, high} - {rate}:
-            assert abs(rate - p) == pytest.approx(
-                1.959964 * math.sqrt(p * (1 - p) / count), rel=1e-6
-            )
+            error = (p * (1 - p) / count) ** 0.5
+            assert abs(rate - p) == approx(1.959964 * error)
 
 
 @one_text
 def test_plot_draws_seeds_as_one_curve(script, run, tmp_path):
     """Runs that differ only in the seed are one curve, their mean. The labels of other runs show
     their flags."""
-    (_, first, a), (_, second, b), (_, _, c) = (
-        run(script, **flags) for flags in ({}, dict(seed=2), dict(kl_coef=0.3))
-    )
-    groups = plot.group_runs([a, b, c])
-    assert {label: len(group) for label, group in groups.items()} == {
-        "run0, kl_coef 0.05": 2,
-        "run2, kl_coef 0.3": 1,
-    }
+    first = run(script)
+    second = run(script, seed=2)
+    other = run(script, kl_coef=0.3)
+    folders = (first.folder, second.folder, other.folder)
+    groups = plot.group_runs(folders)
+    sizes = {label: len(group) for label, group in groups.items()}
+    assert sizes == {"run0, kl_coef 0.05": 2, "run2, kl_coef 0.3": 1}
     _, values = plot.points(groups["run0, kl_coef 0.05"], "objective/scores", "episode")
-    assert values.tolist() == [
-        [row["objective/scores"] for row in rows] for rows in (first, second)
-    ]
-    plot.main(plot.Args(folders=(a, b, c), output=tmp_path / "plot.png"))
+    for drawn, ran in zip(values.tolist(), (first, second), strict=True):
+        assert drawn == [row["objective/scores"] for row in ran.metrics]
+    plot.main(plot.Args(folders=folders, output=tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
 def test_pass_at_m_is_the_mean_over_all_choices():
     """Of m samples, over all choices of them: the share in which at least one is right."""
-    for right, samples in ((0, 4), (1, 6), (3, 6), (6, 6)):
-        scores = [1] * right + [0] * (samples - right)
-        for m in range(1, samples + 1):
-            choices = [max(chosen) for chosen in combinations(scores, m)]
-            assert tables.pass_at(m, right, samples) == pytest.approx(np.mean(choices))
+    for right in range(7):
+        scores = [1] * right + [0] * (6 - right)
+        for m in range(1, 7):
+            best = [max(chosen) for chosen in combinations(scores, m)]
+            assert tables.pass_at(m, right, 6) == approx(np.mean(best))
 
 
 def test_mirrored_questions_are_one_cluster():
     """A second copy of each question, mirrored, tells nothing new: the interval stays as wide."""
-    prompts, values = ["12+34=", "56+78=", "90+11="], [0.0, 1.0, 0.25]
+    prompts = ["12+34=", "56+78=", "90+11="]
     mirrored = ["34+12=", "78+56=", "11+90="]
-    expected = np.mean(values), 1.96 * np.std(values, ddof=1) / 3**0.5
-    assert tables.over_questions(values, prompts) == pytest.approx(expected)
-    assert tables.over_questions(values * 2, prompts + mirrored) == pytest.approx(expected)
+    values = [0.0, 1.0, 0.25]
+    error = np.std(values, ddof=1) / 3**0.5
+    expected = approx((np.mean(values), 1.96 * error))
+    assert tables.over_questions(values, prompts) == expected
+    assert tables.over_questions(values * 2, prompts + mirrored) == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
+@mark.slow
+@mark.parametrize("name", SCRIPTS)
 def test_the_recipe_of_tldr_runs(name, run, tmp_path, monkeypatch):
     """Each command runs for one iteration on tiny models of the same architecture, which lie where
     the Hub has them."""
@@ -272,44 +268,32 @@ def test_the_recipe_of_tldr_runs(name, run, tmp_path, monkeypatch):
     model = dict(max_position_embeddings=128, initializer_range=0.3)
     save_model(tmp_path / flags["model_path"], "neox", **model)
     save_classifier(tmp_path / flags["reward_model_path"], architecture="neox", **model)
+    datasets = tmp_path / "trl-lib" / "tldr"
+    datasets.mkdir(parents=True)
     for split in ("train", "validation"):
-        (tmp_path / "trl-lib" / "tldr").mkdir(parents=True, exist_ok=True)
-        write_jsonl(tmp_path / "trl-lib" / "tldr" / f"{split}.jsonl", make_rows(make_prompts(40)))
-    few = dict(k=4, total_episodes=64, batch_size=64, eval_dataset="trl-lib/tldr:validation[:8]")
-    _, (before, after), output_dir = run(MODULES[name], **flags | few | dict(plan=None))
-    assert after["episode"] == 64 and after["step"] == (4 if name == "ppo" else 1)
-    assert "eval/scores" in before and 0 < after["val/num_eos_tokens"] <= 64
-    assert (output_dir / "model").exists()
+        write_jsonl(datasets / f"{split}.jsonl", make_rows(make_prompts(40)))
+    flags |= dict(k=4, total_episodes=64, batch_size=64, plan=None)
+    flags["eval_dataset"] = "trl-lib/tldr:validation[:8]"
+    ran = run(MODULES[name], **flags)
+    before, after = ran.metrics
+    assert after["episode"] == 64
+    assert after["step"] == (4 if name == "ppo" else 1)
+    assert "eval/scores" in before
+    assert 0 < after["val/num_eos_tokens"] <= 64
+    assert (ran.folder / "model").exists()
 
 
-# Three columns of ten rows: `question`, the working and the last line of `answer`, as the Hub has
-# them.
-GSM8K = [
-    ("Ana has 3 pens and buys 4. How many has she?", "3 + 4 = <<3+4=7>>7 pens.", "7"),
-    ("Of 12 eggs 5 break. How many are whole?", "12 - 5 = <<12-5=7>>7 eggs.", "7"),
-    (
-        "A hall has 40 rows of 30 seats. How many seats?",
-        "40 * 30 = <<40*30=1200>>1,200 seats.",
-        "1,200",
-    ),
-    ("Ben has $2 and owes $7. What is left?", "2 - 7 = <<2-7=-5>>-5 dollars.", "-5"),
-    (
-        "A farm sells 50% of 90 sheep. How many stay?",
-        "90 * .5 = <<90*.5=45>>45 go.\n90 - 45 = <<90-45=45>>45.",
-        "45",
-    ),
-    ("Six cups cost $2.50 each. What is paid?", "6 * 2.5 = $<<6*2.5=15.00>>15.00.", "15"),
-    (
-        "A city of 1,000,000 grows by 234,567.",
-        "That is <<1000000+234567=1234567>>1,234,567.",
-        "1,234,567",
-    ),
-    ("Two cats have 9 kittens each. How many?", "2 * 9 = <<2*9=18>>18 kittens.", "18"),
-    ("How many hours has a week?", "7 * 24 = <<7*24=168>>168 hours.", "168"),
-    ("Nobody came. How many came?", "Nobody is <<0=0>>0.", "0"),
-]
+# The working of each answer, as the Hub has it, and the number in its last line.
+GSM8K = {
+    "7": "3 + 4 = <<3+4=7>>7 pens.",
+    "-5": "2 - 7 = <<2-7=-5>>-5 dollars.",
+    "45": "90 * .5 = <<90*.5=45>>45 go.\n90 - 45 = <<90-45=45>>45.",
+    "15": "6 * 2.5 = $<<6*2.5=15.00>>15.00.",
+    "1,234,567": "That is <<1000000+234567=1234567>>1,234,567.",
+    "0": "Nobody is <<0=0>>0.",
+}
 READ = {
-    "-5": ["it is -5.", "= \u22125", "-$5.00"],
+    "-5": ["= \u22125", "-$5.00"],
     "5": ["10-5", "$10 - $5", "5.0%"],
     "0.5": ["$.50"],
     "42": [
@@ -317,40 +301,61 @@ READ = {
         r"$\boxed{42}$ in 3 days",
         r"\boxed{7}, no: \boxed{6 * 7 = 42}",
         "**42**",
-        "#### $42",
     ],
-    "1000.5": ["1,000.5", r"\boxed{1{,}000.50}", r"\(\$1\,000.5\)", "#### 1,000.5."],
+    "1000.5": [r"\boxed{1{,}000.50}", r"\(\$1\,000.5\)", "#### 1,000.5."],
 }
 
 
 def test_gsm8k_reads_answers_as_published_evaluations_do(tmp_path, monkeypatch):
-    """The Hub's rows become prompts. Their own answers are right, also by the patterns of lm-eval
-    and of verl."""
-    rows = [
-        {"question": question, "answer": f"{working}\n#### {end}"}
-        for question, working, end in GSM8K
-    ]
-    hub = {"train": rows[:8], "test": rows[8:]}
-    monkeypatch.setitem(
-        sys.modules,
-        "datasets",
-        SimpleNamespace(load_dataset=lambda name, config, split: hub[split]),
-    )
+    """The Hub's rows become prompts. Their own answers are right, also by the patterns of verl and
+    of lm-eval."""
+    rows = []
+    for number, working in GSM8K.items():
+        rows.append({"question": f"Is it {number}?", "answer": f"{working}\n#### {number}"})
+    hub = {"train": rows[:4], "test": rows[4:]}
+    datasets = SimpleNamespace(load_dataset=lambda name, config, split: hub[split])
+    monkeypatch.setitem(sys.modules, "datasets", datasets)
     gsm8k.main(tmp_path)
-    written = [row for split in hub for row in read_jsonl(tmp_path / f"gsm8k_{split}.jsonl")]
-    assert [row["prompt"][0]["content"].split("\n")[0] for row in written] == [
-        row["question"] for row in rows
-    ]
-    texts, answers = [row["answer"] for row in rows], [row["answer"] for row in written]
-    for pattern in (
-        r"#### (\-?[0-9\.\,]+)",
-        r"(-?[$0-9.,]{2,}|-?[0-9]+)",
-    ):  # of both; lm-eval's flexible one
-        assert [re.findall(pattern, text)[-1].replace(",", "") for text in texts] == answers
-    completions = [[{"content": text}] for text in texts] + [working for _, working, _ in GSM8K]
-    assert gsm8k.score(completions, answers * 2) == [1.0] * 20
-    assert gsm8k.score(texts, answers[1:] + ["1"]) == [1.0] + [0.0] * 9
-    assert all(
-        set(gsm8k.score(texts, [number] * len(texts))) == {1.0} for number, texts in READ.items()
-    )
+    written = read_jsonl(tmp_path / "gsm8k_train.jsonl") + read_jsonl(tmp_path / "gsm8k_test.jsonl")
+    for row, made, working in zip(rows, written, GSM8K.values(), strict=True):
+        text = row["answer"]
+        answer = made["answer"]
+        assert made["prompt"][0]["content"].startswith(row["question"] + "\n")
+        # The second pattern is the flexible one of lm-eval.
+        for pattern in (r"#### (\-?[0-9\.\,]+)", r"(-?[$0-9.,]{2,}|-?[0-9]+)"):
+            assert re.findall(pattern, text)[-1].replace(",", "") == answer
+        completions = [text, working, [{"content": text}], text]
+        answers = [answer, answer, answer, "1"]
+        assert gsm8k.score(completions, answers) == [1.0, 1.0, 1.0, 0.0]
+    for number, texts in READ.items():
+        for text in texts:
+            assert gsm8k.score([text], [number]) == [1.0], text
     assert gsm8k.last_number("####, or none.") is None
+
+
+# test_patches.py tests the patch of benchmark/ladder/.
+def test_the_measured_gradients_are_right(world, tmp_path):
+    """With learning rate 0, both iterations of ladder.py have the gradient of their own
+    completions and of the same weights."""
+    rloo = MODULES["rloo"]
+    flags = base_flags(world, dict(kl_coef=0.0, total_episodes=24, learning_rate=0.0))
+    words = " ".join(command_line(with_group(rloo, flags)))
+    reset_accelerate()
+    job = (("rloo", words), str(tmp_path / "gradients.npy"))
+    # A process of its own runs the script in place of its own program.
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        rollouts = pool.apply(ladder.record_gradients, [job])["rollouts"]
+    for iteration, measured in enumerate(np.load(tmp_path / "gradients.npy"), 1):
+        rows = [row for row in rollouts if row["iteration"] == iteration]
+        expected = plain_gradient(world.llama, rows, token_weights(rloo, rows))
+        assert distance(expected, [torch.from_numpy(measured)]) < 1e-4
+
+
+def test_moments_are_unbiased():
+    """Over many tries, the means of both estimates are the true squared length, 0.3, and the
+    true variance, 6.25."""
+    noise = np.random.default_rng(0).normal(size=(4000, 8, 4)) * [1, 2, 0.5, 1]
+    found = []
+    for gradients in noise + [0.3, -0.2, 0.1, 0.4]:
+        found.append(ladder.moments(gradients @ gradients.T))
+    assert np.mean(found, 0) == approx([0.3, 6.25], abs=0.05)

@@ -7,7 +7,6 @@ import re
 import shutil
 import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -187,8 +186,7 @@ def test_bad_data_is_refused_by_file_and_line(script, refuses, tmp_path):
     file.write_text("")
     refuses(script, "data.jsonl: has no rows", dataset=file)
     for flag in ("dataset", "eval_dataset"):
-        missing = str(tmp_path / "no_such.jsonl")
-        refuses(script, f"{option(flag)} .*no_such.jsonl", **{flag: missing})
+        refuses(script, f"{option(flag)} .*no_such.jsonl", **{flag: tmp_path / "no_such.jsonl"})
     for name in ("rows.csv", "rows.parquet", "someone/sums"):
         message = f"{name}: must be a .jsonl file, or a Hub dataset as NAME:SPLIT"
         refuses(script, message, eval_dataset=name)
@@ -226,9 +224,8 @@ def test_names_of_hub_datasets(script, monkeypatch):
 def test_long_prompts_are_dropped_and_counted_aloud(script, run, refuses, capsys):
     """Prompts over --max-prompt-length are dropped, and their number is printed. The counts are of
     the prompts that stay."""
-    limit = sorted(map(len, make_prompts(7)))[3]
-    kept = [prompt for prompt in make_prompts(7) if len(prompt) <= limit]
-    ran = run(script, max_prompt_length=limit, num_train_epochs=2)
+    kept = [prompt for prompt in make_prompts(7) if len(prompt) <= 8]
+    ran = run(script, max_prompt_length=8, num_train_epochs=2)
     assert f"{7 - len(kept)} of 7 prompts" in capsys.readouterr().out
     used = Counter(row["prompt"] for row in ran.rollouts)
     assert used == dict.fromkeys(kept, 2 * ran.args.k)
@@ -237,13 +234,14 @@ def test_long_prompts_are_dropped_and_counted_aloud(script, run, refuses, capsys
 
 
 FEW = dict(total_episodes=3, batch_size=3)
+LONGEST = max(map(len, make_prompts(7)))  # of the prompts of a run
 
 
 @only("rloo", "ppo")
 def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, tmp_path):
     """The longest prompt and its response, without the last token, must fit into each model that
     computes them. Evaluation prompts count, too. A run that just fits is not refused."""
-    room = 65 - max(map(len, make_prompts(7)))
+    room = 65 - LONGEST
     too_few = "has 64 positions, .* needs 65; lower --response-length, or --max-prompt-length"
     refuses(script, f"--model-path .* {too_few}", response_length=room + 1)
     run(script, response_length=room, **FEW)
@@ -262,7 +260,7 @@ def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, tmp_
 def test_longrope_stays_within_its_original_positions(script, run, refuses, tmp_path):
     """Beyond them, the longest row of a pass changes the results of all its rows. YaRN has no such
     limit."""
-    longest = max(map(len, make_prompts(7))) + 3
+    longest = LONGEST + 3
     limit = dict(original_max_position_embeddings=longest)
     yarn = limit | dict(rope_theta=1e4, rope_type="yarn", factor=2.0)
     phi3 = limit | dict(
@@ -290,12 +288,11 @@ def test_longrope_stays_within_its_original_positions(script, run, refuses, tmp_
 def test_a_reward_model_must_have_enough_positions(script, run, tmp_path):
     """It reads whole episodes. One with RoPE would read on beyond its positions, and nobody would
     notice."""
-    longest = max(map(len, make_prompts(7))) + 6
     path, _ = save_classifier(tmp_path / "short", max_position_embeddings=8)
     message = f"--reward-model-path {path} has 8 positions, .* --response-length"
     with raises(script.UsageError, match=message):
         run(script, reward_model_path=path)
-    path, _ = save_classifier(tmp_path / "enough", max_position_embeddings=longest)
+    path, _ = save_classifier(tmp_path / "enough", max_position_embeddings=LONGEST + 6)
     run(script, reward_model_path=path)
 
 
@@ -374,13 +371,14 @@ def test_weights_that_do_not_fit_their_config_are_refused_by_name(script, refuse
 
     def misfit(**changed):
         """The built-in policy with another config."""
-        folder = shutil.copytree(Path(script.Args.model_path), tmp_path / str(changed))
-        config = json.loads((folder / "config.json").read_text()) | changed
-        (folder / "config.json").write_text(json.dumps(config))
+        folder = shutil.copytree(script.Args.model_path, tmp_path / str(changed))
+        file = folder / "config.json"
+        config = json.loads(file.read_text()) | changed
+        file.write_text(json.dumps(config))
         return str(folder)
 
     def refuses_weight(weight, flag, path):
-        flags = dict(fits, **{flag: path})
+        flags = fits | {flag: path}
         refuses(script, re.escape(path), weight, **flags, error=ValueError)
 
     default = script.Args
@@ -425,10 +423,10 @@ def test_models_that_are_not_there(script, refuses, tmp_path):
 def test_a_folder_without_a_whole_model(script, refuses, world, tmp_path):
     """The tokenizer is missing, or there are only LoRA adapters. The message names the flag and
     says what to do."""
-    no_tokenizer = Path(shutil.copytree(world.llama, tmp_path / "no_tokenizer"))
+    no_tokenizer = shutil.copytree(world.llama, tmp_path / "no_tokenizer")
     for file in no_tokenizer.glob("tokenizer*"):
         file.unlink()
-    adapters = Path(shutil.copytree(world.llama, tmp_path / "adapters"))
+    adapters = shutil.copytree(world.llama, tmp_path / "adapters")
     (adapters / "config.json").rename(adapters / "adapter_config.json")
     advice = "tokenizer; merge LoRA adapters first, see docs/recipes.md#lora"
     for flag, path in (
@@ -437,7 +435,7 @@ def test_a_folder_without_a_whole_model(script, refuses, world, tmp_path):
         ("ref_model_path", adapters),
     ):
         message = rf"{option(flag)} {path} \(.*{advice}"
-        refuses(script, message, **{flag: str(path)})
+        refuses(script, message, **{flag: path})
 
 
 MISTAKES = """
@@ -491,10 +489,7 @@ def test_a_template_that_writes_nothing_is_named_by_its_row(script, refuses, tmp
         "{% if messages[0]['role'] == 'user' %}{{ messages[0]['content'] }}{% endif %}"
     )
     path = save_model(tmp_path / "silent", tokenizer=silent)
-    rows = [
-        {"prompt": [{"role": role, "content": "1+1="}], "answer": "2"}
-        for role in ("user", "system")
-    ]
+    rows = [{"prompt": [USER]}, {"prompt": [USER | {"role": "system"}]}]
     dataset = write_jsonl(tmp_path / "chat.jsonl", rows)
     refuses(script, "chat.jsonl:2", "no tokens", model_path=path, dataset=dataset, error=ValueError)
 
@@ -515,9 +510,10 @@ def test_rows_of_text_and_of_chats_keep_their_order(script, tmp_path):
     ]
     path = write_jsonl(tmp_path / "mixed.jsonl", rows)
     found = script.load_prompts(script.Args(), path, "none", tokenizer)
-    assert [prompt.text for prompt in found] == ["22", "1+1==", "1+1=+", "5"]
-    assert [prompt.token_ids[-1] == EOS for prompt in found] == [True, False, False, True]
-    assert [prompt.row["prompt"] for prompt in found] == [row["prompt"] for row in rows]
+    for prompt, row, text in zip(found, rows, ["22", "1+1==", "1+1=+", "5"], strict=True):
+        assert prompt.text == text
+        assert prompt.row["prompt"] == row["prompt"]
+        assert (prompt.token_ids[-1] == EOS) == isinstance(row["prompt"], str)
 
 
 @one_text
@@ -526,9 +522,8 @@ def test_a_copied_script_names_the_default_file_that_is_missing(script, run, ref
     message names the path that is missing. The copy accepts other paths."""
     copied = import_file(shutil.copy(script.__file__, tmp_path / f"copied_{script.__name__}.py"))
     folder = tmp_path / "benchmark" / "default"
-    for flag, path in dict(
-        model_path=str(folder / "policy"), dataset=str(folder / "train.jsonl")
-    ).items():
+    for flag, name in dict(model_path="policy", dataset="train.jsonl").items():
+        path = str(folder / name)
         assert getattr(copied.Args, flag) == path
         refuses(copied, path, **{flag: path})
     run(copied, **FEW)  # other paths

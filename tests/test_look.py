@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import yaml
 from conftest import HERE, import_file, make_tokenizer, write_jsonl
 from pytest import approx, fixture, mark, raises
@@ -27,10 +28,15 @@ HOSTILE = [
 SURROGATES = "\ud800 alone, and \udc00"  # UTF-8 has none, so they are in prompts and columns only
 
 
+def without_merges(words, **settings):
+    """A tokenizer of these tokens."""
+    vocab = {word: i for i, word in enumerate(words)}
+    return Tokenizer(BPE(vocab, [], **settings))
+
+
 def byte_tokenizer():
     """One token for each byte, so most tokens end within a character."""
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend = Tokenizer(BPE({byte: i for i, byte in enumerate(alphabet)}, []))
+    backend = without_merges(pre_tokenizers.ByteLevel.alphabet())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend)
@@ -40,8 +46,7 @@ def fallback_tokenizer():
     """Bytes and words, as in Llama. An invalid byte changes how the bytes before it are decoded."""
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     words = ["<unk>", *bytes_, "▁", "▁a", "b", "▁▁"]
-    vocab = {word: i for i, word in enumerate(words)}
-    backend = Tokenizer(BPE(vocab, [], unk_token="<unk>"))
+    backend = without_merges(words, unk_token="<unk>")
     backend.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
@@ -79,12 +84,13 @@ def episode(iteration, index, text, **changes):
 @fixture
 def save(tmp_path):
     """save(rows, name) writes a run with groups of two, and returns its folder."""
-    TOKENIZER.save_pretrained(tmp_path / "tokenizer")
+    tokenizer = str(tmp_path / "tokenizer")
+    TOKENIZER.save_pretrained(tokenizer)
 
     def save(rows, name="run", file="rollouts.jsonl"):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True, parents=True)
-        flags = dict(model_path=str(tmp_path / "tokenizer"), rloo_k=2, eval_k=1)
+        flags = dict(model_path=tokenizer, rloo_k=2, eval_k=1)
         (folder / "args.yaml").write_text(yaml.safe_dump(flags))
         write_jsonl(folder / file, rows)
         write_jsonl(folder / "metrics.jsonl", [{"iteration": 1, "objective/scores": 0.5}])
@@ -114,7 +120,10 @@ def open_page(tmp_path):
 
 def episodes_of(data):
     """Those of the first run."""
-    return [episode for card in data["cards"] for episode in card["groups"][0]]
+    episodes = []
+    for card in data["cards"]:
+        episodes += card["groups"][0]
+    return episodes
 
 
 @mark.parametrize(
@@ -131,7 +140,8 @@ def test_the_texts_of_the_tokens_join_to_the_whole(tokenizer, last):
     rng = random.Random(1)
     last = tokenizer.convert_tokens_to_ids(last)
     for _ in range(400):
-        ids = rng.choices(range(len(tokenizer)), k=rng.randint(0, 12)) + last
+        count = rng.randint(0, 12)
+        ids = rng.choices(range(len(tokenizer)), k=count) + last
         texts = look.token_texts(lambda *ids: tokenizer.decode(ids), ids)
         assert len(texts) == len(ids)
         assert "".join(texts) == tokenizer.decode(ids)
@@ -162,7 +172,8 @@ def test_the_page_shows_the_rollouts_of_a_run(script, run, open_page):
         assert numbers["advantage"] == approx(row["advantage"], rel=0.01)
         assert ("value" in numbers) == ("values" in row)
         assert ("⚠ truncated" in shown["notes"]) == (not row["ended"])
-    assert {len(card["groups"][0]) for card in data["cards"]} == {ran.args.k}
+    for card in data["cards"]:
+        assert len(card["groups"][0]) == ran.args.k
     iterations, scores = zip(*data["runs"][0]["curves"]["objective/scores"])
     assert iterations == (1, 2)
     logged = [line["objective/scores"] for line in ran.metrics]
@@ -176,8 +187,10 @@ def test_what_the_model_writes_is_data(save, open_page):
     for i, text in enumerate(HOSTILE):
         rows.append(episode(1, 2 * i, text, columns=columns, prompt=text + SURROGATES))
     _, data = open_page(save(rows))
-    assert [card["prompt"] for card in data["cards"]] == [row["prompt"] for row in rows]
-    assert ["".join(episode["texts"]) for episode in episodes_of(data)] == HOSTILE
+    for card, text in zip(data["cards"], HOSTILE, strict=True):
+        [shown] = card["groups"][0]
+        assert "".join(shown["texts"]) == text
+        assert card["prompt"] == text + SURROGATES
     shown = [f"{name}: {value}" for name, value in columns.items()]
     assert data["cards"][0]["columns"] == ["row: 0", *shown]
 
@@ -215,7 +228,8 @@ def test_numbers_that_are_missing_or_not_finite(save, open_page):
 @mark.parametrize("part, least", [(4, 15), (40, 4)])
 def test_a_large_run_is_cut_to_even_distances(save, open_page, monkeypatch, capsys, part, least):
     """First iterations are left out. Of the last eight, it is groups."""
-    folder = save([episode(i, j, "x" * 40) for i in range(1, 101) for j in range(8)])
+    rows = [episode(1 + i // 8, i % 8, "x" * 40) for i in range(800)]
+    folder = save(rows)
     path, _ = open_page(folder)
     assert "800 of 800 episodes;" in capsys.readouterr().out
     limit = len(look.PAGE) + path.stat().st_size // part
@@ -225,7 +239,7 @@ def test_a_large_run_is_cut_to_even_distances(save, open_page, monkeypatch, caps
     iterations = data["iterations"]
     assert least <= len(iterations) < 40
     assert (iterations[0], iterations[-1]) == (1, 100)
-    steps = {after - before for before, after in zip(iterations, iterations[1:])}
+    steps = np.diff(iterations)
     assert max(steps) - min(steps) <= 1
     assert {card["iteration"] for card in data["cards"]} == set(iterations)
     said = f"{len(episodes_of(data))} of 800 episodes: {len(iterations)} of 100 iterations"
@@ -248,7 +262,9 @@ def test_two_runs_and_held_out_prompts(save, open_page):
     assert data["iterations"] == [0, 1]
     cards = []
     for card in data["cards"]:
-        texts = ["".join(x["texts"][0] for x in group) for group in card["groups"]]
+        texts = []
+        for group in card["groups"]:
+            texts.append("".join(shown["texts"][0] for shown in group))
         cards.append((card["prompt"], card["heldOut"], *texts))
     assert cards == [
         ("1, 0", False, "aa", "bb"),
@@ -265,7 +281,6 @@ def test_without_rollouts_it_says_what_to_do(save, tmp_path, monkeypatch):
     with raises(SystemExit, match="no run in runs/"):
         look.main(look.Args())
     old = save([episode(1, 0, "a")], "runs/a")
-    os.utime(old / "metrics.jsonl", (1, 1))
     os.utime(old / "rollouts.jsonl", (1, 1))
     new = save([episode(1, 0, "a")], "runs/b")
     look.main(look.Args())
@@ -309,7 +324,7 @@ document.title = JSON.stringify(steps);
 
 @mark.slow
 @mark.skipif(BROWSER is None, reason="needs chromium, a package of the distribution")
-def test_the_page_in_a_browser(save, open_page, tmp_path):
+def test_the_page_in_a_browser(save, open_page, tmp_path, monkeypatch):
     """The slider, the keys, sorting and filters work. Hostile text is text. The console is
     empty."""
     rows = []
@@ -321,15 +336,14 @@ def test_the_page_in_a_browser(save, open_page, tmp_path):
     rows[-1].update(ended=False, score=-3.5)
     rows[-3].update(score=None, advantage=0.0)
     rows[-4].update(score=2.0, advantage=0.0)
+    page = f'{look.PAGE}<script nonce="NONCE">{STEPS}</script>'
+    monkeypatch.setattr(look, "PAGE", page)
     path, _ = open_page(save(rows))
-    page = path.read_text(encoding="utf-8")
-    nonce = re.search('<script nonce="(.*?)">', page)[1]
-    path.write_text(f'{page}<script nonce="{nonce}">{STEPS}</script>', encoding="utf-8")
     command = [BROWSER, *FLAGS.split(), f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
     shown = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=120)
     assert "CONSOLE" not in shown.stderr, shown.stderr
-    steps = json.loads(html.unescape(re.search("<title>(.*?)</title>", shown.stdout, re.S)[1]))
-    assert steps == [
+    title = re.search("<title>(.*?)</title>", shown.stdout, re.S)[1]
+    assert json.loads(html.unescape(title)) == [
         ["iteration 1: 4 of 4 groups"],
         ["iteration 2: 4 of 4 groups"],
         ["iteration 3: 4 of 4 groups"],

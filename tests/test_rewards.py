@@ -7,7 +7,6 @@ import sys
 import traceback
 from pathlib import Path
 
-import numpy as np
 import torch
 from conftest import (
     EOS,
@@ -38,8 +37,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def user(text):
-    return [{"role": "user", "content": text}]
+def messages(text, role="user"):
+    return [{"role": role, "content": text}]
 
 
 def chat_policy(world, folder):
@@ -58,7 +57,7 @@ def test_a_reward_is_called_as_trl_calls_it(script, run, tmp_path, world):
 
     Every keyword has a list. completion_ids include the EOS. A column that a row lacks is None
     there. Where the prompt of a row is a list of messages, its completion is one, too."""
-    chat = {"prompt": user("22"), "answer": 4, "level": "hard"}
+    chat = {"prompt": messages("22"), "answer": 4, "level": "hard"}
     rows = [{"prompt": "1+1=", "answer": "2"}, chat]
     ran = run(
         script,
@@ -70,32 +69,32 @@ def test_a_reward_is_called_as_trl_calls_it(script, run, tmp_path, world):
     )
     calls = read_jsonl(world.folder / "recorded.jsonl")
     assert len(calls) == len(ran.metrics)
-    called = {name: [] for name in calls[0]}
+    given = []
     for call in calls:
-        for name, values in call.items():
-            called[name] += values
-    expected = dict(prompts=[], completions=[], completion_ids=[], answer=[], level=[])
-    for row in ran.rollouts:
-        given = {"prompts": "1+1=", "answer": "2", "level": None}
-        given["completions"] = row["completion"]
-        given["completion_ids"] = row["token_ids"]
+        for values in zip(*call.values(), strict=True):
+            given.append(dict(zip(call, values)))
+    for of_episode, row in zip(given, ran.rollouts, strict=True):
+        expected = {
+            "prompts": "1+1=",
+            "completions": row["completion"],
+            "completion_ids": row["token_ids"],
+            "answer": "2",
+            "level": None,
+        }
         if row["prompt"] == "22=-":
-            given |= {"prompts": user("22"), "answer": 4, "level": "hard"}
-            given["completions"] = [{"role": "assistant", "content": row["completion"]}]
-        for name, value in given.items():
-            expected[name].append(value)
+            expected |= {"prompts": messages("22"), "answer": 4, "level": "hard"}
+            expected["completions"] = messages(row["completion"], "assistant")
+        assert of_episode == expected
         assert row["score"] == len(row["token_ids"])
-    assert called == expected
-    assert {str(prompt) for prompt in called["prompts"]} == {"1+1=", str(user("22"))}
-    assert any(ids[-1] == EOS for ids in called["completion_ids"])
+    assert {row["prompt"] for row in ran.rollouts} == {"1+1=", "22=-"}
+    assert any(row["token_ids"][-1] == EOS for row in ran.rollouts)
 
 
 @only("rloo")
 def test_exact_match(script):
     """The stripped completion is compared with the answer, in rows of text and of chat. The answer
     may be a number."""
-    completions = [" 4", "4x"]
-    completions += [[{"role": "assistant", "content": text}] for text in ("4", " 5\n")]
+    completions = [" 4", "4x", messages("4", "assistant"), messages(" 5\n", "assistant")]
     scores = script.exact_match(completions=completions, answer=["4", "4", 4, "5"], prompts=[])
     assert scores == [1, 0, 1, 1]
     assert script.load_reward("exact_match") is script.exact_match
@@ -110,7 +109,8 @@ def test_a_reward_that_names_its_prompt_comes_back_to_it(script, run):
     for row in ran.rollouts:
         assert row["score"] == make_prompts(7).index(row["prompt"])
         assert row["advantage"] == 0
-    assert all(row["grad_norm"] == 0 for row in ran.metrics)
+    for row in ran.metrics:
+        assert row["grad_norm"] == 0
 
 
 @one_text
@@ -215,9 +215,8 @@ def test_a_faulty_reward_stops_the_run(script, run, world, updates, tmp_path):
     for fault, message in FAULTS.items():
         updates.clear()
         out = tmp_path / fault
-        flags = dict(reward=fault, output_dir=out)
         with raises(Exception, match=message) as raised:
-            run(script, **flags, batch_size=6, num_train_epochs=2)
+            run(script, reward=fault, output_dir=out, batch_size=6, num_train_epochs=2)
         assert len(updates) == len(read_jsonl(out / "metrics.jsonl")) == 1
         assert not (out / "model").exists()
         if "completion" in message:
@@ -253,16 +252,17 @@ def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    load = script.load_reward
     with fresh_imports():
-        mine = script.load_reward(f"{tmp_path}/mine.py:score")
+        mine = load(f"{tmp_path}/mine.py:score")
         assert mine() == (7, 1 / 6)
         assert pickle.loads(pickle.dumps(mine)) is mine  # as a pool of processes needs it
-        assert script.load_reward(f"{tmp_path}/other/mine.py:score")() == 3
-        assert script.load_reward(f"{tmp_path}/other/json.py:score")() == 4
+        assert load(f"{tmp_path}/other/mine.py:score")() == 3
+        assert load(f"{tmp_path}/other/json.py:score")() == 4
         assert sys.modules["json"] is json
-        assert script.load_reward(f"{tmp_path}/mine.py:score") is mine
+        assert load(f"{tmp_path}/mine.py:score") is mine
         monkeypatch.syspath_prepend(tmp_path / "pack")
-        assert script.load_reward("inner:score")() == 1
+        assert load("inner:score")() == 1
         for name, error, message in (
             (f"{tmp_path}/mine.py:no_such", script.UsageError, "--reward: .*no_such"),
             (f"{tmp_path}/no_such_file.py:score", script.UsageError, "--reward: .*no_such_file.py"),
@@ -270,7 +270,7 @@ def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
             (f"{tmp_path}/json.py:score", AssertionError, "not the library"),
         ):
             with raises(error, match=message):
-                script.load_reward(name)
+                load(name)
 
 
 def test_order_of_a_score(script, run):
@@ -337,13 +337,10 @@ def test_reward_model_reads_the_episode_with_its_eos(script, run, tmp_path, poli
     )
     ran = run(script, reward="five", **flags)
     assert any(row["token_ids"][-1] == EOS for row in ran.rollouts)
-    scores = []
     for row in ran.rollouts:
         score = row["reward/reward_model"]
         assert score == plain_score(model, encode(row["prompt"]) + row["token_ids"])
         assert row["score"] == approx(score + 5, abs=1e-4)
-        scores.append(score)
-    assert ran.metrics[0]["reward/reward_model"] == approx(np.mean(scores), abs=1e-5)
 
 
 @mark.parametrize("ends_with_eos", [False, True, None])
@@ -364,12 +361,11 @@ def test_reward_model_of_another_vocabulary_reads_the_text(
     if ends_with_eos:
         reader.chat_template += eos
     path, model = save_classifier(tmp_path / "rm", tokenizer=reader)
-    rows = [{"prompt": "1+1="}]
-    rows.append({"prompt": user("22"), "chat_template_kwargs": {"mark": "9"}})
+    chat = {"prompt": messages("22"), "chat_template_kwargs": {"mark": "9"}}
     rollouts = run(
         script,
         model_path=chat_policy(world, tmp_path / "policy"),
-        dataset=write_jsonl(tmp_path / "chat.jsonl", rows),
+        dataset=write_jsonl(tmp_path / "chat.jsonl", [{"prompt": "1+1="}, chat]),
         reward="none",
         reward_model_path=path,
         kl_coef=0,
