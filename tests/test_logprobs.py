@@ -2,6 +2,7 @@
 vocabularies.
 """
 
+import contextlib
 from functools import partial
 
 import numpy as np
@@ -29,6 +30,7 @@ from conftest import (
 )
 from plain import completion_model, plain_gradient, row_logprobs, sample, token_weights
 from pytest import approx, mark, raises
+from torch.nn.utils.rnn import pad_sequence
 
 PROMPTS = ["12+34=", "12+34=", "7", "7"]
 COMPLETIONS = [[5, 6, EOS], [7, EOS], [8, 9, 4, 5, 6, 7], [EOS]]
@@ -36,22 +38,34 @@ COMPLETIONS = [[5, 6, EOS], [7, EOS], [8, 9, 4, 5, 6, 7], [EOS]]
 
 def gradient_of(model, logprobs):
     """The gradient of a weighted sum of log-probabilities, one tensor for each parameter."""
-    weighted = logprobs * torch.arange(1.0, 1 + logprobs.numel()).view_as(logprobs)
-    return torch.autograd.grad(weighted.sum(), list(model.parameters()))
-
-
-def pad(rows, width, value):
-    return torch.tensor([row + [value] * (width - len(row)) for row in rows])
+    weights = torch.arange(1.0, 1 + logprobs.numel())
+    weighted_sum = weights @ logprobs.flatten()
+    return torch.autograd.grad(weighted_sum, list(model.parameters()))
 
 
 def one_pass(script, model, shares_prompts=True, prompts=PROMPTS, completions=COMPLETIONS):
     """The log-probabilities [completions, tokens] by a training pass, and the gradients of a
     weighted sum of them."""
-    tokens = pad(completions, max(map(len, completions)), -1)
+    rows = [torch.tensor(completion) for completion in completions]
+    tokens = pad_sequence(rows, batch_first=True, padding_value=-1)
     prompts = script.pad_left([encode(prompt) for prompt in prompts])
     policy = completion_model(script, model, [EOS], shares_prompts, temperature=0.7)
-    logprobs = policy(partial(script.token_logprobs, prompts=prompts, tokens=tokens))
+    function = partial(script.token_logprobs, prompts=prompts, tokens=tokens)
+    logprobs = policy(function)
     return logprobs.detach(), gradient_of(model, logprobs)
+
+
+@contextlib.contextmanager
+def shapes_kept():
+    """The shapes of all tensors that are kept for the backward pass."""
+    shapes = []
+
+    def keep(tensor):
+        shapes.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield shapes
 
 
 # Prompts of two groups of three, and the completions of the first. Which completion is longest
@@ -80,16 +94,18 @@ def test_a_shared_prompt_gives_what_rows_of_their_own_give(script, architecture,
     rows_in = []
     decoder = model.get_decoder()
     decoder.register_forward_pre_hook(lambda _, args: rows_in.extend(map(len, args)))
-    for indices in ([0, 1, 2, 3, 4, 5], [4, 5, 0, 1, 2], [2, 2]):
+    for indices in (range(6), [4, 5, 0, 1, 2], [2, 2]):
         texts = [prompts[i] for i in indices]
         tokens = [completions[i] for i in indices]
-        plain = [plain_logprobs(model, encode(x), y, 0.7) for x, y in zip(texts, tokens)]
-        expected = torch.nn.utils.rnn.pad_sequence(plain, batch_first=True)
+        plain = []
+        for text, ids in zip(texts, tokens):
+            plain.append(plain_logprobs(model, encode(text), ids, 0.7))
+        expected = pad_sequence(plain, batch_first=True)
         expected_gradient = gradient_of(model, expected)
-        for shares_prompts in (False, True):
+        for shares_prompts, run_prompts in ((False, texts), (True, set(texts))):
             rows_in.clear()
             logprobs, gradient = one_pass(script, model, shares_prompts, texts, tokens)
-            assert rows_in[0] == (len(set(texts)) if shares_prompts else len(texts))
+            assert rows_in[0] == len(run_prompts)
             torch.testing.assert_close(logprobs, expected.detach(), atol=1e-5, rtol=0)
             assert distance(expected_gradient, gradient) < 1e-5
 
@@ -98,9 +114,17 @@ def test_a_shared_prompt_gives_what_rows_of_their_own_give(script, architecture,
 def test_ratio_is_one_while_the_weights_stand_still(script, run, policy):
     """At learning rate 0 every update of every iteration has ratio 1, at another temperature
     than 1, too."""
-    flags = dict(temperature=0.7, num_ppo_epochs=2, num_mini_batches=3, kl_coef=0.1)
-    metrics = run(script, model_path=policy, num_train_epochs=2, learning_rate=0.0, **flags).metrics
-    for row in metrics:
+    ran = run(
+        script,
+        model_path=policy,
+        learning_rate=0.0,
+        temperature=0.7,
+        num_train_epochs=2,
+        num_ppo_epochs=2,
+        num_mini_batches=3,
+        kl_coef=0.1,
+    )
+    for row in ran.metrics:
         assert row["val/ratio"] == approx(1, abs=1e-5)
         assert row["val/ratio_var"] == approx(0, abs=1e-9)
         assert row["policy/approxkl_avg"] == approx(0, abs=1e-9)
@@ -134,16 +158,17 @@ def test_bfloat16_runs_and_keeps_weights_in_float32(script, run, world, monkeypa
     ran = run(script, dtype="bfloat16", ref_model_path="reference", num_train_epochs=2)
     dtypes = {call.args[1]: call.result.dtype for call in loaded}
     assert dtypes == {world.reference: torch.bfloat16, world.llama: torch.float32}
-    assert {weight.dtype for weight in updates[0].weights} == {torch.float32}
-    assert {weight.dtype for weight in weights_of(ran.folder / "model")} == {torch.float32}
-    rows = ran.rollouts[:12]  # the first iteration's
-    for name, path in ("logprobs", world.llama), ("ref_logprobs", world.reference):
+    for weights in (updates[0].weights, weights_of(ran.folder / "model")):
+        assert {weight.dtype for weight in weights} == {torch.float32}
+    rows = ran.rows_of(1)
+    for name, path in (("logprobs", world.llama), ("ref_logprobs", world.reference)):
         plain = np.hstack(row_logprobs(path, rows))
-        difference = plain - np.hstack([row[name] for row in rows])
-        assert 1e-4 < np.abs(difference).mean() < 0.1
+        found = np.hstack([row[name] for row in rows])
+        assert 1e-4 < np.abs(plain - found).mean() < 0.1
     # Rounding of the training pass shows in its gradient.
     expected = plain_gradient(world.llama, rows, token_weights(script, rows))
-    assert 1e-3 < distance(expected, updates[0].gradients[: len(expected)]) < 0.3
+    found = updates[0].gradients[: len(expected)]
+    assert 1e-3 < distance(expected, found) < 0.3
 
 
 @one_text
@@ -152,24 +177,19 @@ def test_a_shared_prompt_is_checked_in_bfloat16(script, run, world, tmp_path, ca
     rounding alone."""
     jamba = save_model(tmp_path / "jamba", "jamba", initializer_range=1.0)
     for path, needs_rows in ((world.reference, False), (world.gpt2, False), (jamba, True)):
-        capsys.readouterr()
         run(script, ref_model_path=path, dtype="bfloat16", total_episodes=3)
-        said = f"--ref-model-path {path} needs a row for each episode" in capsys.readouterr().out
-        assert said == needs_rows
+        printed = capsys.readouterr().out
+        said = f"--ref-model-path {path} needs a row for each episode"
+        assert (said in printed) == needs_rows
 
 
 def test_gradient_checkpointing_keeps_fewer_activations(script, run):
     """test_processes.py shows that the run is the same."""
     counts = []
-
-    def keep(tensor):
-        counts[-1] += tensor.numel()
-        return tensor
-
     for gradient_checkpointing in (False, True):
-        counts.append(0)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with shapes_kept() as shapes:
             run(script, gradient_checkpointing=gradient_checkpointing, total_episodes=12)
+        counts.append(sum(shape.numel() for shape in shapes))
     assert 0 < counts[1] < counts[0] / 2
 
 
@@ -186,8 +206,9 @@ def test_lora_is_the_policy_with_its_adapter(script, run, world, monkeypatch):
     rows = ran.rollouts
     for row, expected in zip(rows, row_logprobs(world.llama, rows)):
         assert row["ref_logprobs"] == approx(expected, abs=1e-4)
-    assert rows[0]["logprobs"] == approx(rows[0]["ref_logprobs"], abs=1e-5)
-    assert rows[-1]["logprobs"] != approx(rows[-1]["ref_logprobs"], abs=1e-3)
+    first, *_, last = rows
+    assert first["logprobs"] == approx(first["ref_logprobs"], abs=1e-5)
+    assert last["logprobs"] != approx(last["ref_logprobs"], abs=1e-3)
     adapter = ran.folder / "model"
     model = load_policy(world.llama)
     prompt = torch.tensor([encode("12+34=")])
@@ -196,8 +217,7 @@ def test_lora_is_the_policy_with_its_adapter(script, run, world, monkeypatch):
     assert (adapted(prompt).logits - before).abs().max() > 0.01
     assert not (adapter / "model.safetensors").exists()
     assert '"lora_alpha": 4,' in (adapter / "adapter_config.json").read_text()
-    words = "merge LoRA adapters first.*Unrecognized model in .*model"
-    with raises(ValueError, match=words):
+    with raises(ValueError, match="merge LoRA adapters first.*Unrecognized model in .*model"):
         run(script, model_path=adapter)
     assert run(script, **flags).rollouts == rows
 
@@ -224,16 +244,11 @@ def test_no_tensor_has_all_logits(script, monkeypatch, logits_at_once, pieces):
     pass. Where all fit into one piece, it is not computed again."""
     monkeypatch.setattr(script, "LOGITS_AT_ONCE", logits_at_once)
     calls = record_calls(monkeypatch, script, "head_logits")
-    kept = []
-
-    def keep(tensor):
-        kept.append(tuple(tensor.shape))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with shapes_kept() as shapes:
         one_pass(script, make_model("llama"))
     assert [len(call.args[1]) for call in calls] == pieces
-    assert ((pieces[0], len(VOCAB)) in kept) == (len(pieces) == 1)
+    keeps_logits = (pieces[0], len(VOCAB)) in shapes
+    assert keeps_logits == (len(pieces) == 1)
 
 
 @only("rloo", "ppo")
@@ -253,30 +268,26 @@ def test_pieces_on_two_processes(script, same_on, tmp_path):
 
 
 @one_text
-@mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_cache_of_sampling_has_the_type_of_autocast(script, monkeypatch, dtype):
-    """In bfloat16 the keys and values of sampling are bfloat16, also where RoPE makes the keys
-    float32."""
-    updates = record_calls(monkeypatch, script.KVCache, "update")
-    uniforms = torch.full((4, 5), 0.5, dtype=torch.float64)
-    sample(script, make_model("llama"), PROMPTS, uniforms, 1.0, [EOS], dtype)
-    assert {tensor.dtype for call in updates for tensor in call.result} == {getattr(torch, dtype)}
-
-
-@one_text
 def test_the_cache_of_sampling_grows_by_blocks(script, monkeypatch):
     """The memory of keys and values moves once in 8 tokens, and later less often. It holds what
-    `torch.cat` would."""
+    `torch.cat` would. In bfloat16 it is bfloat16, also where RoPE makes the keys float32."""
     moves = []
+    types = set()
     append = script.KVCache.append
 
     def recorded(old, new):
         appended = append(old, new)
         assert torch.equal(appended, torch.cat([old, new], dim=2))
         moves.append(appended.data_ptr() != old.data_ptr())
+        types.add(appended.dtype)
         return appended
 
     monkeypatch.setattr(script.KVCache, "append", staticmethod(recorded))
     uniforms = torch.full((4, 150), 0.5, dtype=torch.float64)
-    sample(script, make_model("llama"), PROMPTS, uniforms, 1.0, [-1])
-    assert len(moves) == 149 * 4 and sum(moves) < 12 * 4  # keys and values of 2 layers
+    for dtype in ("float32", "bfloat16"):
+        moves.clear()
+        types.clear()
+        sample(script, make_model("llama"), PROMPTS, uniforms, 1.0, [-1], dtype)
+        assert types == {getattr(torch, dtype)}
+        assert len(moves) == 149 * 4  # keys and values of 2 layers
+        assert sum(moves) < 12 * 4

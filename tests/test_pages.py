@@ -24,17 +24,13 @@ import tables
 import tyro
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from conftest import HERE, MODULES, SCRIPTS, import_file
+from conftest import HERE, MODULES, SCRIPTS, import_file, read_jsonl
 from pytest import fixture, mark
 from torch.distributed.run import get_args_parser
 
 README = HERE / "README.md"
 RECIPES = HERE / "docs/recipes.md"
 PAGES = sorted(tables.PAGES)
-SOURCES = {}  # the text of every program and patch, by its path
-for folder in ("", "benchmark/", "benchmark/*/", "docs/*/", "tests/", "tests/*/"):
-    for path in [*HERE.glob(f"{folder}*.py"), *HERE.glob(f"{folder}*.patch")]:
-        SOURCES[str(path.relative_to(HERE))] = path.read_text(encoding="utf-8")
 of_each_page = mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HERE)))
 
 
@@ -42,10 +38,20 @@ def read(page: Path) -> str:
     return page.read_text(encoding="utf-8")
 
 
+SOURCES = {}  # the text of every program and patch, by its path
+for pattern in ("*", "benchmark/*", "benchmark/*/*", "docs/*/*", "tests/*", "tests/*/*"):
+    for path in HERE.glob(pattern):
+        if path.suffix in (".py", ".patch"):
+            SOURCES[str(path.relative_to(HERE))] = read(path)
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", read(page), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", read(page), re.M):
+        words = re.sub(r"[^\w\- ]", "", heading.lower())
+        found.add(words.replace(" ", "-"))
+    return found
 
 
 @of_each_page
@@ -92,9 +98,9 @@ def test_the_tables_are_up_to_date():
     makes one."""
     used = []
     for page in PAGES:
-        written = tables.write_tables(read(page))
-        assert written == read(page), f"python benchmark/tables.py changes {page.name}"
-        used += re.findall(r"<!-- table: (.*?) -->", read(page))
+        text = read(page)
+        assert tables.write_tables(text) == text, f"python benchmark/tables.py changes {page.name}"
+        used += re.findall(r"<!-- table: (.*?) -->", text)
     assert len(used) == len(set(used))
     assert {words.split()[0] for words in used} == set(tables.TABLES)
 
@@ -106,8 +112,16 @@ LAUNCHERS = {"torchrun": get_args_parser(), "launch": launch_command_parser()}
 def commands(page: Path) -> list[str]:
     """The commands of a page, in order. An indented line that ends with \\ goes on in the next."""
     text = read(page).replace(" \\\n", " ")
-    found = re.findall(rf"^    ({PROGRAM}.*)$|`({PROGRAM}[^`]*)`", text, re.M)
-    return [" ".join((line or in_style).split()) for line, in_style in found]
+    found = []
+    for line, in_style in re.findall(rf"^    ({PROGRAM}.*)$|`({PROGRAM}[^`]*)`", text, re.M):
+        words = (line or in_style).split()
+        found.append(" ".join(words))
+    return found
+
+
+def first_command(page: Path, beginning: str) -> str:
+    """The first command of a page that begins so."""
+    return next(command for command in commands(page) if command.startswith(beginning))
 
 
 def patched(name, patches, folder):
@@ -144,15 +158,16 @@ def check_program(words: list[str]):
     flags."""
     for launcher, parser in LAUNCHERS.items():
         if launcher in words:
-            parser.parse_args([*words[words.index(launcher) + 1 :], "a script"])
+            flags = words[words.index(launcher) + 1 :]
+            parser.parse_args([*flags, "a script"])
     if words[:2] == ["python", "-c"]:
         ast.parse(words[2])
     elif words[0] == "python" and words[1].startswith("benchmark/"):
         text = read(HERE / words[1]).replace("-", "_")
-        for word in words:
-            name = re.escape(word[2:].replace("-", "_"))
-            if word.startswith("--"):
-                assert re.search(rf"\b{name}\b", text), f"{words[1]} has no {word}"
+        for flag in words:
+            if flag.startswith("--"):
+                name = flag[2:].replace("-", "_")
+                assert re.search(rf"\b{name}\b", text), f"{words[1]} has no {flag}"
 
 
 def check_command(command: str, patches: list[str], load):
@@ -170,8 +185,8 @@ def check_command(command: str, patches: list[str], load):
             name = found.pop()
             end = words.index(name) + 1
             check_program(words[:end])
-            args = load(name.removesuffix(".py"), tuple(patches)).Args
-            tyro.cli(args, args=words[end:])
+            script = load(name.removesuffix(".py"), tuple(patches))
+            tyro.cli(script.Args, args=words[end:])
         else:
             check_program(words)
 
@@ -196,16 +211,16 @@ def test_flags_in_the_text_exist(page):
     flags = re.findall(r"^\+?    (\w+): .* = ", programs, re.M)
     flags += re.findall(r'"--([\w-]+)"', programs)
     known = {name.replace("_", "-") for name in flags} | {"help"}
+    in_commands = "\n".join(commands(page))
     for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", read(page)):
-        in_command = any(f"--{flag}" in command for command in commands(page))
-        assert flag.removeprefix("no-") in known or in_command, flag
+        assert flag.removeprefix("no-") in known or f"--{flag}" in in_commands, flag
 
 
 def diffs(page):
     """The changes of a script that a page shows: their lines, and the scripts with them, by
     name."""
     for block in re.findall(r"^(?:    [+-].*\n)*    \+.*\n(?:    [+-].*\n)*", read(page), re.M):
-        lines = [line[4:] for line in block.splitlines()]
+        lines = textwrap.dedent(block).splitlines()
         old = "\n".join(line[1:] for line in lines if line.startswith("-"))
         new = "\n".join(line[1:] for line in lines if line.startswith("+"))
         changed = {}
@@ -220,19 +235,19 @@ def diffs(page):
 def test_a_diff_of_a_page_fits(page):
     """Lines with + and - are a change of a script, where the lines with - stand once. Or they
     are from a patch."""
-    patches = [text for name, text in SOURCES.items() if name.endswith(".patch")]
+    patches = []
+    for name, text in SOURCES.items():
+        if name.endswith(".patch"):
+            patches.append(set(text.splitlines()))
     for lines, changed in diffs(page):
         for text in changed.values():
             compile(text, page.name, "exec")
-        assert changed or any(all(f"\n{line}\n" in patch for line in lines) for patch in patches), (
-            lines
-        )
+        assert changed or any(patch.issuperset(lines) for patch in patches), lines
 
 
 def test_the_readme_shows_the_loop_of_nano():
-    loop = re.search(r"^for iteration.*?(?=^    print)", SOURCES["docs/nano/rloo.py"], re.M | re.S)[
-        0
-    ]
+    nano = SOURCES["docs/nano/rloo.py"]
+    loop = re.search(r"^for iteration.*?(?=^    print)", nano, re.M | re.S)[0]
     assert textwrap.indent(loop, "    ") in read(README)
 
 
@@ -253,28 +268,26 @@ def test_the_ported_configuration_makes_the_steps_of_trl(capsys):
     trl = {}
     for keyword in ast.parse(call).body[0].value.keywords:
         trl[keyword.arg] = ast.literal_eval(keyword.value)
-    [command] = [command for command in commands(page) if command.startswith("accelerate")]
-    words = shlex.split(command)
-    processes = words[words.index("--num_processes") + 1]
-    own = [*words[words.index("grpo.py") + 1 :], "--plan", processes]
-    default = HERE / "benchmark/default"
-    files = f"--model-path {default}/policy --dataset {default}/train.jsonl"  # They replace yours.
-    args = tyro.cli(MODULES["grpo"].Args, args=[*own, *files.split()])
-    MODULES["grpo"].main(args)
+    command = first_command(page, "accelerate launch")
+    processes, flags = re.search(r"--num_processes (\d+) grpo.py (.*)", command).groups()
+    grpo = MODULES["grpo"]
+    # These replace `your/model` and its like.
+    flags += f" --model-path {grpo.Args.model_path} --dataset {grpo.Args.dataset}"
+    args = tyro.cli(grpo.Args, args=[*flags.split(), "--plan", processes])
+    grpo.main(args)
     plan = yaml.safe_load(capsys.readouterr().out)
     episodes = trl["per_device_train_batch_size"] * int(processes)
-    expected = {
-        "max_steps": plan["steps"],
-        "gradient_accumulation_steps": plan["gradient_accumulation_steps"],
-        "steps_per_generation": args.batch_size / episodes,
-        "save_steps": args.save_every * args.updates_per_batch,
-        "bf16": args.dtype == "bfloat16",
-        "scale_rewards": args.scale_rewards != "none",
-        "reward_weights": trl["reward_weights"],  # They are part of the reward function.
-    }
+    ours = vars(args) | dict(
+        max_steps=plan["steps"],
+        gradient_accumulation_steps=plan["gradient_accumulation_steps"],
+        steps_per_generation=args.batch_size / episodes,
+        save_steps=args.save_every * args.updates_per_batch,
+        bf16=args.dtype == "bfloat16",
+        scale_rewards=args.scale_rewards != "none",
+    )
+    del trl["reward_weights"]  # They are part of the reward function.
     for name, value in trl.items():
-        ours = expected.get(name, getattr(args, RENAMED.get(name, name), None))
-        assert ours == value, name
+        assert ours[RENAMED.get(name, name)] == value, name
 
 
 def test_the_fields_of_trl_are_in_the_tables():
@@ -300,10 +313,8 @@ def test_the_fields_of_trl_are_in_the_tables():
                 assert mine == of_ppo[name]
     assert sorted(named) == sorted(of_ppo)
     of_rloo = fields["RLOOConfig"]
-    without, changes = re.search(
-        r"no counterpart: (.*?)callbacks.*?\n- In GRPO, (.*?)\n\n", text, re.S
-    ).groups()
-    names = set(re.findall(r"`(\w+)`", without + changes))
+    without = re.search(r"no counterpart: (.*?)\n\n", text, re.S)[1]
+    names = set(re.findall(r"`(\w+)`", without))
     assert names <= fields["GRPOConfig"].keys() | of_rloo.keys()
     assert not names & vars(MODULES["grpo"].Args()).keys()
     defaults = "`num_generations` is {num_generations} and `beta` is {beta}."
@@ -324,24 +335,23 @@ def run(tmp_path):
     shutil.copytree(HERE / "benchmark/default/policy", tmp_path / "your/model")
     shutil.copy(HERE / "benchmark/default/train.jsonl", tmp_path / "prompts.jsonl")
     shutil.copy(HERE / "benchmark/default/eval.jsonl", tmp_path / "held_out.jsonl")
-    code = re.search(
-        r"^    def score\(completions.*?\n\n", read(README) + read(RECIPES), re.M | re.S
-    )[0]
-    (tmp_path / "reward.py").write_text(re.sub("^    ", "", code, flags=re.M))
+    code = re.search(r"^    def score\(completions.*?\n\n", read(README), re.M | re.S)[0]
+    (tmp_path / "reward.py").write_text(textwrap.dedent(code))
     environment = os.environ | dict(PATH=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
 
-    def run(command, wait=True, **variables):
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        process = subprocess.Popen(
-            ["bash", "-c", command], cwd=tmp_path, env=environment | variables, **pipes
+    def run(command):
+        ran = subprocess.run(
+            ["bash", "-c", command],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
         )
-        if not wait:
-            return process
-        output = process.communicate(timeout=300)[0]
-        assert process.returncode == 0, output
-        return output
+        assert ran.returncode == 0, ran.stdout
+        return ran.stdout
 
-    run.folder = tmp_path
     return run
 
 
@@ -349,12 +359,6 @@ def run_few(run, command):
     """With few episodes."""
     output = run(command + FEW)
     assert output.splitlines()[-1].startswith("64 episodes, "), output
-    return output
-
-
-def recipe(beginning: str) -> str:
-    """The command of docs/recipes.md that begins so."""
-    return next(command for command in commands(RECIPES) if command.startswith(beginning))
 
 
 ELSEWHERE = ("pip", "pytest", "python benchmark/all.py")  # test_benchmarks.py has the last one
@@ -363,11 +367,11 @@ README_COMMANDS = [c for c in dict.fromkeys(commands(README)) if not c.startswit
 
 @mark.slow
 @mark.parametrize("command", README_COMMANDS)
-def test_the_commands_of_the_readme(command, run):
+def test_the_commands_of_the_readme(command, run, tmp_path):
     if "plot.py" in command:
         run_few(run, "python rloo.py")
         run(command)
-        assert (run.folder / "runs/plot.png").stat().st_size > 10_000
+        assert (tmp_path / "runs/plot.png").stat().st_size > 10_000
     elif "look.py" in command:
         run_few(run, "python rloo.py --save-rollouts")
         assert re.search(r"(\d+) of \1 episodes", run(command))
@@ -375,8 +379,8 @@ def test_the_commands_of_the_readme(command, run):
         assert "steps: 256" in run(command)
     elif "your/model" in command:
         run_few(run, command.replace("--response-length 256", "--response-length 12"))
-        [folder] = (run.folder / "runs").iterdir()
-        last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+        [metrics] = tmp_path.glob("runs/*/metrics.jsonl")
+        last = read_jsonl(metrics)[-1]
         assert {"reward/right", "reward/length"} <= last.keys()
     elif re.search(r"(rloo|grpo|ppo)\.py", command):
         run_few(run, command)
@@ -387,7 +391,7 @@ def test_the_commands_of_the_readme(command, run):
 @mark.slow
 def test_the_recipe_of_merging_adapters(run):
     run_few(run, "python rloo.py --lora-r 2 --output-dir runs/x")
-    run(recipe("python -c"))
+    run(first_command(RECIPES, "python -c"))
     run_few(run, "python rloo.py --model-path merged --response-length 8")
 
 
@@ -397,8 +401,8 @@ def test_the_recipe_of_two_machines(run):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = recipe("torchrun --nnodes 2").replace("--nproc-per-node 8", "--nproc-per-node 1")
-    command = command.replace("29500", str(port)) + FEW + " --output-dir runs/two"
-    other = run(command, wait=False, RANK="1", FIRST="127.0.0.1")
-    assert "2 x cpu" in run(command, RANK="0", FIRST="127.0.0.1")
-    assert other.wait(timeout=60) == 0
+    command = first_command(RECIPES, "torchrun --nnodes 2") + FEW
+    command = command.replace("--nproc-per-node 8", "--nproc-per-node 1")
+    command = command.replace("29500", str(port))
+    both = f"export RANK=1; {command} & export RANK=0; {command} && wait $!"
+    assert "2 x cpu" in run(f"export FIRST=127.0.0.1; {both}")

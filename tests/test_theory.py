@@ -15,7 +15,14 @@ rloo = MODULES["rloo"]
 grpo = MODULES["grpo"]
 ppo = MODULES["ppo"]
 TOKENS = 3
-COMPLETIONS = torch.tensor(list(itertools.product(range(TOKENS), repeat=2)))  # [completions, 2]
+
+
+def enumerate_all(count, length):
+    """All sequences of numbers below count: [sequences, length]."""
+    return torch.tensor(list(itertools.product(range(count), repeat=length)))
+
+
+COMPLETIONS = enumerate_all(TOKENS, 2)  # [completions, 2]
 
 
 def make_logits(seed):
@@ -29,7 +36,9 @@ def token_logprobs(logits):
     """The log-probability of both tokens of each completion: [completions, 2]."""
     logprobs = logits.log_softmax(-1)
     first, second = COMPLETIONS.T
-    return torch.stack([logprobs[0, first], logprobs[1 + first, second]], dim=1)
+    of_first = logprobs[0, first]
+    of_second = logprobs[1 + first, second]
+    return torch.stack([of_first, of_second], dim=1)
 
 
 def same(a, b):
@@ -44,32 +53,48 @@ LOGITS = make_logits(1).requires_grad_()
 LOGPROBS = token_logprobs(LOGITS)  # [completions, 2]
 LOG_P = LOGPROBS.sum(1)  # [completions]
 P = LOG_P.exp().detach()
-REWARDS = torch.linspace(-1, 2, len(P), dtype=torch.float64).roll(4).square()
+REWARDS = torch.linspace(-1, 2, len(P)).double().roll(4).square()
 OLD = token_logprobs(make_logits(7)).sum(1)
+OLD_P = OLD.exp()
 REF = token_logprobs(make_logits(8)).sum(1)
 
 
+def mean_of(values, p=P):
+    return (p * values).sum()
+
+
 def gradient(objective, of=LOGITS):
-    return torch.autograd.grad(objective, of, retain_graph=True)[0]
+    [found] = torch.autograd.grad(objective, of, retain_graph=True)
+    return found
 
 
-TRUE = gradient((LOG_P.exp() * REWARDS).sum())  # of the mean reward
+TRUE = gradient(mean_of(REWARDS, LOG_P.exp()))  # of the mean reward
 
 
-def ascent(advantages, probabilities, episodes=slice(None), logits=LOGITS):
-    """The direction in which rloo.py moves with one update per batch: minus the gradient of the
-    mean loss."""
-    logprobs = token_logprobs(logits)[episodes]
+def losses_of(advantages, logprobs=LOGPROBS):
+    """The loss of each episode in rloo.py with one update per batch."""
     losses, *_ = rloo.rloo_loss(rloo.Args(), logprobs, None, advantages[:, None])
-    return -gradient((probabilities * losses.squeeze(1)).sum(), logits)
+    return losses.squeeze(1)
+
+
+def ascent(advantages, p, episodes=slice(None), logits=LOGITS):
+    """The direction in which rloo.py moves: minus the gradient of the mean loss."""
+    logprobs = token_logprobs(logits)
+    losses = losses_of(advantages, logprobs[episodes])
+    return -gradient(mean_of(losses, p), logits)
+
+
+def squares(losses):
+    """The squared length of each one's gradient."""
+    return torch.stack([gradient(loss).square().sum() for loss in losses])
 
 
 def groups_of(k, p):
     """All groups of k completions: the episodes, and the probability of each one's group divided by
     k."""
-    groups = torch.tensor(list(itertools.product(range(len(p)), repeat=k)))
-    of_groups = p[groups].prod(1) / k
-    return groups.flatten(), of_groups.repeat_interleave(k)
+    groups = enumerate_all(len(p), k)
+    of_groups = p[groups].prod(1)
+    return groups.flatten(), of_groups.repeat_interleave(k) / k
 
 
 @mark.parametrize("k", [2, 3])
@@ -78,32 +103,32 @@ def test_a_baseline_of_the_others_has_no_bias(k):
     it."""
     assert TRUE.abs().max() > 0.1
     assert same(ascent(REWARDS, P), TRUE)
-    assert same(ascent(torch.ones_like(P), P), torch.zeros_like(TRUE))  # the mean of grad log p
+    mean_of_grad_log_p = ascent(torch.ones_like(P), P)
+    assert same(mean_of_grad_log_p, 0 * TRUE)
     episodes, p = groups_of(k, P)
     rewards = REWARDS[episodes]
-    assert same(ascent(rloo.rloo_advantages(rewards, k), p, episodes), TRUE)
-    centred = ascent(grpo.grpo_advantages(rewards, k, "none"), p, episodes)
-    assert same(centred, (k - 1) / k * TRUE)
-    divided = ascent(grpo.grpo_advantages(rewards, k, "group"), p, episodes)
-    assert torch.cosine_similarity(divided.flatten(), TRUE.flatten(), dim=0) < 0.98
+    advantages = rloo.rloo_advantages(rewards, k)
+    assert same(ascent(advantages, p, episodes), TRUE)
+    centred = grpo.grpo_advantages(rewards, k, "none")
+    assert same(ascent(centred, p, episodes), (k - 1) / k * TRUE)
+    divided = grpo.grpo_advantages(rewards, k, "group")
+    direction = ascent(divided, p, episodes).flatten()
+    assert torch.cosine_similarity(direction, TRUE.flatten(), dim=0) < 0.98
 
 
 def test_the_best_constant_baseline():
     """Section 3. The variance is a parabola. It is lowest at E[|g|^2 R] / E[|g|^2]."""
 
-    def squares(advantages):  # of the lengths of each completion's gradient
-        completions = torch.eye(len(P)).double()
-        return torch.stack([ascent(advantages, only).square().sum() for only in completions])
-
     def variance(baseline):
-        return (P * squares(REWARDS - baseline)).sum() - TRUE.square().sum()
+        losses = losses_of(REWARDS - baseline)
+        return mean_of(squares(losses)) - TRUE.square().sum()
 
-    weights = P * squares(torch.ones_like(P))
-    best = (weights * REWARDS).sum() / weights.sum()
+    weights = squares(LOG_P)
+    best = mean_of(weights * REWARDS) / mean_of(weights)
     assert same(variance(best - 0.1), variance(best + 0.1))
     assert same(variance(0), variance(2 * best))
     assert variance(best) < variance(best + 0.1)
-    assert variance(best) < 0.99 * variance((P * REWARDS).sum())
+    assert variance(best) < 0.99 * variance(mean_of(REWARDS))
 
 
 @mark.parametrize("script", [rloo, grpo, ppo])
@@ -111,34 +136,41 @@ def test_ratios_correct_for_the_old_policy(script):
     """Section 4. Without a clip, the mean over old completions has the gradient of the mean over
     new ones. test_algorithms.py shows where the clip acts."""
     losses, _ = script.clipped_policy_loss(LOG_P - OLD, REWARDS, 1e9, 1e9)
-    assert same(-gradient((OLD.exp() * losses).sum()), TRUE)
-    assert far(ascent(REWARDS, OLD.exp()), TRUE)
+    assert same(-gradient(mean_of(losses, OLD_P)), TRUE)
+    assert far(ascent(REWARDS, OLD_P), TRUE)
 
 
 def test_gae_trades_bias_for_noise():
     """Section 5. The score comes at the second token, whose true value is the mean score after the
     first one."""
-    by_first = P.view(TOKENS, TOKENS)
-    second = (by_first * REWARDS.view(TOKENS, TOKENS)).sum(1) / by_first.sum(1)
-    first = (P * REWARDS).sum().expand(len(P))
-    exact = torch.stack([first, second.repeat_interleave(TOKENS)], dim=1)
-    wrong = exact + torch.stack([torch.full_like(P, 0.7), COMPLETIONS[:, 0] - 0.4], dim=1)
-    rewards = torch.stack([0 * REWARDS, REWARDS], dim=1)
+    rewards = torch.zeros_like(LOGPROBS)
+    rewards[:, 1] = REWARDS
+    exact = torch.zeros_like(LOGPROBS)
+    exact[:, 0] = mean_of(REWARDS)
+    for token in range(TOKENS):
+        rows = COMPLETIONS[:, 0] == token
+        exact[rows, 1] = mean_of(REWARDS[rows], P[rows]) / P[rows].sum()
+    wrong = exact.clone()
+    wrong[:, 0] += 0.7
+    wrong[:, 1] += COMPLETIONS[:, 0] - 0.4
 
     def estimate(values, lam):
         """The mean of the gradient, and its variance."""
         advantages = ppo.gae(rewards, values, 1.0, lam)
-        losses, _ = ppo.clipped_policy_loss(LOGPROBS - LOGPROBS.detach(), advantages, 0.2, 0.2)
-        gradients = -torch.stack([gradient(loss) for loss in losses.sum(1)])
-        weights = P[:, None, None]
-        mean = (weights * gradients).sum(0)
-        return mean, (weights * (gradients - mean).square()).sum()
+        logratio = LOGPROBS - LOGPROBS.detach()
+        losses, _ = ppo.clipped_policy_loss(logratio, advantages, 0.2, 0.2)
+        losses = losses.sum(1)
+        mean = -gradient(mean_of(losses))
+        return mean, mean_of(squares(losses)) - mean.square().sum()
 
     assert same(ppo.gae(rewards, wrong, 1.0, 1.0), REWARDS[:, None] - wrong)
     assert same(estimate(wrong, 1.0)[0], TRUE)
     assert far(estimate(wrong, 0.0)[0], TRUE)
-    means, variances = zip(*[estimate(exact, lam) for lam in (0.0, 0.5, 1.0)])
-    assert all(same(mean, TRUE) for mean in means)
+    variances = []
+    for lam in (0.0, 0.5, 1.0):
+        mean, variance = estimate(exact, lam)
+        assert same(mean, TRUE)
+        variances.append(variance)
     assert variances[0] < variances[1] < variances[2]
 
 
@@ -159,8 +191,8 @@ def test_training_ends_at_the_optimum_under_the_kl(scores, beta):
     assert advantages.abs().max() < 0.02
 
 
-KL = (LOG_P.exp() * (LOG_P - REF)).sum()
-OTHER_KL = (REF.exp() * (REF - LOG_P)).sum()
+KL = mean_of(LOG_P - REF, LOG_P.exp())
+OTHER_KL = mean_of(REF - LOG_P, REF.exp())
 KL_GRADIENT = gradient(KL)
 OTHER_GRADIENT = gradient(OTHER_KL)
 
@@ -177,12 +209,13 @@ def test_the_table_of_kl_estimates(name, mean, in_reward, in_loss):
     """Of each estimate the mean, the gradient in the reward and that in the loss. A completion
     is one action."""
     estimate = ppo.token_kl(LOG_P, REF, name)
-    found_mean = (P * estimate).sum()
+    found_mean = mean_of(estimate)
     found_in_reward = -ascent(-estimate.detach(), P)
     assert same(gradient(found_mean), in_loss)
     assert same(ppo.token_kl(LOG_P, REF, "abs"), (LOG_P - REF).abs())
     if name == "k2":
-        assert far(found_mean, KL) and far(found_mean, OTHER_KL)
+        assert far(found_mean, KL)
+        assert far(found_mean, OTHER_KL)
         for wrong in (KL_GRADIENT, OTHER_GRADIENT, KL_GRADIENT - OTHER_GRADIENT):
             assert far(found_in_reward, wrong)
     else:
@@ -194,11 +227,12 @@ def test_k3_in_the_loss():
     """Of grpo.py. Where the old policy sampled, it needs the ratio to it."""
     assert far(KL_GRADIENT, OTHER_GRADIENT)
     k3 = grpo.k3_kl(LOG_P, REF)
-    assert same(gradient((P * k3).sum()), OTHER_GRADIENT)
-    weighted = (OLD.exp() * (LOG_P - OLD).exp() * k3).sum()
+    assert same(gradient(mean_of(k3)), OTHER_GRADIENT)
+    ratio = (LOG_P - OLD).exp()
+    weighted = mean_of(ratio * k3, OLD_P)
     assert same(weighted, KL)
     assert same(gradient(weighted), KL_GRADIENT)
-    plain = (OLD.exp() * k3).sum()
+    plain = mean_of(k3, OLD_P)
     assert far(plain, KL)
     assert far(gradient(plain), KL_GRADIENT)
 
@@ -209,8 +243,11 @@ def test_near_the_reference_only_k1_pulls_back(estimator, power):
     distance."""
 
     def pull(distance):
-        logits = (make_logits(8) + distance * make_logits(4)).requires_grad_()
-        p = token_logprobs(logits).sum(1).detach()
-        return ascent(ppo.token_kl(p, REF, estimator), p.exp(), logits=logits).norm()
+        logits = make_logits(8) + distance * make_logits(4)
+        logits.requires_grad_()
+        log_p = token_logprobs(logits).sum(1).detach()
+        kl = ppo.token_kl(log_p, REF, estimator)
+        return ascent(kl, log_p.exp(), logits=logits).norm().item()
 
-    assert (pull(2e-4) / pull(1e-4)).item() == pytest.approx(2**power, rel=0.01)
+    ratio = pull(2e-4) / pull(1e-4)
+    assert ratio == pytest.approx(2**power, rel=0.01)
