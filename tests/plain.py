@@ -1,5 +1,5 @@
 """Advantages and gradients by plain computations, an episode at a time. A script's model without a
-run. Columns and groups of a run's rows."""
+run. Groups of a run's rows."""
 
 import statistics
 from functools import partial
@@ -27,10 +27,6 @@ def sample(script, model, prompts, uniforms, temperature, eos_ids, dtype="float3
     result = policy(sampler)
     model.eval()  # What it is compared with has no dropout, as a script's models have none.
     return result
-
-
-def column(rows, name):
-    return [row[name] for row in rows]
 
 
 def token_counts(rows):

@@ -12,6 +12,7 @@ from conftest import (
     MANY_EOS,
     MODULES,
     changed_copy,
+    column,
     distance,
     encode,
     flat,
@@ -23,7 +24,6 @@ from conftest import (
     save_model,
 )
 from plain import (
-    column,
     groups_of,
     mean_weights,
     plain_advantages,

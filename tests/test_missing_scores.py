@@ -7,8 +7,8 @@ import statistics
 
 import pytest
 import torch
-from conftest import distance, encode, load_policy, only, read_jsonl, weights_of
-from plain import column, groups_of, mean_weights, plain_advantages, plain_gradient, without_none
+from conftest import column, distance, encode, load_policy, only, read_jsonl, weights_of
+from plain import groups_of, mean_weights, plain_advantages, plain_gradient, without_none
 from pytest import approx, mark, raises
 
 grouped = only("rloo", "grpo")

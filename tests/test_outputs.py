@@ -10,6 +10,7 @@ from conftest import (
     FSDP2,
     KILLS,
     base_flags,
+    column,
     flat,
     import_file,
     launched,
@@ -21,7 +22,7 @@ from conftest import (
     weights_of,
     write_jsonl,
 )
-from plain import column, groups_of
+from plain import groups_of
 from pytest import approx, fixture, mark
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE

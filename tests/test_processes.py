@@ -6,6 +6,7 @@ import transformers
 from conftest import (
     FSDP2,
     base_flags,
+    column,
     compare_runs,
     distance,
     flat,
@@ -20,7 +21,7 @@ from conftest import (
     save_model,
     weights_of,
 )
-from plain import column, token_counts
+from plain import token_counts
 from pytest import mark
 
 # Three processes cannot divide the batch or its mini-batches evenly, and groups are divided between

@@ -16,6 +16,7 @@ from conftest import (
     USUAL,
     VOCAB,
     WINDOWS,
+    column,
     encode,
     load_policy,
     make_model,
@@ -23,7 +24,7 @@ from conftest import (
     read_jsonl,
     record_calls,
 )
-from plain import column, groups_of, sample, token_counts
+from plain import groups_of, sample, token_counts
 from pytest import approx, mark
 
 PROMPTS = ["1", "23+45=", "0000-1111=22", "7="]
