@@ -18,11 +18,12 @@ T975 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31,
 
 def panels(rows: int, columns: int, width: float = 3.2, height: float = 2.8, **settings) -> tuple:
     """A figure and its axes [rows, columns], `width` by `height` inches each."""
-    plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    size = dict(
-        figsize=(width * columns, height * rows), dpi=120, squeeze=False, layout="constrained"
-    )
-    figure, axes = plt.subplots(rows, columns, **(size | settings))
+    plt.rcParams["font.size"] = 9
+    plt.rcParams["axes.spines.top"] = False
+    plt.rcParams["axes.spines.right"] = False
+    size = (width * columns, height * rows)
+    settings |= dict(figsize=size, dpi=120, squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(rows, columns, **settings)
     for axis in axes.flat:
         axis.grid(alpha=0.25)
     return figure, axes
@@ -30,8 +31,14 @@ def panels(rows: int, columns: int, width: float = 3.2, height: float = 2.8, **s
 
 def in_thousands(axis):
     """Episodes on the x axis, as 4k, 8k, .."""
+
+    def label(x, _):
+        if x == 0:
+            return "0"
+        return f"{x / 1000:g}k"
+
     axis.set_xlabel("episodes")
-    axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k" if x else "0")
+    axis.xaxis.set_major_formatter(label)
 
 
 def mean_and_band(values) -> tuple[np.ndarray, np.ndarray]:
@@ -40,26 +47,31 @@ def mean_and_band(values) -> tuple[np.ndarray, np.ndarray]:
     values: [seeds, ..]
     """
     values = np.asarray(values, dtype=float)
-    t = T975.get(len(values), 1.96)
-    error = (
-        values.std(0, ddof=1) / len(values) ** 0.5
-        if len(values) > 1
-        else np.zeros(values.shape[1:])
-    )
-    return values.mean(0), t * error
+    n = len(values)
+    mean = values.mean(0)
+    if n < 2:
+        return mean, np.zeros_like(mean)
+    error = values.std(0, ddof=1) / n**0.5
+    return mean, T975.get(n, 1.96) * error
 
 
-def curve(axis, x, values, color=None, label=None, **style):
+def curve(axis, x, values, **style):
     """The mean of the seeds' curves in its 95 % band. x: [points]; values: [seeds, points]"""
     mean, band = mean_and_band(values)
-    [line] = axis.plot(x, mean, color=color, label=label, **({"lw": 1.6} | style))
+    [line] = axis.plot(x, mean, lw=1.6, **style)
     if len(values) > 1:
-        axis.fill_between(x, mean - band, mean + band, color=line.get_color(), alpha=0.2, lw=0)
+        low = mean - band
+        high = mean + band
+        axis.fill_between(x, low, high, color=line.get_color(), alpha=0.2, lw=0)
 
 
 def running_mean(values, window: int = 10) -> np.ndarray:
     """The mean of each value and those before it, `window` at most. values: [points]"""
-    return np.array([np.mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))])
+    means = []
+    for end in range(1, len(values) + 1):
+        start = max(0, end - window)
+        means.append(np.mean(values[start:end]))
+    return np.array(means)
 
 
 def save(figure, path: Path):

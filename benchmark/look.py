@@ -8,7 +8,6 @@ anywhere. It has at most 10 MB: of larger runs it shows evenly spaced iterations
 """
 
 import functools
-import itertools
 import json
 import math
 import os
@@ -32,7 +31,9 @@ class Args:
 
 def whole_lines(file: Path):
     """The lines of a file, if there is one. A run may be writing the last: it has no end yet."""
-    for line in open(file, "rb") if file.exists() else ():
+    if not file.exists():
+        return
+    for line in open(file, "rb"):
         if line.endswith(b"\n"):
             yield line
 
@@ -44,8 +45,15 @@ def load_run(folder: Path):
 
     flags = yaml.safe_load((folder / "args.yaml").read_text())
     model = folder / "model"  # It is there when the run is finished.
-    tokenizer = AutoTokenizer.from_pretrained(model if model.exists() else flags["model_path"])
-    return flags, functools.lru_cache(100_000)(lambda *ids: tokenizer.decode(ids))
+    if not model.exists():
+        model = flags["model_path"]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    @functools.lru_cache(100_000)
+    def decode(*ids):
+        return tokenizer.decode(ids)
+
+    return flags, decode
 
 
 def read_lines(folder: Path):
@@ -54,12 +62,15 @@ def read_lines(folder: Path):
     The place is found without parsing the line, because most lines of a large run are left out.
     """
     flags, _ = load_run(folder)
-    k = flags.get("rloo_k") or flags.get("num_generations") or 1
-    for name, group_size in (("rollouts", k), ("eval_rollouts", flags.get("eval_k") or 1)):
+    sizes = {  # of a group
+        "rollouts": flags.get("rloo_k") or flags.get("num_generations") or 1,
+        "eval_rollouts": flags.get("eval_k") or 1,
+    }
+    for name, size in sizes.items():
         for line in whole_lines(folder / f"{name}.jsonl"):
             found = re.match(rb'\{"iteration": (\d+), "index": (\d+)', line)
             iteration, index = map(int, found.groups())
-            yield line, (iteration, name == "eval_rollouts", index // group_size)
+            yield line, (iteration, name == "eval_rollouts", index // size)
 
 
 def choose(places: set, fit: int) -> tuple[list[int], int]:
@@ -68,30 +79,43 @@ def choose(places: set, fit: int) -> tuple[list[int], int]:
     places: of all groups; fit: how many groups fit into the page
     """
     iterations = sorted({iteration for iteration, *_ in places})
-    count = max(fit * len(iterations) // len(places), min(fit, 8, len(iterations)))
-    chosen = [i * (len(iterations) - 1) // max(1, count - 1) for i in range(count)]
-    n = math.ceil(count * len(places) / len(iterations) / fit)
-    return [iterations[i] for i in chosen], n
+    known = len(iterations)
+    count = max(fit * known // len(places), min(fit, 8, known))
+    n = math.ceil(count * len(places) / known / fit)
+    chosen = []
+    for i in range(count):
+        position = i * (known - 1) // max(1, count - 1)
+        chosen.append(iterations[position])
+    return chosen, n
 
 
 def token_texts(decode, ids: list[int]) -> list[str]:
     """The text of each token. Of tokens that share a character, the last one has it."""
-    texts, first, done = [], 0, 0
+    texts = []
+    first = 0
+    done = 0
     for end in range(1, len(ids) + 1):
         # The tokens first .. done - 1 are decoded again, because a space can depend on them.
         text = decode(*ids[first:end])
         if text.endswith("\ufffd") and end < len(ids):  # It ends within a character.
             texts.append("")
-        else:
-            texts.append(text[len(decode(*ids[first:done])) :])
-            first, done = done, end
+            continue
+        known = decode(*ids[first:done])
+        texts.append(text[len(known) :])
+        first = done
+        done = end
     whole = decode(*ids)
     if "".join(texts) == whole:
         return texts
     # With this tokenizer, a text depends on tokens further back. So decode from the first one on.
-    known = [os.path.commonprefix([whole, decode(*ids[:end])]) for end in range(len(ids))]
-    ends = [*itertools.accumulate(map(len, known), max), len(whole)]
-    return [whole[start:end] for start, end in itertools.pairwise(ends)]
+    texts = []
+    start = 0
+    for count in range(1, len(ids)):
+        known = os.path.commonprefix([whole, decode(*ids[:count])])
+        end = max(start, len(known))
+        texts.append(whole[start:end])
+        start = end
+    return [*texts, whole[start:]]
 
 
 def rounded(number: float | None, digits: int = 3) -> float | None:
@@ -103,30 +127,40 @@ def rounded(number: float | None, digits: int = 3) -> float | None:
 
 def read_episode(row: dict, decode) -> dict:
     """What the page shows of an episode. `numbers`: one for each token, or one for all of them."""
-    advantage, ref_logprobs = row.get("advantage"), row.get("ref_logprobs")
-    numbers = {"-log p": [-x for x in row["logprobs"]]}
+    logprobs = row["logprobs"]
+    numbers = {"-log p": [-x for x in logprobs]}
     kl = None
-    if ref_logprobs is not None:
-        numbers["log p - log p_ref"] = [x - y for x, y in zip(row["logprobs"], ref_logprobs)]
-        kl = sum(numbers["log p - log p_ref"])
+    if row.get("ref_logprobs") is not None:
+        ratios = [x - y for x, y in zip(logprobs, row["ref_logprobs"])]
+        numbers["log p - log p_ref"] = ratios
+        kl = sum(ratios)
+    advantage = row.get("advantage")
     numbers |= {"advantage": advantage, "value": row.get("values"), "return": row.get("returns")}
-    for name, column in numbers.items():
-        numbers[name] = list(map(rounded, column)) if isinstance(column, list) else rounded(column)
     if isinstance(advantage, list):
         advantage = sum(advantage) / max(1, len(advantage))
-    notes = {
-        "truncated": row.get("ended") is False,
-        "empty": not row["completion"].strip(),
-        "no score": row["score"] is None,
-    }
+    shown = {}
+    for name, column in numbers.items():
+        if isinstance(column, list):
+            column = list(map(rounded, column))
+        else:
+            column = rounded(column)
+        if column is not None:
+            shown[name] = column
+    notes = []
+    if row.get("ended") is False:
+        notes.append("⚠ truncated")
+    if not row["completion"].strip():
+        notes.append("⚠ empty")
+    if row["score"] is None:
+        notes.append("⚠ no score")
     return {
         "score": rounded(row["score"], digits=8),  # Scores that are equal on the page are equal.
-        "parts": {name[7:]: rounded(x) for name, x in row.items() if name.startswith("reward/")},
+        "parts": {name[7:]: rounded(row[name]) for name in row if name.startswith("reward/")},
         "advantage": rounded(advantage),
         "kl": rounded(kl),
-        "notes": [f"⚠ {name}" for name in notes if notes[name]],
+        "notes": notes,
         "texts": token_texts(decode, row["token_ids"]),
-        "numbers": {name: column for name, column in numbers.items() if column is not None},
+        "numbers": shown,
     }
 
 
@@ -135,8 +169,11 @@ def read_curves(folder: Path) -> dict[str, list]:
     rows = [json.loads(line) for line in whole_lines(folder / "metrics.jsonl")]
     curves = {}
     for name in CURVES:
-        points = [(row["iteration"], rounded(row.get(name))) for row in rows]
-        points = [point for point in points if point[1] is not None]
+        points = []
+        for row in rows:
+            value = rounded(row.get(name))
+            if value is not None:
+                points.append((row["iteration"], value))
         curves[name] = points[:: 1 + len(points) // 1000]
     return curves
 
@@ -144,8 +181,11 @@ def read_curves(folder: Path) -> dict[str, list]:
 def make_page(folders: list[Path], places: set, fit: int) -> tuple[bytes, str]:
     """The page, and what it says about itself."""
     iterations, n = choose(places, fit)
-    known, shown = {iteration for iteration, *_ in places}, set(iterations)
-    cards, num_episodes, num_shown = {}, 0, 0
+    known = {iteration for iteration, *_ in places}
+    shown = set(iterations)
+    cards = {}
+    num_episodes = 0
+    num_shown = 0
     for number, folder in enumerate(folders):
         _, decode = load_run(folder)
         for line, (iteration, held_out, group) in read_lines(folder):
@@ -154,34 +194,47 @@ def make_page(folders: list[Path], places: set, fit: int) -> tuple[bytes, str]:
                 continue
             num_shown += 1
             row = json.loads(line)
-            key = iteration, held_out, group, row["prompt"]
+            prompt = row["prompt"]
+            key = (iteration, held_out, group, prompt)
             if key not in cards:
                 columns = {"row": row.get("row")} | row.get("columns", {})
-                columns = [f"{name}: {value}" for name, value in columns.items()]
-                cards[key] = {"iteration": iteration, "heldOut": held_out, "columns": columns}
-                cards[key] |= {"prompt": row["prompt"], "groups": [[] for _ in folders]}
+                cards[key] = {
+                    "iteration": iteration,
+                    "heldOut": held_out,
+                    "columns": [f"{name}: {value}" for name, value in columns.items()],
+                    "prompt": prompt,
+                    "groups": [[] for _ in folders],
+                }
             cards[key]["groups"][number].append(read_episode(row, decode))
     about = f"{num_shown:,} of {num_episodes:,} episodes"
     if num_shown < num_episodes:
         about += f": {len(iterations)} of {len(known)} iterations, evenly spaced"
-        about += f", one group in {n}" * (n > 1)
+        if n > 1:
+            about += f", one group in {n}"
         about += f". The rest is left out, because a page has at most {LIMIT / 1e6:g} MB"
-    runs = [{"name": str(folder), "curves": read_curves(folder)} for folder in folders]
-    data = {"runs": runs, "cards": list(cards.values()), "iterations": iterations, "about": about}
+    data = {
+        "runs": [{"name": str(folder), "curves": read_curves(folder)} for folder in folders],
+        "cards": list(cards.values()),
+        "iterations": iterations,
+        "about": about,
+    }
     # Without "<", no text can end the element that holds the data.
     data = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    page = PAGE.replace("NONCE", secrets.token_hex()).replace("DATA", data)
-    return page.encode(), about
+    page = PAGE.replace("NONCE", secrets.token_hex())
+    return page.replace("DATA", data).encode(), about
 
 
 def main(args: Args):
     runs = Path("runs")
     files = list(runs.glob("*/*rollouts.jsonl")) or list(runs.glob("*/metrics.jsonl"))
-    newest = sorted(files, key=lambda file: file.stat().st_mtime)
-    folders = list(args.folders) or [file.parent for file in newest[-1:]]
+    folders = list(args.folders)
+    if files and not folders:
+        newest = max(files, key=lambda file: file.stat().st_mtime)
+        folders = [newest.parent]
     if not folders:
         raise SystemExit("look.py: no run in runs/; name the --output-dir of one")
-    size, places = 0, set()
+    size = 0
+    places = set()
     for folder in folders:
         if not any(any(whole_lines(file)) for file in folder.glob("*rollouts.jsonl")):
             raise SystemExit(f"look.py: {folder} has no rollouts; run it with --save-rollouts")

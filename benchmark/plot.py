@@ -42,13 +42,15 @@ def group_runs(folders: list[Path]) -> dict[str, list[list[dict]]]:
     runs = [read_run(folder) for folder in folders]
     settings = []
     for run in runs:
-        settings.append({name: x for name, x in run["args"].items() if name not in NOT_THE_RUN})
+        flags = run["args"]
+        settings.append({name: flags[name] for name in flags if name not in NOT_THE_RUN})
     differing = []
     for name in settings[0]:
         values = [flags[name] for flags in settings if name in flags]
         if len(values) == len(runs) and any(value != values[0] for value in values):
             differing.append(name)
-    labels, groups = {}, {}
+    labels = {}
+    groups = {}
     for folder, flags, run in zip(folders, settings, runs):
         words = [folder.name]
         for name in differing:
@@ -63,15 +65,23 @@ def points(group: list[list[dict]], metric: str, x: str) -> tuple[np.ndarray, np
     come."""
     curves = []
     for rows in group:
-        curves.append([(row[x], row[metric]) for row in rows if row.get(metric) is not None])
+        curve = []
+        for row in rows:
+            if row.get(metric) is not None:
+                curve.append((row[x], row[metric]))
+        curves.append(curve)
     length = min(map(len, curves))
-    both = np.array([curve[:length] for curve in curves]).reshape(len(curves), length, 2)
+    both = np.array([curve[:length] for curve in curves])
+    both = both.reshape(len(curves), length, 2)
     return both[..., 0].mean(0), both[..., 1]
 
 
 def main(args: Args):
-    files = sorted(Path("runs").glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
-    folders = args.folders or [file.parent for file in files[-1:]]
+    files = list(Path("runs").glob("*/metrics.jsonl"))
+    folders = args.folders
+    if files and not folders:
+        newest = max(files, key=lambda file: file.stat().st_mtime)
+        folders = [newest.parent]
     if not folders:
         raise SystemExit("plot.py: no run in runs/; name the --output-dir of one")
     groups = group_runs(folders)
@@ -86,12 +96,15 @@ def main(args: Args):
     for axis, metric in zip(axes[0], metrics):
         for label, group in groups.items():
             x, values = points(group, metric, args.x)
-            draw.curve(axis, x, values, label=label, marker="." if len(x) < 10 else None)
-        axis.set(title=metric, xlabel=args.x)
+            marker = None
+            if len(x) < 10:
+                marker = "."
+            draw.curve(axis, x, values, label=label, marker=marker)
+        axis.set_title(metric)
+        axis.set_xlabel(args.x)
     if len(groups) > 1:
-        figure.legend(
-            *axes[0, 0].get_legend_handles_labels(), loc="outside lower center", frameon=False
-        )
+        lines = axes[0, 0].get_legend_handles_labels()
+        figure.legend(*lines, loc="outside lower center", frameon=False)
     print(f"{len(folders)} runs as {len(groups)} curves: ", end="")
     draw.save(figure, args.output)
 

@@ -46,18 +46,25 @@ def read_rows(path: Path) -> list[dict]:
 def read_run(folder: Path) -> dict:
     """A run's flags, its `metrics`, each with the `seconds` of rollout and training until then,
     those of them that are `evaluations`, its `rollouts`, and its `eval_rollouts`."""
-    if not (Path(folder) / "metrics.jsonl").exists():
+    folder = Path(folder)
+    if not (folder / "metrics.jsonl").exists():
         raise SystemExit(f"{folder} holds no metrics.jsonl; name the --output-dir of a run")
-    rows = read_rows(Path(folder) / "metrics.jsonl")
-    for row, seconds in zip(
-        rows, np.cumsum([r.get("time/rollout_s", 0) + r.get("time/train_s", 0) for r in rows])
-    ):
-        row["seconds"] = float(seconds)
-    files = {name: Path(folder) / f"{name}.jsonl" for name in ("rollouts", "eval_rollouts")}
-    saved = {name: read_rows(file) if file.exists() else [] for name, file in files.items()}
-    args = yaml.safe_load((Path(folder) / "args.yaml").read_text())
-    evaluations = [row for row in rows if "eval/scores" in row]
-    return dict(args=args, metrics=rows, evaluations=evaluations) | saved
+    rows = read_rows(folder / "metrics.jsonl")
+    seconds = 0.0
+    for row in rows:
+        seconds += row.get("time/rollout_s", 0) + row.get("time/train_s", 0)
+        row["seconds"] = seconds
+    found = dict(
+        args=yaml.safe_load((folder / "args.yaml").read_text()),
+        metrics=rows,
+        evaluations=[row for row in rows if "eval/scores" in row],
+    )
+    for name in ("rollouts", "eval_rollouts"):
+        file = folder / f"{name}.jsonl"
+        found[name] = []
+        if file.exists():
+            found[name] = read_rows(file)
+    return found
 
 
 def logged(rows: list[dict], metric: str) -> list[float]:
@@ -71,31 +78,23 @@ def logged(rows: list[dict], metric: str) -> list[float]:
 def relative_distance(folder: Path, right: Path) -> float:
     """How far the final weights of two runs are apart, by norm, in units of how far the second
     one's moved."""
-    files = (folder / "model", right / "model", POLICY)
-    weights, expected, start = (load_file(path / "model.safetensors") for path in files)
+    expected = load_file(right / "model/model.safetensors")
 
-    def apart(others):
-        return (
-            sum(
-                np.square(expected[name] - others[name], dtype=np.float64).sum()
-                for name in expected
-            )
-            ** 0.5
-        )
+    def distance(model):
+        weights = load_file(model / "model.safetensors")
+        squares = 0.0
+        for name in expected:
+            difference = expected[name] - weights[name]
+            squares += np.square(difference, dtype=np.float64).sum()
+        return squares**0.5
 
-    return float(apart(weights) / apart(start))
+    return float(distance(folder / "model") / distance(POLICY))
 
 
 def torchrun(processes: int, *program: str) -> list[str]:
     """The words that launch a program on so many processes of this machine."""
-    return [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(processes),
-        *map(str, program),
-    ]
+    words = f"-m torch.distributed.run --standalone --nproc-per-node {processes}"
+    return [*words.split(), *map(str, program)]
 
 
 def run(
@@ -107,14 +106,8 @@ def run(
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(folder or f"{temporary}/run")
         path = script if str(script).endswith(".py") else ROOT / f"{script}.py"
-        command = [
-            sys.executable,
-            *launcher,
-            str(path),
-            *flags.split(),
-            "--output-dir",
-            str(folder),
-        ]
+        command = [sys.executable, *launcher, str(path), *flags.split()]
+        command += ["--output-dir", str(folder)]
         variables = os.environ | DEFAULTS | environment
         finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables)
         if finished.returncode:
@@ -137,7 +130,10 @@ def copy_script(folder: Path, script: str, patch: str | None = None) -> Path:
 
 def import_script(script: str):
     """Import a script (`rloo`, or a path)."""
-    path = Path(script if script.endswith(".py") else ROOT / f"{script}.py").resolve()
+    path = Path(script)
+    if path.suffix != ".py":
+        path = ROOT / f"{script}.py"
+    path = path.resolve()
     sys.path.insert(0, str(path.parent))
     loaded = sys.modules.get(path.stem)
     if loaded and Path(loaded.__file__).resolve() != path:
@@ -156,14 +152,21 @@ def run_forked(job: tuple) -> dict:
     # OMP_NUM_THREADS comes too late for a program that imports torch before it calls `run_all`.
     importlib.import_module("torch").set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
-        os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        output_dir = f"{folder}/run"
         try:
             name, *patch = script.split()
-            module = import_script(str(copy_script(Path(folder), name, *patch)) if patch else name)
-            for edit in filter(callable, more):
-                edit(module)
-            output_dir = next((x for x in more if isinstance(x, str)), f"{folder}/run")
-            module.main(tyro.cli(module.Args, args=[*flags.split(), "--output-dir", output_dir]))
+            if patch:
+                name = str(copy_script(Path(folder), name, *patch))
+            module = import_script(name)
+            for extra in more:
+                if callable(extra):
+                    extra(module)
+                else:
+                    output_dir = extra
+            words = [*flags.split(), "--output-dir", output_dir]
+            module.main(tyro.cli(module.Args, args=words))
         except (Exception, SystemExit):
             printed = Path(log.name).read_text()[-4000:]
             raise RuntimeError(f"{script} {flags}\n{traceback.format_exc()}{printed}") from None
@@ -207,16 +210,21 @@ def machine() -> str:
     """What numbers depend on besides the flags: the processor, its threads and the versions of
     libraries."""
     torch = importlib.import_module("torch")
+    processor = platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    names = re.findall(
-        r"^model name\s*: (.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M
-    )
-    processor = f"{(names or [platform.machine()])[0]} {torch.backends.cpu.get_cpu_capability()}"
-    versions = [f"{name} {version(name)}" for name in ("torch", "transformers")]
+    if cpuinfo.exists():
+        found = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.M)
+        if found:
+            processor = found[1]
     threads = os.environ.get("OMP_NUM_THREADS", DEFAULTS["OMP_NUM_THREADS"])
-    return ", ".join(
-        [processor, f"threads {threads}", f"python {platform.python_version()}", *versions]
-    )
+    facts = [
+        f"{processor} {torch.backends.cpu.get_cpu_capability()}",
+        f"threads {threads}",
+        f"python {platform.python_version()}",
+        f"torch {version('torch')}",
+        f"transformers {version('transformers')}",
+    ]
+    return ", ".join(facts)
 
 
 # ---- a program that measures
@@ -245,23 +253,26 @@ class Part:
     """what must be installed beside requirements.txt; a smoke run needs nothing"""
 
     def rows(self, smoke: bool = False) -> list[dict]:
-        """Run the jobs. smoke: those with the first seed alone, with the flags of `short`."""
+        """Run the jobs, or those of a smoke run."""
         jobs = self.jobs
         if smoke:
-            first = next((names.get("seed") for names in jobs.values()), None)
-            chosen = {
-                job: names
-                for job, names in jobs.items()
-                if names.get("seed", first) == first and self.smoke(names)
-            }
-            jobs = {
-                (job[0], f"{job[1]} {self.short}", *job[2:]): names for job, names in chosen.items()
-            }
+            jobs = self.smoke_jobs()
         if self.measure:
             return self.measure(jobs, smoke)
-        return run_all(
-            list(jobs), lambda job, result: jobs[job] | self.keep(jobs[job], result), self.processes
-        )
+
+        def finish(job, result):
+            return jobs[job] | self.keep(jobs[job], result)
+
+        return run_all(list(jobs), finish, self.processes)
+
+    def smoke_jobs(self) -> dict[tuple, dict]:
+        """The jobs with the first seed alone, with the flags of `short`."""
+        first = next((names.get("seed") for names in self.jobs.values()), None)
+        jobs = {}
+        for (script, flags, *more), names in self.jobs.items():
+            if names.get("seed", first) == first and self.smoke(names):
+                jobs[script, f"{flags} {self.short}", *more] = names
+        return jobs
 
 
 @dataclass
@@ -284,34 +295,53 @@ def main(
 
     result: the .json file of its rows; plot(rows, folder): draws the figures into a folder
     """
-    names = [f"{name} (needs {part.needs})" if part.needs else name for name, part in parts.items()]
+    names = []
+    for name, part in parts.items():
+        if part.needs:
+            name += f" (needs {part.needs})"
+        names.append(name)
     options = tyro.cli(Options, description=f"{about}\nParts: {', '.join(names)}")
-    if wrong := [name for name in options.parts if name not in parts]:
+    wrong = [name for name in options.parts if name not in parts]
+    if wrong:
         raise SystemExit(f"no part {', '.join(wrong)}; the parts are {', '.join(parts)}")
     os.chdir(ROOT)
-    for name in () if options.plot else options.parts or parts:
+    chosen = options.parts or parts
+    if options.plot:
+        chosen = ()
+    for name in chosen:
         if options.smoke:
-            print(json.dumps({name: fingerprint(parts[name].rows(smoke=True))}), flush=True)
+            numbers = fingerprint(parts[name].rows(smoke=True))
+            print(json.dumps({name: numbers}), flush=True)
         else:
             measure_part(result, name, parts)
     if plot:
-        with tempfile.TemporaryDirectory() as folder:
-            plot(read_result(result)["rows"], Path(folder) if options.smoke else result.parent)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = result.parent
+            if options.smoke:
+                folder = Path(temporary)
+            plot(read_result(result)["rows"], folder)
 
 
 def measure_part(path: Path, name: str, parts: dict[str, Part]):
     """Measure a part, and write its rows into the program's file, with what is known about their
     origin."""
-    start, commit = time.time(), git("rev-parse", "--short", "HEAD")
+    part = parts[name]
+    start = time.time()
+    commit = git("rev-parse", "--short", "HEAD")
     if git("status", "--porcelain", "--", "*.py", "*.patch"):
         commit += ", changed"
-    if parts[name].prepare:
-        parts[name].prepare()
-    rows = [dict(part=name) | row for row in parts[name].rows()]
+    if part.prepare:
+        part.prepare()
+    rows = []
+    for row in part.rows():
+        rows.append(dict(part=name) | row)
     stamp = dict(
-        commit=commit, date=date.today().isoformat(), minutes=round((time.time() - start) / 60, 1)
+        commit=commit,
+        date=date.today().isoformat(),
+        minutes=round((time.time() - start) / 60, 1),
+        machine=machine(),
+        fingerprint=fingerprint(part.rows(smoke=True)),
     )
-    stamp |= dict(machine=machine(), fingerprint=fingerprint(parts[name].rows(smoke=True)))
     old = read_result(path)
     stamps = old["parts"] | {name: stamp}
     rows += [row for row in old["rows"] if row["part"] != name]
@@ -321,6 +351,7 @@ def measure_part(path: Path, name: str, parts: dict[str, Part]):
 def fingerprint(rows: list[dict]) -> dict[str, float]:
     """The mean of each number in the rows, with three digits, without times and memory."""
     found = {}
+    left_out = re.compile("seconds|_s$|minutes|gib|seed")
 
     def collect(name, value):
         if isinstance(value, dict):
@@ -329,9 +360,7 @@ def fingerprint(rows: list[dict]) -> dict[str, float]:
         elif isinstance(value, list):
             for inner in value:
                 collect(name, inner)
-        elif isinstance(value, (int, float)) and not re.search(
-            "seconds|_s$|minutes|gib|seed", name
-        ):
+        elif isinstance(value, (int, float)) and not left_out.search(name):
             found.setdefault(name, []).append(value)
 
     collect("", rows)
@@ -340,20 +369,24 @@ def fingerprint(rows: list[dict]) -> dict[str, float]:
 
 def git(*words: str) -> str:
     """What git prints in the repository's root."""
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    finished = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    return finished.stdout.strip()
 
 
 def read_result(path: Path) -> dict:
     """A file of results: for each of its `parts` the commit, the date and more, and the `rows`,
     each with its part."""
-    return json.loads(path.read_text()) if path.exists() else dict(parts={}, rows=[])
+    if not path.exists():
+        return dict(parts={}, rows=[])
+    return json.loads(path.read_text())
 
 
 def write_result(path: Path, parts: dict[str, dict], rows: list[dict]):
     """A file of results, with a line for each part and for each row."""
     stamps = [f"{json.dumps(name)}: {json.dumps(stamp)}" for name, stamp in parts.items()]
     order = list(parts)
-    lines = map(json.dumps, sorted(rows, key=lambda row: order.index(row["part"])))
+    rows = sorted(rows, key=lambda row: order.index(row["part"]))
+    lines = map(json.dumps, rows)
     text = ['{\n"parts": {', ",\n".join(stamps), '},\n"rows": [', ",\n".join(lines), "]\n}\n"]
     path.write_text("\n".join(text))
 
@@ -362,14 +395,21 @@ def curves(result: dict, metrics) -> dict[str, list]:
     """A run in few points, one for each evaluation: its episode, and its score. A point of another
     metric is the mean since the evaluation before. The first point is that of iteration 1. What the
     run does not log is left out."""
-    evaluations, rows = result["evaluations"], result["metrics"][1:]
+    evaluations = result["evaluations"]
+    rows = result["metrics"][1:]
     ends = [row["iteration"] for row in evaluations]
+    since = []
+    for start, end in zip([0, *ends], [1, *ends[1:]]):
+        since.append(rows[start:end])
     points = {"episode": [row["episode"] for row in evaluations]}
     for name in metrics:
-        spans = [rows[start:end] for start, end in zip([0, *ends], [1, *ends[1:]])]
+        if not any(name in row for row in rows):
+            continue
+        spans = since
         if name == "eval/scores":
             spans = [[row] for row in evaluations]
-        if any(name in row for row in rows):
-            means = [np.mean([row[name] for row in span if name in row]) for span in spans]
-            points[name] = [float(f"{mean:.4g}") for mean in means]
+        points[name] = []
+        for span in spans:
+            mean = np.mean([row[name] for row in span if name in row])
+            points[name].append(float(f"{mean:.4g}"))
     return points

@@ -52,18 +52,18 @@ class Args:
 def exact_match(first: list, second: list, answer: list, **_) -> list[float]:
     """The judge of that name: the completion that is the row's `answer`. A tie where both or none
     are."""
-    verdicts = []
-    for a, b in zip(rloo.exact_match(first, answer), rloo.exact_match(second, answer)):
-        verdicts.append(0.5 + (b - a) / 2)
-    return verdicts
+    a = rloo.exact_match(first, answer)
+    b = rloo.exact_match(second, answer)
+    return [0.5 + (y - x) / 2 for x, y in zip(a, b)]
 
 
 def load_prompts(args: Args, tokenizer) -> list:
-    return rloo.load_prompts(rloo.Args(), args.dataset, "none", tokenizer)[: args.num_prompts]
+    prompts = rloo.load_prompts(rloo.Args(), args.dataset, "none", tokenizer)
+    return prompts[: args.num_prompts]
 
 
 def complete(
-    language_model, tokenizer, prompts: list[list[int]], uniforms, temperature=1.0, at_once=2**20
+    language_model, tokenizer, prompts: list, uniforms, temperature=1.0, at_once=2**20
 ) -> tuple:
     """Complete prompts as the scripts do -> the tokens of each completion, and which ones ended.
 
@@ -72,12 +72,15 @@ def complete(
     eos_ids = rloo.find_eos_ids(language_model, tokenizer, None)
     language_model.can_share_prompts = True
     model = rloo.CompletionModel(language_model, tokenizer, eos_ids, rloo.Args())
-    token_ids, ended = [], []
+    token_ids = []
+    ended = []
     for i in range(0, len(prompts), at_once):
-        rows = torch.from_numpy(uniforms[i : i + at_once]).to(language_model.device)
-        tokens = rloo.pad_left(prompts[i : i + at_once]).to(rows.device)
+        some = slice(i, i + at_once)
+        rows = torch.from_numpy(uniforms[some]).to(language_model.device)
+        tokens = rloo.pad_left(prompts[some]).to(rows.device)
         batch = rloo.sample(model, tokens, rows, temperature)
-        token_ids += [[token for token in row if token >= 0] for row in batch["tokens"].tolist()]
+        for row in batch["tokens"].tolist():
+            token_ids.append([token for token in row if token >= 0])
         ended += batch["ended"].tolist()
     return token_ids, ended
 
@@ -97,7 +100,15 @@ def sample(args: Args, path: str, index: int) -> tuple[list[str], float]:
     token_ids, ended = complete(
         language_model, tokenizer, prompts, uniforms, args.temperature, args.batch_size
     )
-    return tokenizer.batch_decode(token_ids, skip_special_tokens=True), float(np.mean(ended))
+    texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+    return texts, float(np.mean(ended))
+
+
+def as_message(row: dict, text):
+    """As in the scripts, the completion of messages is a message."""
+    if isinstance(row["prompt"], list) and isinstance(text, str):
+        return [{"role": "assistant", "content": text}]
+    return text
 
 
 def judge_pairs(
@@ -107,34 +118,36 @@ def judge_pairs(
 
     Returns for each pair its texts, the model's place, and its win.
     """
-    swapped = rloo.keyed_rng(seed, rloo.PROMPT_ORDER, 0).permutation(len(rows)) < len(rows) // 2
-    shown = [
-        pair[::-1] if swap else pair for pair, swap in zip(zip(completions, baselines), swapped)
-    ]
-
-    def as_message(row, text):  # As in the scripts, the completion of messages is a message.
-        is_chat = isinstance(row["prompt"], list) and isinstance(text, str)
-        return [{"role": "assistant", "content": text}] if is_chat else text
-
+    count = len(rows)
+    rng = rloo.keyed_rng(seed, rloo.PROMPT_ORDER, 0)
+    swapped = rng.permutation(count) < count // 2
+    shown = []
+    for pair, swap in zip(zip(completions, baselines), swapped):
+        if swap:
+            pair = pair[::-1]
+        shown.append(pair)
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     columns["prompts"] = columns.pop("prompt")
-    columns["first"], columns["second"] = (
-        [as_message(*x) for x in zip(rows, texts)] for texts in zip(*shown)
-    )
+    for i, place in enumerate(("first", "second")):
+        columns[place] = [as_message(row, pair[i]) for row, pair in zip(rows, shown)]
     verdicts = judge(**columns)
-    if len(verdicts) != len(rows):
-        raise ValueError(f"the judge returned {len(verdicts)} verdicts for {len(rows)} pairs")
+    if len(verdicts) != count:
+        raise ValueError(f"the judge returned {len(verdicts)} verdicts for {count} pairs")
     pairs = []
     for i, verdict in enumerate(verdicts):
+        prompt = rows[i]["prompt"]
         if verdict not in (0, 0.5, 1, None):
-            pair = f"pair {i}, {shown[i][0]!r} and {shown[i][1]!r} for {rows[i]['prompt']!r}"
-            raise ValueError(
-                f"{pair}: the judge said {verdict!r}, not 0, 1, or for a tie 0.5 or None"
-            )
-        of_second = 0.5 if verdict is None else float(verdict)  # its share of the win
-        texts = dict(prompt=rows[i]["prompt"], model=completions[i], baseline=baselines[i])
-        place, win = ("second", of_second) if swapped[i] else ("first", 1 - of_second)
-        pairs.append(dict(pair=i, **texts, model_shown=place, win=win))
+            first, second = shown[i]
+            pair = f"pair {i}, {first!r} and {second!r} for {prompt!r}"
+            expected = "0, 1, or for a tie 0.5 or None"
+            raise ValueError(f"{pair}: the judge said {verdict!r}, not {expected}")
+        win = 0.5 if verdict is None else float(verdict)
+        place = "second"
+        if not swapped[i]:
+            win = 1 - win
+            place = "first"
+        pair = dict(pair=i, prompt=prompt, model=completions[i], baseline=baselines[i])
+        pairs.append(pair | dict(model_shown=place, win=win))
     return pairs
 
 
@@ -145,10 +158,10 @@ def interval(win_rate: float, count: int) -> tuple[float, float]:
     that are less than z standard errors of their own from the mean.
     """
     z = 1.959964
-    center = (win_rate + z**2 / (2 * count)) / (1 + z**2 / count)
-    half = (
-        z / (1 + z**2 / count) * (win_rate * (1 - win_rate) / count + z**2 / (4 * count**2)) ** 0.5
-    )
+    scale = 1 + z**2 / count
+    center = (win_rate + z**2 / (2 * count)) / scale
+    variance = win_rate * (1 - win_rate) / count
+    half = z / scale * (variance + z**2 / (4 * count**2)) ** 0.5
     low = max(0.0, center - half)
     high = min(1.0, center + half)
     return min(win_rate, low), max(win_rate, high)  # whatever rounding does
@@ -157,40 +170,43 @@ def interval(win_rate: float, count: int) -> tuple[float, float]:
 def main(args: Args) -> tuple[float, float, float]:
     """Sample, judge, print and write -> the win rate and its interval."""
     rloo.transformers.utils.logging.disable_progress_bar()
-    judge = exact_match if args.judge == "exact_match" else rloo.load_reward(args.judge)
+    judge = exact_match
+    if args.judge != "exact_match":
+        judge = rloo.load_reward(args.judge)
     prompts = load_prompts(args, AutoTokenizer.from_pretrained(args.model))
     rows = [prompt.row for prompt in prompts]
-    column = args.baseline.removeprefix("column:") if args.baseline.startswith("column:") else None
-    if column is not None and column not in rows[0]:
-        raise ValueError(
-            f"--baseline {args.baseline}: the columns of {args.dataset} are {', '.join(rows[0])}"
-        )
+    is_column = args.baseline.startswith("column:")
+    column = args.baseline.removeprefix("column:")
+    if is_column and column not in rows[0]:
+        columns = ", ".join(rows[0])
+        raise ValueError(f"--baseline {args.baseline}: the columns of {args.dataset} are {columns}")
     completions, share = sample(args, args.model, 0)
     ended = f"{100 * share:.0f} % of the model's completions ended"
-    if column:
+    if is_column:
         baselines = [row[column] for row in rows]
     else:
         baselines, share = sample(args, args.baseline, 1)
         ended += f", of the baseline's {100 * share:.0f} %"
     pairs = judge_pairs(judge, rows, completions, baselines, args.seed)
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(
-        "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs), encoding="utf-8"
-    )
+    with open(args.output, "w", encoding="utf-8") as file:
+        for pair in pairs:
+            file.write(json.dumps(pair, ensure_ascii=False) + "\n")
 
     wins = np.array([pair["win"] for pair in pairs])
-    low, high = interval(wins.mean(), len(wins))
+    rate = wins.mean()
+    low, high = interval(rate, len(wins))
     print(f"{args.model} against {args.baseline}, {len(wins):,} pairs:")
     print(
-        f"win rate {100 * wins.mean():.1f} %, 95 % interval {100 * low:.1f} to {100 * high:.1f} %",
+        f"win rate {100 * rate:.1f} %, 95 % interval {100 * low:.1f} to {100 * high:.1f} %; ",
         end="",
     )
-    print(f"; {(wins == 1).sum()} won, {(wins == 0.5).sum()} tied, {(wins == 0).sum()} lost")
+    print(f"{(wins == 1).sum()} won, {(wins == 0.5).sum()} tied, {(wins == 0).sum()} lost")
     for place in ("first", "second"):
         at_place = [pair["win"] for pair in pairs if pair["model_shown"] == place]
         print(f"shown {place}: {100 * np.mean(at_place):.1f} % of {len(at_place)}", end="; ")
     print(f"{ended}; pairs in {args.output}")
-    return float(wins.mean()), low, high
+    return float(rate), low, high
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ ablations.png.
 """
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
 from run import BENCHMARK, POLICY, SCRIPTS, Part, main, read_rows
+from tables import column, grouped, having
 
 RESULT = Path(__file__).with_suffix(".json")
 OWN_POLICY = RESULT.with_name("policy")
-STEPS, BATCH_SIZE = 400, 128  # of its training
+STEPS = 400  # of its training
+BATCH_SIZE = 128
 MODEL = "--reward none --reward-model-path benchmark/default/reward_model"
 MODEL += " --eval-reward exact_match --eval-temperature 1"
 LENGTH = "--model-path benchmark/ablations/policy --response-length 16 --learning-rate 1e-4"
@@ -61,15 +64,6 @@ TITLES = {
     "eos": "GRPO: a judge that likes length",
     "learning_rate": "learning rate",
 }
-ENDS = [  # lines of numbers at the end: study, script, number, label, color
-    ("kl", "rloo", "scores", "learned score", draw.OTHERS[0]),
-    ("kl", "rloo", "held_out", "right, held-out", draw.OTHERS[1]),
-    ("eos", "grpo", "held_out", "right, held-out", draw.OTHERS[0]),
-    ("eos", "grpo", "ended", "ended", draw.OTHERS[1]),
-    ("learning_rate", "rloo", "held_out", "rloo.py", draw.COLORS["rloo"]),
-    ("learning_rate", "grpo", "held_out", "grpo.py", draw.COLORS["grpo"]),
-    ("learning_rate", "ppo", "held_out", "ppo.py", draw.COLORS["ppo"]),
-]
 
 
 def make_policy(_, smoke: bool = False) -> list[dict]:
@@ -80,31 +74,37 @@ def make_policy(_, smoke: bool = False) -> list[dict]:
     the prompts take four times as many tokens, and there is the same thing to learn.
     """
     import torch  # These imports take seconds, and --help does not need them.
+    from torch.nn.utils.rnn import pad_sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from win_rate import complete
 
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
     policy = AutoModelForCausalLM.from_pretrained(POLICY)
-    steps = 4 if smoke else STEPS
-    texts = [row["prompt"] for row in read_rows(BENCHMARK / "default" / "train.jsonl")]
-    texts = texts[:64] if smoke else texts * 4
-    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    steps = STEPS
+    texts = 4 * column(read_rows(BENCHMARK / "default/train.jsonl"), "prompt")
+    if smoke:
+        steps = 4
+        texts = texts[:64]
+    prompts = tokenizer(texts)["input_ids"]
     rng = np.random.default_rng([1, 0])
-    answers, _ = complete(policy, tokenizer, prompts, rng.random((len(prompts), 4)))
+    uniforms = rng.random((len(prompts), 4))
+    answers, _ = complete(policy, tokenizer, prompts, uniforms)
+    space = tokenizer.convert_tokens_to_ids(" ")
     rows = []  # prompt, answer, spaces, EOS
     for text, prompt, answer in zip(texts, prompts, answers):
-        count = int(rng.integers(8, 13)) * (int(text[0]) % 2)
-        spaces = [tokenizer.convert_tokens_to_ids(" ")] * count
-        rows.append(prompt + answer[:-1] + spaces + answer[-1:])
-    longest = max(map(len, rows))
-    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-    labels = torch.tensor([row + [-100] * (longest - len(row)) for row in rows])
+        count = int(rng.integers(8, 13))
+        if int(text[0]) % 2 == 0:
+            count = 0
+        row = prompt + answer[:-1] + [space] * count + answer[-1:]
+        rows.append(torch.tensor(row))
+    tokens = pad_sequence(rows, batch_first=True)
+    labels = pad_sequence(rows, batch_first=True, padding_value=-100)
     labels[:, : len(prompts[0])] = -100  # only the answers are learned
     optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-4, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     for _ in range(steps):
-        chosen = torch.from_numpy(rng.integers(len(rows), size=BATCH_SIZE))
+        chosen = rng.integers(len(rows), size=BATCH_SIZE)
         loss = policy(input_ids=tokens[chosen], labels=labels[chosen]).loss
         loss.backward()
         optimizer.step()
@@ -119,31 +119,38 @@ def make_policy(_, smoke: bool = False) -> list[dict]:
 def jobs_of(study: str) -> dict[tuple, dict]:
     """Every setting of a study, with every seed."""
     jobs = {}
-    episodes = 8192 if study in ("kl", "eos", "loss") else 4096
-    seeds = (1, 2, 3) if study == "learning_rate" else (1, 2, 3, 4, 5)
-    for script, label, own in STUDIES[study]:
-        for seed in seeds:
-            flags = f"--num-sample-generations 0 --total-episodes {episodes} {own} --seed {seed}"
-            jobs[script, flags] = dict(script=script, label=label, seed=seed, flags=flags)
+    episodes = 4096
+    if study in ("kl", "eos", "loss"):
+        episodes = 8192
+    seeds = (1, 2, 3, 4, 5)
+    if study == "learning_rate":
+        seeds = (1, 2, 3)
+    for (script, label, own), seed in product(STUDIES[study], seeds):
+        flags = f"--num-sample-generations 0 --total-episodes {episodes} {own} --seed {seed}"
+        names = dict(script=script, label=label, seed=seed, flags=flags)
+        jobs[script, flags] = names
     return jobs
+
+
+def mean_of(rows: list[dict], name: str) -> float:
+    mean = np.mean(column(rows, name))
+    return round(float(mean), 4)
 
 
 def to_result(_, result: dict) -> dict:
     """What is kept of a run: means of its last ten iterations, and its curve."""
     rows = result["metrics"][1:]
-
-    def end(name):
-        return round(float(np.mean([row[name] for row in rows[-10:]])), 4)
-
-    kept = {"scores": end("objective/scores"), "held_out": round(rows[-1]["eval/scores"], 4)}
-    kept["tokens"] = end("response_length_mean")
-    kept["ended"] = round(end("val/num_eos_tokens") / result["args"]["batch_size"], 4)
-    kept |= {"episode": [], "curve": []}
-    for piece in np.array_split(rows, min(16, len(rows))):
-        kept["episode"].append(piece[-1]["episode"])
-        scores = [row["objective/scores"] for row in piece]
-        kept["curve"].append(round(float(np.mean(scores)), 4))
-    return kept
+    last = rows[-10:]
+    ended = mean_of(last, "val/num_eos_tokens") / result["args"]["batch_size"]
+    pieces = np.array_split(rows, min(16, len(rows)))
+    return {
+        "scores": mean_of(last, "objective/scores"),
+        "held_out": round(rows[-1]["eval/scores"], 4),
+        "tokens": mean_of(last, "response_length_mean"),
+        "ended": round(ended, 4),
+        "episode": [piece[-1]["episode"] for piece in pieces],
+        "curve": [mean_of(piece, "objective/scores") for piece in pieces],
+    }
 
 
 PARTS = {study: Part(jobs_of(study), to_result) for study in STUDIES}
@@ -153,35 +160,40 @@ PARTS["loss"].short += f" --model-path {POLICY}"
 PARTS["policy"] = Part({}, measure=make_policy)
 
 
-def of(results: list[dict], study: str, script: str, label: str) -> list[dict]:
-    wanted = (study, script, label)
-    return [row for row in results if (row["part"], row["script"], row["label"]) == wanted]
-
-
-def plot_curves(axis, results: list[dict], study: str):
+def plot_curves(axis, results: list[dict]):
     """The score against episodes, a curve for each setting."""
-    for (script, label, _), color in zip(STUDIES[study], draw.OTHERS):
-        some = of(results, study, script, label)
+    for (label, some), color in zip(grouped(results, "label").items(), draw.OTHERS):
         style = dict(color=color, label=label.replace("\n", ", "))
-        draw.curve(axis, some[0]["episode"], [row["curve"] for row in some], **style)
+        draw.curve(axis, some[0]["episode"], column(some, "curve"), **style)
     draw.in_thousands(axis)
     axis.set_ylabel("right, sampled")
     axis.legend(frameon=False, fontsize=7, labelspacing=0.3, handlelength=1.2)
 
 
-def plot_ends(
-    axis, results: list[dict], study: str, script: str, name: str, label: str, color: str
-):
+def plot_ends(axis, results: list[dict], name: str, label: str, color: str):
     """A number at the end against the settings, with its 95 % interval."""
-    settings = [setting for its, setting, _ in STUDIES[study] if its == script]
+    settings = grouped(results, "label")
     bars = []
-    for setting in settings:
-        values = [row[name] for row in of(results, study, script, setting)]
-        bars.append(draw.mean_and_band(values))
+    for some in settings.values():
+        bars.append(draw.mean_and_band(column(some, name)))
+    x = range(len(bars))
     style = dict(fmt="o-", ms=3.5, lw=1.3, capsize=2, color=color, label=label)
-    axis.errorbar(range(len(bars)), *np.transpose(bars), **style)
-    axis.set_xticks(range(len(bars)), settings)
+    axis.errorbar(x, *np.transpose(bars), **style)
+    axis.set_xticks(x, settings)
     axis.legend(frameon=False, fontsize=7.5)
+
+
+def plot_lengths(axis, results: list[dict]):
+    """The tokens of an answer, a dot for each seed."""
+    settings = grouped(results, "label")
+    for x, some in enumerate(settings.values()):
+        tokens = column(some, "tokens")
+        places = [x] * len(tokens)
+        axis.plot(places, tokens, "o", ms=4, alpha=0.7, color=draw.OTHERS[x])
+    axis.set_xticks(range(len(settings)), settings, fontsize=6.5)
+    axis.set_yticks(range(0, 17, 4))
+    axis.set_ylim(0, 16.5)
+    axis.set_ylabel("tokens of an answer at the end")
 
 
 def plot(results: list[dict], folder: Path):
@@ -190,21 +202,26 @@ def plot(results: list[dict], folder: Path):
     for name, title in TITLES.items():
         axes[name].set_title(title, fontsize=8.5)
     for study in ("group", "epochs", "loss", "clip"):
-        plot_curves(axes[study], results, study)
-    for study, *line in ENDS:
-        plot_ends(axes[study], results, study, *line)
-    axes["kl"].set(xlabel="--kl-coef", ylim=(0, 1))
-    axes["eos"].set(xlabel="--missing-eos-penalty", xlim=(-0.5, 1.5), ylim=(0, 1.05))
-    axes["learning_rate"].set(
-        xlabel="--learning-rate", ylabel="right, held-out, greedy", ylim=(0, 1.05)
-    )
-    lengths = axes["lengths"]
-    lengths.set(ylabel="tokens of an answer at the end", ylim=(0, 16.5), yticks=range(0, 17, 4))
-    for x, ((script, label, _), color) in enumerate(zip(STUDIES["loss"], draw.OTHERS)):
-        tokens = [row["tokens"] for row in of(results, "loss", script, label)]
-        lengths.plot([x] * len(tokens), tokens, "o", ms=4, alpha=0.7, color=color)
-    labels = [label for _, label, _ in STUDIES["loss"]]
-    lengths.set_xticks(range(len(labels)), labels, fontsize=6.5)
+        plot_curves(axes[study], having(results, part=study))
+    plot_lengths(axes["lengths"], having(results, part="loss"))
+    kl = having(results, part="kl")
+    plot_ends(axes["kl"], kl, "scores", "learned score", draw.OTHERS[0])
+    plot_ends(axes["kl"], kl, "held_out", "right, held-out", draw.OTHERS[1])
+    eos = having(results, part="eos")
+    plot_ends(axes["eos"], eos, "held_out", "right, held-out", draw.OTHERS[0])
+    plot_ends(axes["eos"], eos, "ended", "ended", draw.OTHERS[1])
+    for script in SCRIPTS:
+        some = having(results, part="learning_rate", script=script)
+        color = draw.COLORS[script]
+        plot_ends(axes["learning_rate"], some, "held_out", f"{script}.py", color)
+    axes["kl"].set_xlabel("--kl-coef")
+    axes["kl"].set_ylim(0, 1)
+    axes["eos"].set_xlabel("--missing-eos-penalty")
+    axes["eos"].set_xlim(-0.5, 1.5)
+    axes["eos"].set_ylim(0, 1.05)
+    axes["learning_rate"].set_xlabel("--learning-rate")
+    axes["learning_rate"].set_ylabel("right, held-out, greedy")
+    axes["learning_rate"].set_ylim(0, 1.05)
     draw.save(figure, folder / "ablations.png")
 
 

@@ -19,7 +19,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-from run import SCRIPTS, Part, curves, main
+from run import SCRIPTS, Part, curves, logged, main
+from tables import column, having, points
 
 RESULT = Path(__file__).with_suffix(".json")
 SEEDS = range(1, 11)
@@ -38,21 +39,25 @@ KEPT = ("objective/scores", "objective/kl", "eval/scores")
 
 def to_curve(_, result: dict) -> dict:
     """What is kept of a run."""
-    rows, evaluations = result["metrics"], result["evaluations"]
-    sampled = [round(row["objective/scores"], 4) for row in rows[1:]]
-    norms = [row["grad_norm"] for row in rows[1:] if "grad_norm" in row]
+    rows = result["metrics"][1:]
+    evaluations = result["evaluations"]
+    sampled = [round(row["objective/scores"], 4) for row in rows]
+    greedy = [round(row["eval/scores"], 4) for row in evaluations]
+    sampled_after = np.mean(sampled[-10:])
+    norms = np.array(logged(rows, "grad_norm"))
+    above_one = np.mean(norms > 1)
     return {
         "grad_norm": round(float(np.median(norms)), 3),
-        "above_one": round(float(np.mean(np.array(norms) > 1)), 4),
+        "above_one": round(float(above_one), 4),
         "sampled_before": sampled[0],
-        "sampled_after": round(float(np.mean(sampled[-10:])), 4),
-        "greedy_before": round(evaluations[0]["eval/scores"], 4),
-        "greedy_after": round(evaluations[-1]["eval/scores"], 4),
-        "episode": [row["episode"] for row in rows[1:]],
+        "sampled_after": round(float(sampled_after), 4),
+        "greedy_before": greedy[0],
+        "greedy_after": greedy[-1],
+        "episode": column(rows, "episode"),
         "objective/scores": sampled,
-        "eval_episode": [row["episode"] for row in evaluations],
+        "eval_episode": column(evaluations, "episode"),
         "eval_seconds": [round(row["seconds"], 2) for row in evaluations],
-        "eval/scores": [round(row["eval/scores"], 4) for row in evaluations],
+        "eval/scores": greedy,
     }
 
 
@@ -63,29 +68,30 @@ def clipped(names: dict, result: dict) -> dict:
 
 
 def plot(rows: list[dict], folder: Path):
-    plot_default([row for row in rows if row["part"] == "default"], folder)
-    plot_reward_model([row for row in rows if row["part"] == "reward_model"], folder)
+    plot_default(having(rows, part="default"), folder)
+    plot_reward_model(having(rows, part="reward_model"), folder)
 
 
 def plot_default(runs: list[dict], folder: Path):
     figure, [axes] = draw.panels(1, 3, width=3.3, sharey=True)
-    axes[0].set(title="sampled, training prompts", ylabel="right answers", ylim=(0, 1.02))
+    axes[0].set_title("sampled, training prompts")
+    axes[0].set_ylabel("right answers")
+    axes[0].set_ylim(0, 1.02)
     axes[1].set_title("greedy, held-out prompts")
-    axes[2].set(title="greedy, held-out prompts", xlabel="seconds of one core")
+    axes[2].set_title("greedy, held-out prompts")
+    axes[2].set_xlabel("seconds of one core")
     for script in SCRIPTS:
-        some = [curve for curve in runs if curve["script"] == script]
+        some = having(runs, script=script)
         style = dict(color=draw.COLORS[script], label=f"{script}.py")
-        draw.curve(
-            axes[0],
-            some[0]["episode"],
-            [draw.running_mean(c["objective/scores"]) for c in some],
-            **style,
-        )
-        greedy = [c["eval/scores"] for c in some]
-        draw.curve(axes[1], some[0]["eval_episode"], greedy, marker=".", **style)
-        draw.curve(
-            axes[2], np.mean([c["eval_seconds"] for c in some], 0), greedy, marker=".", **style
-        )
+        sampled = list(map(draw.running_mean, column(some, "objective/scores")))
+        episodes = some[0]["episode"]
+        draw.curve(axes[0], episodes, sampled, **style)
+        style["marker"] = "."
+        greedy = column(some, "eval/scores")
+        episodes = some[0]["eval_episode"]
+        draw.curve(axes[1], episodes, greedy, **style)
+        seconds = np.mean(column(some, "eval_seconds"), 0)
+        draw.curve(axes[2], seconds, greedy, **style)
     for axis in axes[:2]:
         draw.in_thousands(axis)
     axes[0].legend(frameon=False, loc="lower right")
@@ -94,34 +100,21 @@ def plot_default(runs: list[dict], folder: Path):
 
 def plot_reward_model(runs: list[dict], folder: Path):
     figure, axes = draw.panels(2, 3, width=3, height=2.3, sharex=True, sharey="row")
-    rows = (
-        ("objective/scores", "learned score\n(reward model, training)"),
-        ("eval/scores", "true score\n(held-out)"),
-    )
-    for column, script in zip(axes.T, SCRIPT_FLAGS):
-        column[0].set_title(
-            f"{script}.py {' '.join(SCRIPT_FLAGS[script].split()[:2])}", fontweight="bold"
-        )
-        for axis, (name, label) in zip(column, rows):
-            if script == "rloo":
-                axis.set_ylabel(label)
-            for kl_coef, style in zip(KL_COEFS, ("--", "-")):
-                some = [
-                    curve[name]
-                    for curve in runs
-                    if (curve["script"], curve["kl_coef"]) == (script, kl_coef)
-                ]
-                settings = dict(color=draw.COLORS[script], ls=style, label=f"--kl-coef {kl_coef}")
-                draw.curve(axis, runs[0]["episode"], some, **settings)
-        draw.in_thousands(column[1])
-        column[1].set_ylim(0, 1)
-        column[1].axhline(
-            np.mean([c["eval/scores"][0] for c in runs]),
-            color="gray",
-            lw=1,
-            ls=":",
-            label="before RL",
-        )
+    axes[0, 0].set_ylabel("learned score\n(reward model, training)")
+    axes[1, 0].set_ylabel("true score\n(held-out)")
+    before = np.mean(points(runs, "eval/scores", 0))
+    for (learned, true), script in zip(axes.T, SCRIPT_FLAGS):
+        words = SCRIPT_FLAGS[script].split()
+        learned.set_title(f"{script}.py {' '.join(words[:2])}", fontweight="bold")
+        for kl_coef, line in zip(KL_COEFS, ("--", "-")):
+            some = having(runs, script=script, kl_coef=kl_coef)
+            style = dict(color=draw.COLORS[script], ls=line, label=f"--kl-coef {kl_coef}")
+            episodes = some[0]["episode"]
+            draw.curve(learned, episodes, column(some, "objective/scores"), **style)
+            draw.curve(true, episodes, column(some, "eval/scores"), **style)
+        draw.in_thousands(true)
+        true.set_ylim(0, 1)
+        true.axhline(before, color="gray", lw=1, ls=":", label="before RL")
     axes[1, 0].legend(frameon=False, fontsize=8)
     draw.save(figure, folder / "reward_model_curves.png")
 
@@ -145,9 +138,10 @@ def reward_model_jobs() -> dict[tuple, dict]:
 
 PARTS = {
     "default": Part(default_jobs(("1",)), to_curve),
-    "clipping": Part(default_jobs(BOUNDS), clipped, smoke=lambda names: names["bound"] == "inf"),
+    "clipping": Part(default_jobs(BOUNDS), clipped),
     "reward_model": Part(reward_model_jobs(), lambda _, result: curves(result, KEPT)),
 }
+PARTS["clipping"].smoke = lambda names: names["bound"] == "inf"
 
 if __name__ == "__main__":
     main(__doc__, RESULT, PARTS, plot)

@@ -40,15 +40,21 @@ from rloo import keyed_rng, pad_left
 
 FOLDER = Path(__file__).resolve().parent
 VOCAB = ["<pad>", "<eos>", *"0123456789+-= "]
-PAD, EOS = 0, 1
+PAD = 0
+EOS = 1
 PROMPT_LENGTH = len("37+58=")
 RESPONSE_LENGTH = len("198") + 1  # the longest answer and its EOS
-NUM_TRAIN, NUM_EVAL = 2048, 256
+NUM_TRAIN = 2048
+NUM_EVAL = 256
 BATCH_SIZE = 128
-# completions of each prompt for the reward model, and their longest
-NUM_SAMPLES, SAMPLED_LENGTH = 8, 8
-NUM_PAIRS, EPOCHS = 64, 2  # pairs in a batch; each is read twice
-SAMPLES, PAIR_ORDER = 0, 2  # what the reward model's random numbers are for
+# for the reward model
+NUM_SAMPLES = 8  # completions of each prompt
+SAMPLED_LENGTH = 8  # of the longest
+NUM_PAIRS = 64  # in a batch
+EPOCHS = 2
+# what its random numbers are for
+SAMPLES = 0
+PAIR_ORDER = 2
 
 
 @dataclass
@@ -61,53 +67,66 @@ class Args:
 def split_sums(rng):
     """Returns all sums but the held-out ones and their mirrors, and the held-out ones: int arrays
     [n, 2], shuffled."""
-    sums = rng.permutation([(a, b) for a in range(10, 100) for b in range(10, 100)])  # [8100, 2]
-    held_out = {tuple(sorted(pair)) for pair in sums[:NUM_EVAL].tolist()}
-    seen = [pair for pair in sums.tolist() if tuple(sorted(pair)) not in held_out]
-    return np.array(seen), sums[:NUM_EVAL]
+    numbers = range(10, 100)
+    sums = rng.permutation(list(itertools.product(numbers, numbers)))  # [8100, 2]
+    held_out = sums[:NUM_EVAL]
+    excluded = held_out.tolist()
+    excluded += held_out[:, ::-1].tolist()
+    seen = [pair for pair in sums.tolist() if pair not in excluded]
+    return np.array(seen), held_out
 
 
 def write_jsonl(path, sums):
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums.tolist()]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with open(path, "w") as file:
+        for a, b in sums.tolist():
+            row = {"prompt": f"{a}+{b}=", "answer": str(a + b)}
+            file.write(json.dumps(row) + "\n")
 
 
 def make_tokenizer():
     """One token per character; a character outside the vocabulary raises an error."""
-    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCAB)}))
+    ids = {token: i for i, token in enumerate(VOCAB)}
+    backend = Tokenizer(models.WordLevel(ids))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    special = dict(
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        model_input_names=["input_ids", "attention_mask"],
         pad_token="<pad>",
         eos_token="<eos>",
         model_max_length=64,
         clean_up_tokenization_spaces=False,
     )
-    names = ["input_ids", "attention_mask"]
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, model_input_names=names, **special
-    )
 
 
 def new_policy():
-    sizes = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4)
-    sizes |= dict(vocab_size=len(VOCAB), max_position_embeddings=64, attention_dropout=0.0)
+    special = dict(eos_token_id=EOS, pad_token_id=PAD)
     config = transformers.LlamaConfig(
-        **sizes, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD
+        vocab_size=len(VOCAB),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        attention_dropout=0.0,
+        bos_token_id=None,
+        **special,
     )
     policy = transformers.LlamaForCausalLM(config)
-    policy.generation_config = transformers.GenerationConfig(
-        do_sample=True, eos_token_id=EOS, pad_token_id=PAD
-    )
+    policy.generation_config = transformers.GenerationConfig(do_sample=True, **special)
     return policy
 
 
 def encode(sums, answers):
     """Token ids of prompts and of answers, each ended by EOS: [n, PROMPT_LENGTH] and [n,
     RESPONSE_LENGTH]."""
-    prompts = [[VOCAB.index(c) for c in f"{a}+{b}="] for a, b in sums]
-    responses = [[VOCAB.index(c) for c in answer] + [EOS] for answer in answers]
-    responses = [ids + [PAD] * (RESPONSE_LENGTH - len(ids)) for ids in responses]
+    prompts = []
+    responses = []
+    for (a, b), answer in zip(sums, answers):
+        prompts.append([VOCAB.index(c) for c in f"{a}+{b}="])
+        ids = [VOCAB.index(c) for c in answer] + [EOS]
+        ids += [PAD] * (RESPONSE_LENGTH - len(ids))
+        responses.append(ids)
     return torch.tensor(prompts), torch.tensor(responses)
 
 
@@ -115,9 +134,11 @@ def fit(model, losses, steps: int, lr: float, warmup: int):
     """A step of AdamW for each of `losses`, which a generator makes; the rate is warmed up, then
     falls to 0."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min((i + 1) / warmup, 1 - i / steps)
-    )
+
+    def factor(i):
+        return min((i + 1) / warmup, 1 - i / steps)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     for loss in losses:
         optimizer.zero_grad()
         loss.backward()
@@ -134,15 +155,15 @@ def losses_on_answers(
         batch = sums[rng.integers(len(sums), size=batch_size)]  # [batch_size, 2]
         answers = [str(a + b) for a, b in batch]
         for i in np.flatnonzero(rng.random(batch_size) < wrong):
-            answers[i] = answers[i][:-1] + str(wrong_digits[tuple(batch[i] % 10)])
+            wrong_digit = wrong_digits[tuple(batch[i] % 10)]
+            answers[i] = answers[i][:-1] + str(wrong_digit)
         prompts, responses = encode(batch, answers)
         # The last token is only predicted, never read. The last token of a prompt predicts the
         # first of its answer.
-        logits = policy(torch.cat([prompts, responses[:, :-1]], dim=1)).logits
-        logits = logits[:, PROMPT_LENGTH - 1 :]
-        yield torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), responses.flatten(), ignore_index=PAD
-        )
+        tokens = torch.cat([prompts, responses[:, :-1]], dim=1)
+        logits = policy(tokens).logits
+        logits = logits[:, PROMPT_LENGTH - 1 :].flatten(0, 1)
+        yield torch.nn.functional.cross_entropy(logits, responses.flatten(), ignore_index=PAD)
 
 
 def make_policy(folder: Path, seed: int):
@@ -150,16 +171,13 @@ def make_policy(folder: Path, seed: int):
     rng = np.random.default_rng(seed)
     seen, held_out = split_sums(rng)
     policy = new_policy()
-    fit(policy, losses_on_answers(policy, seen, 3000, rng), steps=3000, lr=1e-3, warmup=50)
+    losses = losses_on_answers(policy, seen, 3000, rng)
+    fit(policy, losses, 3000, lr=1e-3, warmup=50)
     # 10 x 10 wrong last digits, one for every pair of last digits
-    wrong_digits = (np.add.outer(range(10), range(10)) + rng.integers(1, 10, size=(10, 10))) % 10
-    fit(
-        policy,
-        losses_on_answers(policy, seen, 600, rng, wrong_digits, wrong=0.7),
-        steps=600,
-        lr=5e-4,
-        warmup=50,
-    )
+    last_digits = np.add.outer(range(10), range(10))
+    wrong_digits = (last_digits + rng.integers(1, 10, size=(10, 10))) % 10
+    losses = losses_on_answers(policy, seen, 600, rng, wrong_digits, wrong=0.7)
+    fit(policy, losses, 600, lr=5e-4, warmup=50)
     folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "train.jsonl", seen[:NUM_TRAIN])
     write_jsonl(folder / "eval.jsonl", held_out)
@@ -176,17 +194,27 @@ def draw_pairs(policy, tokenizer, path: Path, seed: int) -> list[tuple[list[int]
 
     A pair counts once, however often its two completions were drawn.
     """
-    rows = [row for row in read_rows(path) for _ in range(NUM_SAMPLES)]
+    rows = []
+    for row in read_rows(path):
+        rows += [row] * NUM_SAMPLES
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
-    uniforms = keyed_rng(seed, SAMPLES).random((len(rows), SAMPLED_LENGTH))
+    rng = keyed_rng(seed, SAMPLES)
+    uniforms = rng.random((len(rows), SAMPLED_LENGTH))
     drawn, _ = complete(policy, tokenizer, prompts, uniforms)
-    chosen, rejected = {}, {}  # of each prompt; dicts as sets that keep their order
+    chosen = {}  # of each prompt, a dict as a set that keeps its order
+    rejected = {}
     for row, prompt, tokens in zip(rows, prompts, drawn):
-        is_right = tokenizer.decode(tokens, skip_special_tokens=True).strip() == row["answer"]
-        sequences = chosen if is_right else rejected
-        sequences.setdefault(row["prompt"], {})[(*prompt, *tokens)] = None
-    pairs = (itertools.product(chosen[prompt], rejected.get(prompt, ())) for prompt in chosen)
-    return [(list(right), list(wrong)) for of_prompt in pairs for right, wrong in of_prompt]
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        sequences = rejected
+        if text.strip() == row["answer"]:
+            sequences = chosen
+        of_prompt = sequences.setdefault(row["prompt"], {})
+        of_prompt[(*prompt, *tokens)] = None
+    pairs = []
+    for prompt, right in chosen.items():
+        for one, other in itertools.product(right, rejected.get(prompt, ())):
+            pairs.append((list(one), list(other)))
+    return pairs
 
 
 def scores_of(model, sequences: list[list[int]]) -> torch.Tensor:
@@ -197,7 +225,8 @@ def scores_of(model, sequences: list[list[int]]) -> torch.Tensor:
     hidden = model.base_model(
         tokens.clamp(min=0), attention_mask=mask, position_ids=positions, use_cache=False
     )
-    return model.score(hidden.last_hidden_state[:, -1]).squeeze(-1)
+    last = hidden.last_hidden_state[:, -1]
+    return model.score(last).squeeze(-1)
 
 
 def losses_of(model, pairs: list, batches: list):
@@ -212,9 +241,8 @@ def make_reward_model(folder: Path, seed: int):
     logging.set_verbosity_error()  # the new head is meant to be missing in the policy's checkpoint
     torch.manual_seed(seed)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "policy")
-    policy = transformers.AutoModelForCausalLM.from_pretrained(
-        folder / "policy", dtype=torch.float32
-    ).eval()
+    language_model = transformers.AutoModelForCausalLM
+    policy = language_model.from_pretrained(folder / "policy", dtype=torch.float32).eval()
     pairs = draw_pairs(policy, tokenizer, folder / "train.jsonl", seed)
     classifier = transformers.AutoModelForSequenceClassification
     model = classifier.from_pretrained(folder / "policy", num_labels=1, dtype=torch.float32)
@@ -222,7 +250,8 @@ def make_reward_model(folder: Path, seed: int):
     rng = keyed_rng(seed, PAIR_ORDER)
     order = np.concatenate([rng.permutation(len(pairs)) for _ in range(EPOCHS)])
     batches = np.array_split(order, len(order) // NUM_PAIRS)
-    fit(model, losses_of(model, pairs, batches), len(batches), lr=3e-4, warmup=10)
+    losses = losses_of(model, pairs, batches)
+    fit(model, losses, len(batches), lr=3e-4, warmup=10)
     model.save_pretrained(folder / "reward_model")
     tokenizer.save_pretrained(folder / "reward_model")
 

@@ -25,8 +25,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-import tables
-from run import BENCHMARK, Part, main, prepare_forks, read_rows, run, run_forked
+from run import BENCHMARK, Part, logged, main, prepare_forks, read_rows, run, run_forked
+from tables import column, having, ladder_relative_noise
 
 RESULT = Path(__file__).with_suffix(".json")
 BATCH = 64  # episodes, the default of all scripts
@@ -52,6 +52,7 @@ def only_divide(ppo):
 COMMON = "--kl-coef 0 --num-ppo-epochs 1 --learning-rate 1e-4 --lr-scheduler-type constant"
 SHIFTED = f"{COMMON} --reward benchmark/ladder/shifted.py"
 RAW = f"{COMMON} --no-whiten-advantages"
+UNSCALED = f"{COMMON} --scale-rewards none"
 
 REINFORCE = "rloo ladder/reinforce.patch"
 HALF_WAY = "the policy half-way"
@@ -64,15 +65,18 @@ RUNGS = {
     "PPO": ("ppo", COMMON),
     "REINFORCE, scores + 1": (REINFORCE, f"{SHIFTED}:plus_one"),
 }
-GROUPS = {"REINFORCE": (1, 2, 4), "RLOO": (2, 4), "GRPO": (2, 4), "PPO": (1,)}  # k of each rung
-GROUPS["REINFORCE, scores + 1"] = (4,)
+GROUPS = {  # k of each rung
+    "REINFORCE": (1, 2, 4),
+    "RLOO": (2, 4),
+    "GRPO": (2, 4),
+    "PPO": (1,),
+    "REINFORCE, scores + 1": (4,),
+}
+K_FLAGS = {"rloo": "--rloo-k", "grpo": "--num-generations"}
 GRADIENTS = RUNGS | {
     "REINFORCE, scores - 1": (REINFORCE, f"{SHIFTED}:minus_one"),
-    "GRPO, no deviation": ("grpo", f"{COMMON} --scale-rewards none"),
-    "GRPO, no deviation, no lengths": (
-        "grpo",
-        f"{COMMON} --scale-rewards none --loss-type dr_grpo",
-    ),
+    "GRPO, no deviation": ("grpo", UNSCALED),
+    "GRPO, no deviation, no lengths": ("grpo", f"{UNSCALED} --loss-type dr_grpo"),
     "PPO, lambda 1": ("ppo", f"{COMMON} --lam 1"),
     "PPO, only divided": ("ppo", COMMON, only_divide),
     "PPO, not whitened": ("ppo", RAW),
@@ -85,16 +89,21 @@ GRADIENTS = RUNGS | {
 def learning_jobs(equal: str, bounds: tuple[str, ...]) -> dict[tuple, dict]:
     """The runs of each rung with each k and seed. equal: what a batch has 64 of, `episodes` or
     `prompts`"""
+    settings = []
+    for rung, ks in GROUPS.items():
+        script, flags = RUNGS[rung]
+        for k in ks:
+            settings.append((rung, k, script, flags))
+    settings.append(("PPO, its own defaults", 1, "ppo", "--kl-coef 0"))
     jobs = {}
-    settings = [(rung, *RUNGS[rung], k) for rung, ks in GROUPS.items() for k in ks]
-    settings.append(("PPO, its own defaults", "ppo", "--kl-coef 0", 1))
-    for bound, seed, (rung, script, flags, k) in product(bounds, SEEDS, settings):
-        if equal == "prompts" and (k == 1 or "," in rung):
-            continue  # With one completion of a prompt both are the same run.
-        size = BATCH * k if equal == "prompts" else BATCH
-        flags += {"rloo": f" --rloo-k {k}", "grpo": f" --num-generations {k}", "ppo": ""}[
-            script.split()[0]
-        ]
+    for bound, seed, (rung, k, script, flags) in product(bounds, SEEDS, settings):
+        size = BATCH
+        if equal == "prompts":
+            if k == 1 or "," in rung:
+                continue  # With one completion of a prompt both are the same run.
+            size = BATCH * k
+        if script != "ppo":
+            flags += f" {K_FLAGS[script.split()[0]]} {k}"
         flags += f" --seed {seed} --batch-size {size} --total-episodes {UPDATES * size}"
         flags += f" --max-grad-norm {bound}"
         names = dict(rung=rung, k=k, equal=equal, bound=bound, seed=seed)
@@ -104,11 +113,12 @@ def learning_jobs(equal: str, bounds: tuple[str, ...]) -> dict[tuple, dict]:
 
 def to_curve(_, result: dict) -> dict:
     """The evaluations on held-out prompts, and the norms of the gradients before clipping."""
-    norms = [row["grad_norm"] for row in result["metrics"][1:]]
+    evaluations = result["evaluations"]
+    norm = np.median(column(result["metrics"][1:], "grad_norm"))
     return dict(
-        episode=[row["episode"] for row in result["evaluations"]],
-        held_out=[round(row["eval/scores"], 4) for row in result["evaluations"]],
-        grad_norm=round(float(np.median(norms)), 3),
+        episode=column(evaluations, "episode"),
+        held_out=[round(score, 4) for score in column(evaluations, "eval/scores")],
+        grad_norm=round(float(norm), 3),
     )
 
 
@@ -135,20 +145,20 @@ def gradient_rows(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         half = folder / "half_way"
-        run(script, f"{flags} --total-episodes 64" if smoke else flags, half)
-        settings = [("start", "fresh"), ("half-way", 1)]  # of a smoke run: all rungs once
-        if not smoke:
-            settings = product(("start", "half-way"), (*SETS, "fresh"))
+        settings = product(("start", "half-way"), (*SETS, "fresh"))
+        if smoke:
+            flags += " --total-episodes 64"
+            settings = [("start", "fresh"), ("half-way", 1)]  # all rungs once
+        run(script, flags, half)
         for weights, prompts in settings:
-            chosen = dict(rungs)
+            path = half
+            chosen = rungs
             if prompts == "fresh":
                 chosen = {rung: rungs[rung] for rung in RUNGS}
             if weights == "start":  # The value model begins with predictions of 0.
+                path = None
                 chosen = {rung: job for rung, job in chosen.items() if no_values not in job}
-            jobs = with_data(
-                chosen, folder, prompts, repetitions, half if weights == "half-way" else None
-            )
-            for row in compare(jobs):
+            for row in compare(with_data(chosen, folder, prompts, repetitions, path)):
                 rows.append(dict(weights=weights, prompts=prompts) | row)
             print(f"gradients, {weights}, prompts {prompts}: done", file=sys.stderr, flush=True)
     return rows
@@ -162,37 +172,40 @@ def with_data(
     datasets, epochs = write_datasets(folder, prompts, repetitions)
     jobs = {}
     for rung, (script, flags, *edits) in rungs.items():
-        dataset = datasets["ppo" if script == "ppo" else "groups"]
+        dataset = datasets["groups"]
+        if script == "ppo":
+            dataset = datasets["ppo"]
         flags += f" --dataset {dataset} --num-train-epochs {epochs}"
         if weights:
             flags += f" --model-path {weights / 'model'} --response-length 8"
-        if weights and script == "ppo":
-            flags += f" --value-model-path {weights / 'value_model'}"
-        jobs[rung] = ((script, flags, *edits), str(folder / f"{len(jobs)}.npy"))
+            if script == "ppo":
+                flags += f" --value-model-path {weights / 'value_model'}"
+        job = (script, flags, *edits)
+        jobs[rung] = (job, f"{folder}/{len(jobs)}.npy")
     return jobs
 
 
 def write_datasets(
     folder: Path, prompts: int | str, repetitions: int
-) -> tuple[dict[str, str], int]:
+) -> tuple[dict[str, Path], int]:
     """Files with the prompts of a set for scripts with groups and for ppo.py, and how often they
     are passed over."""
     rows = read_rows(BENCHMARK / "default/train.jsonl")
     count = BATCH // GROUP
     if prompts == "fresh":  # the prompts of all batches, drawn independently
         epochs = 1
-        positions = np.random.default_rng(0).integers(len(rows), size=count * repetitions)
+        rng = np.random.default_rng(0)
+        positions = rng.integers(len(rows), size=count * repetitions)
     else:
         epochs = repetitions
-        positions = np.random.default_rng(prompts).permutation(len(rows))[:count]
-    lines = [json.dumps(rows[position]) + "\n" for position in positions]
-    files = {
-        "groups": str(folder / f"{prompts}_groups.jsonl"),
-        "ppo": str(folder / f"{prompts}_ppo.jsonl"),
-    }
-    Path(files["groups"]).write_text("".join(lines))
-    # ppo.py samples a prompt once.
-    Path(files["ppo"]).write_text("".join(line * GROUP for line in lines))
+        rng = np.random.default_rng(prompts)
+        positions = rng.permutation(len(rows))[:count]
+    files = {}
+    for name, copies in (("groups", 1), ("ppo", GROUP)):  # ppo.py samples a prompt once.
+        files[name] = folder / f"{prompts}_{name}.jsonl"
+        with open(files[name], "w") as file:
+            for position in positions:
+                file.write(copies * f"{json.dumps(rows[position])}\n")
     return files, epochs
 
 
@@ -209,9 +222,8 @@ def record_gradients(job: tuple) -> dict:
     class Recorder(torch.optim.AdamW):
         def step(self, closure=None):
             parameters = self.param_groups[0]["params"]
-            gradients.append(
-                torch.cat([parameter.grad.flatten() for parameter in parameters]).numpy()
-            )
+            pieces = [parameter.grad.flatten() for parameter in parameters]
+            gradients.append(torch.cat(pieces).numpy())
             return super().step(closure)
 
     torch.optim.AdamW = Recorder
@@ -231,27 +243,24 @@ def compare(jobs: dict[str, tuple]) -> list[dict]:
     rows = []
     for rung, (_, file) in jobs.items():
         # The policy's weights come first. ppo.py has those of its value model after them.
-        gradients = np.load(file)[:, : rloo.shape[1]].astype(np.float64)
+        gradients = np.load(file)[:, : rloo.shape[1]]
+        gradients = gradients.astype(np.float64)
         products = gradients @ gradients.T
         squared_mean, variance = moments(products)
         # Products of two gradients from the same repetition are left out: they may come from the
         # same completions.
-        cosine = moments(gradients @ rloo.T)[0] / np.sqrt(squared_mean * rloo_squared)
-        score = np.mean(
-            [
-                row["objective/scores"]
-                for row in results[rung]["metrics"]
-                if "objective/scores" in row
-            ]
-        )
-        numbers = dict(
+        inner, _ = moments(gradients @ rloo.T)
+        cosine = inner / np.sqrt(squared_mean * rloo_squared)
+        scores = logged(results[rung]["metrics"], "objective/scores")
+        row = dict(
+            rung=rung,
             variance=variance,
             squared_mean=squared_mean,
             noise_band=noise_band(products),
             cosine=cosine,
-            score=score,
+            score=float(np.mean(scores)),
         )
-        rows.append(dict(rung=rung) | {name: float(x) for name, x in numbers.items()})
+        rows.append(row)
     return rows
 
 
@@ -263,16 +272,19 @@ def moments(products: np.ndarray) -> tuple[float, float]:
     mean as its mean.
     """
     n = len(products)
-    squared_mean = (products.sum() - np.trace(products)) / n / (n - 1)
-    return squared_mean, np.trace(products) / n - squared_mean
+    squares = np.trace(products)
+    squared_mean = (products.sum() - squares) / n / (n - 1)
+    return squared_mean, squares / n - squared_mean
 
 
 def noise_band(products: np.ndarray) -> float:
     """Half the width of the 95 % interval of variance / squared mean, from leaving out one gradient
     at a time."""
-    n, without_one = len(products), []
+    n = len(products)
+    without_one = []
     for left_out in range(n):
-        squared_mean, variance = moments(np.delete(np.delete(products, left_out, 0), left_out, 1))
+        rest = np.delete(products, left_out, 0)
+        squared_mean, variance = moments(np.delete(rest, left_out, 1))
         without_one.append(variance / squared_mean)
     return 1.96 * np.sqrt((n - 1) * np.var(without_one))
 
@@ -289,46 +301,67 @@ STYLES = {  # of the figure
 
 def plot(rows: list[dict], folder: Path):
     figure, [[learning, noises]] = draw.panels(1, 2, width=4.6, height=3.4)
-    for name, style in STYLES.items():
-        wanted = dict(part="learning", equal="episodes", rung=name, k=max(GROUPS.get(name, (1,))))
-        runs = tables.having(rows, **wanted)
-        draw.curve(
-            learning, runs[0]["episode"], [row["held_out"] for row in runs], label=name, **style
-        )
-    single = tables.having(rows, part="learning", rung="REINFORCE", k=1)
-    style = dict(color=draw.OTHERS[0], ls=":", label="REINFORCE, k = 1")
-    draw.curve(learning, single[0]["episode"], [row["held_out"] for row in single], **style)
-    learning.set(title="learning", ylabel="right answers to held-out prompts", ylim=(0, 1.02))
-    draw.in_thousands(learning)
-    learning.legend(frameon=False, loc="lower right", fontsize=7.5)
-    names = [*RUNGS, "PPO, not whitened", "PPO, values 0, not whitened"]
-    for x, name in enumerate(names):
-        color = STYLES.get(name, STYLES["PPO"])["color"]
-        for offset, weights, inside in ((-0.12, "start", color), (0.12, "half-way", "white")):
-            measured = name if weights == "half-way" else name.replace(", values 0", "")
-            low, middle, high = tables.ladder_relative_noise(measured, weights)
-            style = dict(fmt="o", ms=7, capsize=3, color=color, markerfacecolor=inside)
-            noises.errorbar(x + offset, middle, [[middle - low], [high - middle]], **style)
-    noises.plot([], [], "o", ms=7, color=draw.GRAY, label="at the start")
-    noises.plot([], [], "o", ms=7, color=draw.GRAY, markerfacecolor="white", label="half-way")
-    noises.axhline(1, color=draw.GRAY, lw=0.8, ls=":")
-    noises.set_xticks(range(len(names)), [name.replace(", ", ",\n") for name in names], fontsize=6)
-    noises.set(title="noise of the gradient", ylabel="noise, times that of RLOO", yscale="log")
-    ticks = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10]
-    noises.set_yticks(ticks, map(str, ticks))
-    noises.legend(frameon=False, loc="upper left", fontsize=7.5)
+    plot_learning(learning, having(rows, part="learning", equal="episodes"))
+    plot_noises(noises)
     draw.save(figure, folder / "ladder.png")
 
 
+def plot_learning(axis, rows: list[dict]):
+    """The score on held-out prompts, a curve for each rung."""
+    for name, style in STYLES.items():
+        k = max(GROUPS.get(name, (1,)))
+        plot_curve(axis, having(rows, rung=name, k=k), label=name, **style)
+    single = having(rows, rung="REINFORCE", k=1)
+    plot_curve(axis, single, label="REINFORCE, k = 1", color=draw.OTHERS[0], ls=":")
+    axis.set_title("learning")
+    axis.set_ylabel("right answers to held-out prompts")
+    axis.set_ylim(0, 1.02)
+    draw.in_thousands(axis)
+    axis.legend(frameon=False, loc="lower right", fontsize=7.5)
+
+
+def plot_curve(axis, runs: list[dict], **style):
+    draw.curve(axis, runs[0]["episode"], column(runs, "held_out"), **style)
+
+
+def plot_noises(axis):
+    """The noise of each rung at the start and half-way, with its 95 % interval."""
+    names = [*RUNGS, "PPO, not whitened", "PPO, values 0, not whitened"]
+    for x, name in enumerate(names):
+        color = STYLES.get(name, STYLES["PPO"])["color"]
+        style = dict(fmt="o", ms=7, capsize=3, color=color)
+        at_start = name.replace(", values 0", "")
+        plot_noise(axis, x - 0.12, at_start, "start", markerfacecolor=color, **style)
+        plot_noise(axis, x + 0.12, name, "half-way", markerfacecolor="white", **style)
+    style = dict(ms=7, color=draw.GRAY)
+    axis.plot([], [], "o", label="at the start", **style)
+    axis.plot([], [], "o", markerfacecolor="white", label="half-way", **style)
+    axis.axhline(1, color=draw.GRAY, lw=0.8, ls=":")
+    labels = [name.replace(", ", ",\n") for name in names]
+    places = range(len(names))
+    axis.set_xticks(places, labels, fontsize=6)
+    axis.set_title("noise of the gradient")
+    axis.set_ylabel("noise, times that of RLOO")
+    axis.set_yscale("log")
+    ticks = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10]
+    axis.set_yticks(ticks, map(str, ticks))
+    axis.legend(frameon=False, loc="upper left", fontsize=7.5)
+
+
+def plot_noise(axis, x: float, rung: str, weights: str, **style):
+    low, middle, high = ladder_relative_noise(rung, weights)
+    below = middle - low
+    above = high - middle
+    axis.errorbar(x, middle, [[below], [above]], **style)
+
+
+LEARNING = learning_jobs("episodes", ("1",)) | learning_jobs("prompts", ("1",))
 PARTS = {
-    "learning": Part(
-        learning_jobs("episodes", ("1",)) | learning_jobs("prompts", ("1",)), to_curve
-    ),
-    "clipping": Part(
-        learning_jobs("episodes", BOUNDS), to_curve, smoke=lambda names: names["rung"] == "RLOO"
-    ),
+    "learning": Part(LEARNING, to_curve),
+    "clipping": Part(learning_jobs("episodes", BOUNDS), to_curve),
     "gradients": Part(gradient_jobs(), measure=gradient_rows, short=""),
 }
+PARTS["clipping"].smoke = lambda names: names["rung"] == "RLOO"
 
 if __name__ == "__main__":
     main(__doc__, RESULT, PARTS, plot)
