@@ -11,13 +11,12 @@ smoke run. `--stale` writes each part when it is finished, so it goes on where i
 """
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
 
 import tyro
-from run import BENCHMARK, DEFAULTS, ROOT, machine, read_result
+from run import BENCHMARK, DEFAULTS, ROOT, machine, prepare_forks, read_result, run_program
 
 PROGRAMS = """
 default/curves failures/failures ladder/ladder claims/claims
@@ -36,10 +35,7 @@ class Options:
 
 def smoke(program: str) -> dict[str, dict]:
     """A smoke run of a program in a process of its own: the fingerprint of each part."""
-    command = [sys.executable, BENCHMARK / f"{program}.py", "--smoke"]
-    ran = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | DEFAULTS
-    )
+    ran = run_program([f"{BENCHMARK}/{program}.py", "--smoke"], ROOT, **DEFAULTS)
     if ran.returncode:
         raise SystemExit(f"{program}.py --smoke failed:\n{ran.stderr[-4000:]}")
     found = {}
@@ -59,6 +55,7 @@ def state(stamp: dict, today: dict) -> str:
 
 
 def main(options: Options):
+    prepare_forks()
     stale, total = [], 0.0
     for program in PROGRAMS:
         today = smoke(program)

@@ -179,6 +179,7 @@ def run_tests(job: tuple[str, str, str, str, list[str]]):
     Returns its name, the script, what ran, what came out, seconds and the log.
     """
     (name, script, old, new, tests), started, outcome = job, time.perf_counter(), Outcome()
+    multiprocessing.current_process().daemon = False  # A daemon may not fork the runs of the tests.
     test = tests[0] if old else f"all {len(tests)} tests of the mutations below"
     source = (REPO / f"{script}.py").read_text()
     if old and source.count(old) != 1:
@@ -192,19 +193,12 @@ def run_tests(job: tuple[str, str, str, str, list[str]]):
         shutil.copytree(REPO / "tests", f"{folder}/tests")
         Path(folder, "benchmark").symlink_to(REPO / "benchmark")
         Path(folder, f"{script}.py").write_text(source.replace(old, new) if old else source)
-        Path(folder, "pytest.ini").write_text("[pytest]\npythonpath = . tests\nmarkers = slow\n")
+        settings = "[pytest]\npythonpath = . tests benchmark\nmarkers = slow\n"
+        Path(folder, "pytest.ini").write_text(settings)
         os.chdir(folder)
-        arguments = [
-            "-q",
-            "-x",
-            "--tb=short",
-            "-p",
-            "no:cacheprovider",
-            "--basetemp",
-            f"{folder}/tmp",
-        ]
+        words = f"-q -x --tb=short -p no:cacheprovider --basetemp {folder}/tmp".split()
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-            status = pytest.main([*arguments, *tests], [outcome])
+            status = pytest.main([*words, *tests], [outcome])
         result = {0: "SURVIVED" if old else "passed"}.get(status, f"ERROR: status {int(status)}")
         for error in outcome.failures:
             is_own = any(words in str(error) for words in OWN_CHECKS)
@@ -229,19 +223,12 @@ def main(only: Literal[tuple(m.name for m in MUTATIONS)] | None = None):
     for library in LIBRARIES:  # once here, not in each of the processes forked below
         importlib.import_module(library)
     sys.dont_write_bytecode = True
-    width, test_width = (
-        max(len(getattr(m, field)) for m in MUTATIONS) for field in ("name", "test")
-    )
-    print(f"{'name':{width}}  script  {'test':{test_width}}  {'result':8}  seconds")
     failed = []
     # a process forked for each run: nothing of a mutation is left for the next
     with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
         for jobs, expected in ((unmutated, "passed"), (chosen, "killed")):
             for name, script, test, result, seconds, log in pool.imap(run_tests, jobs):
-                print(
-                    f"{name:{width}}  {script:6}  {test:{test_width}}  {result:8}  {seconds:7.1f}",
-                    flush=True,
-                )
+                print(f"{result:8}  {seconds:5.1f} s  {script}: {name} ({test})", flush=True)
                 if result != expected:
                     failed.append(name)
                     print(log[-3000:])

@@ -36,6 +36,7 @@ import transformers
 import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from pytest import fixture, mark, raises
+from run import run_program
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import (
@@ -465,13 +466,14 @@ def fresh_imports():
     """Afterwards, the folders that were added to `sys.path` inside are unknown, and so are the
     modules that were imported from them."""
     path = list(sys.path)
+    known = set(sys.modules)
     try:
         yield
     finally:
         added = set(sys.path) - set(path)
         sys.path[:] = path
-        for name, module in list(sys.modules.items()):
-            if os.path.dirname(getattr(module, "__file__", None) or "/") in added:
+        for name in sys.modules.keys() - known:
+            if os.path.dirname(getattr(sys.modules[name], "__file__", None) or "/") in added:
                 del sys.modules[name]
         importlib.invalidate_caches()
 
@@ -705,7 +707,7 @@ def contents(folder):
 
 
 PROBE = '''
-import atexit, json, os, pathlib
+import json, os, pathlib
 
 # The script's: transformers replaces its own module while it loads a model.
 from __main__ import transformers
@@ -717,8 +719,13 @@ get_scheduler = transformers.get_scheduler
 
 def probed_get_scheduler(*args, **kwargs):
     scheduler = get_scheduler(*args, **kwargs)
-    file = folder / f"last_lr_{rank}"
-    atexit.register(lambda: file.write_text(repr(scheduler.get_last_lr()[0])))
+    step = scheduler.step
+
+    def probed_step():
+        step()
+        (folder / f"last_lr_{rank}").write_text(repr(scheduler.get_last_lr()[0]))
+
+    scheduler.step = probed_step
     return scheduler
 
 transformers.get_scheduler = probed_get_scheduler
@@ -754,24 +761,37 @@ def command_line(flags):
     return words
 
 
+def written_words(script, folder, flags, program):
+    """Write rewards.py and probe.py into a folder. Returns the words that start the script."""
+    (folder / "probe.py").write_text(PROBE)
+    (folder / "rewards.py").write_text(REWARDS)
+    words = [script.__file__, *command_line(with_group(script, flags))]
+    if program is not None:
+        words.insert(0, str(program))
+    return words
+
+
 def launch(script, processes, folder, flags, program=None, **environment):
     """Run a script in `folder` as a program of its own, and wait for its end. Several processes run
     under torchrun.
 
     Returns the finished program. The folder gets rewards.py and probe.py. program: a Python file
     that runs the script."""
-    (folder / "probe.py").write_text(PROBE)
-    (folder / "rewards.py").write_text(REWARDS)
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    if program is not None:
-        command.append(str(program))
-    command += [script.__file__, *command_line(with_group(script, flags))]
+    command += written_words(script, folder, flags, program)
     environment = os.environ | {"PROBE_FOLDER": str(folder)} | environment
     return subprocess.run(
         command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300
     )
+
+
+def launch_forked(script, processes, folder, flags, program=None, **environment):
+    """`launch`, but the processes are forked from this one, which takes less time."""
+    words = written_words(script, folder, flags, program)
+    reset_accelerate()
+    return run_program(words, folder, processes, PROBE_FOLDER=folder, **environment)
 
 
 def changed_copy(script, folder, old, new):
@@ -789,10 +809,10 @@ FSDP2 = HERE / "benchmark/hardware/fsdp2_cpu.py"
 KILLS = HERE / "benchmark/hardware/kill_and_resume.py"
 
 
-def launched(script, processes, folder, flags, **more):
-    """`launch` a run that must end well, and that writes into `out` in the folder. Returns what it
+def launched(script, processes, folder, flags, start=launch_forked, **more):
+    """Start a run that must end well, and that writes into `out` in the folder. Returns what it
     printed."""
-    finished = launch(script, processes, folder, flags | dict(output_dir=folder / "out"), **more)
+    finished = start(script, processes, folder, flags | dict(output_dir=folder / "out"), **more)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 
@@ -813,12 +833,12 @@ def same_on(run, world, tmp_path):
     return same_on
 
 
-def launch_twice(script, processes, folder, flags, **more):
-    """`launch` a run that its reward stops in the third call, and then launch it again."""
+def launch_twice(script, processes, folder, flags, start=launch_forked, **more):
+    """Start a run that its reward stops in the third call, and then start it again."""
     flags = flags | dict(reward="rewards.py:stops_once", resume=True)
-    stopped = launch(script, processes, folder, flags, **more)
+    stopped = start(script, processes, folder, flags, **more)
     assert stopped.returncode != 0
     assert "KeyError: 'stopped'" in stopped.stderr, stopped.stderr
-    resumed = launch(script, processes, folder, flags, **more)
+    resumed = start(script, processes, folder, flags, **more)
     assert resumed.returncode == 0, resumed.stderr
     return resumed

@@ -45,7 +45,7 @@ everything = import_file(HERE / "benchmark" / "all.py")
 WITH_MAIN = [
     path
     for path in sorted(HERE.glob("benchmark/**/*.py"))
-    if '"__main__"' in path.read_text(encoding="utf-8")
+    if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
 ]
 
 

@@ -18,6 +18,7 @@ from conftest import (
     base_flags,
     import_file,
     launch,
+    launch_forked,
     make_args,
     make_prompts,
     make_rows,
@@ -458,7 +459,7 @@ def test_a_mistake_ends_with_one_line(script, world, tmp_path):
     run."""
     (tmp_path / "mine.py").write_text(MISTAKES)
 
-    def start(**flags):
+    def start(launch=launch_forked, **flags):
         flags = base_flags(world, FEW | flags)
         return launch(script, 1, tmp_path, flags, PYTHONIOENCODING="ascii")
 
@@ -476,7 +477,7 @@ def test_a_mistake_ends_with_one_line(script, world, tmp_path):
     assert finished.returncode == 1
     assert "Traceback" in finished.stderr
     assert "ValueError: mine" in finished.stderr
-    finished = start(reward="mine.py:named")
+    finished = start(launch, reward="mine.py:named")
     assert finished.returncode == 0, finished.stderr
     assert "reward/\\xe9" in finished.stdout
 

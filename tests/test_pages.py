@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import textwrap
@@ -26,6 +25,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from conftest import HERE, MODULES, SCRIPTS, import_file, read_jsonl
 from pytest import fixture, mark
+from run import free_port
 from torch.distributed.run import get_args_parser
 
 README = HERE / "README.md"
@@ -398,11 +398,8 @@ def test_the_recipe_of_merging_adapters(run):
 @mark.slow
 def test_the_recipe_of_two_machines(run):
     """Two launchers on one machine, of one process each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = first_command(RECIPES, "torchrun --nnodes 2") + FEW
     command = command.replace("--nproc-per-node 8", "--nproc-per-node 1")
-    command = command.replace("29500", str(port))
+    command = command.replace("29500", str(free_port()))
     both = f"export RANK=1; {command} & export RANK=0; {command} && wait $!"
     assert "2 x cpu" in run(f"export FIRST=127.0.0.1; {both}")

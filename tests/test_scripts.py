@@ -462,7 +462,7 @@ def test_wandb_offline(script, world, tmp_path):
     wandb = dict(
         WANDB_MODE="offline", WANDB_NAME="my first sums", WANDB_RUN_ID="sums1", WANDB_RESUME="allow"
     )
-    launch_twice(script, 1, tmp_path, base_flags(world, flags), **wandb)
+    launch_twice(script, 1, tmp_path, base_flags(world, flags), start=launch, **wandb)
     first, second = sorted(tmp_path.glob("**/wandb/offline-run-*/*.wandb"))
     assert first.name == second.name  # the id of the run
     assert b"my first sums" in first.read_bytes()

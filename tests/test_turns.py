@@ -18,7 +18,7 @@ from conftest import (
     distance,
     encode,
     import_file,
-    launch,
+    launch_forked,
     load_policy,
     make_args,
     make_tokenizer,
@@ -336,7 +336,7 @@ def test_two_processes_make_the_same_run(turns, flags, run, world, tmp_path):
     def start(name):
         """Two processes, with this environment. The run writes into a folder of its name."""
         own = flags(name) | dict(output_dir=tmp_path / name)
-        return launch(turns, 2, tmp_path, base_flags(world, own))
+        return launch_forked(turns, 2, tmp_path, base_flags(world, own))
 
     finished = start("talks")
     assert finished.returncode == 0, finished.stderr

@@ -365,9 +365,6 @@ def smollm2_jobs(script: str | None, seeds=()) -> dict[tuple, dict]:
     return jobs
 
 
-SMOLLM2_SMOKE = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
-SMOLLM2_SMOKE += " --eval-dataset benchmark/default/eval.jsonl --reward exact_match"
-SMOLLM2_SMOKE += " --total-episodes 16 --batch-size 16"
 BUILT_IN = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
 BUILT_IN += " --eval-dataset benchmark/default/eval.jsonl"
 PARTS = {
@@ -401,7 +398,7 @@ for script, seeds in {None: (), "rloo": SEEDS, "grpo": (1,), "ppo": (1,)}.items(
     PARTS[f"smollm2_{script or 'start'}"] = Part(
         smollm2_jobs(script, seeds),
         measure=run_passes,
-        short=SMOLLM2_SMOKE,
+        short=f"{BUILT_IN} --reward exact_match --total-episodes 16 --batch-size 16",
         smoke=lambda names: names.get("temperature", 1.0) == 1.0,
         needs="benchmark/smollm2/prepare.py",
     )

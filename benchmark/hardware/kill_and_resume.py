@@ -11,7 +11,7 @@ The weights must be those of the unbroken run: bitwise the same where the number
 changed, else by norm, |w1 - w2| / |w1 - w_start| < 1e-3. Every iteration must stand once in each
 file, and one more start must do nothing. The program stops where one of these fails. The learning
 rate is 1e-4. At 3e-4 this PPO run is chaotic: even unbroken runs on 1 and on 2 processes end 0.2
-apart. Writes kill_and_resume.json. A smoke run kills PPO by turns.
+apart. Writes kill_and_resume.json. A smoke run kills RLOO by turns.
 """
 
 import itertools
@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 from collections import Counter
@@ -30,7 +29,16 @@ from pathlib import Path
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import SCRIPTS, Part, import_script, main, read_rows, relative_distance
+from run import (
+    SCRIPTS,
+    Part,
+    free_port,
+    import_script,
+    main,
+    read_rows,
+    relative_distance,
+    torchrun_variables,
+)
 
 RESULT = Path(__file__).with_suffix(".json")
 SEED = 1
@@ -99,17 +107,8 @@ def worker(script: str, flags: str, rank: int, processes: int, port: int, log: s
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     os.environ |= dict(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
-    if processes > 1:
-        names = dict(
-            RANK=rank,
-            LOCAL_RANK=rank,
-            WORLD_SIZE=processes,
-            LOCAL_WORLD_SIZE=processes,
-            MASTER_PORT=port,
-        )
-        os.environ.update(
-            {name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1"
-        )
+    for name, value in torchrun_variables(rank, processes, port).items():
+        os.environ[name] = str(value)
     module = sys.modules[script]  # this process's own copy
     module.torch.set_num_threads(1)
     if kill is not None and kill[0] != "anywhere" and rank == kill[2]:
@@ -122,9 +121,7 @@ def start(
 ) -> bool:
     """Start a run and wait. Returns whether it was killed. A run that fails ends this program."""
     fork = multiprocessing.get_context("fork")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     flags = f"{flags} --output-dir {folder}"
     family = []
     for rank in range(processes):
@@ -219,8 +216,10 @@ def measure(jobs: dict, smoke: bool) -> list[dict]:
     draw = random.Random(SEED)
     work = Path(tempfile.mkdtemp(prefix="kill_and_resume_"))
     rows = []
-    for script, flags in list(jobs)[-1:] if smoke else jobs:
-        runs = list(PROCESSES)[-1:] if smoke else list(PROCESSES)
+    runs = list(PROCESSES)
+    if smoke:
+        runs = runs[-1:]
+    for script, flags in jobs:
         rows += [jobs[script, flags] | row for row in kill_script(script, flags, runs, draw, work)]
     if smoke:  # The other numbers depend on the speed of the machine.
         rows = [
@@ -231,7 +230,9 @@ def measure(jobs: dict, smoke: bool) -> list[dict]:
 
 
 JOBS = {(script, FLAGS): dict(script=script) for script in SCRIPTS}
-PARTS = {"kills": Part(JOBS, measure=measure, short="")}
+PARTS = {
+    "kills": Part(JOBS, measure=measure, short="", smoke=lambda names: names["script"] == "rloo")
+}
 
 if __name__ == "__main__":
     main(__doc__, RESULT, PARTS)
