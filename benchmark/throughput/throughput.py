@@ -7,8 +7,8 @@
 It runs in the environment of benchmark/parity/trl_trainer.py, and on a GPU if there is one. For
 every case and algorithm, the two run in turn, A B A B, each in a process of its own with one
 thread, with equal settings and equal micro-batches. The first two steps of every run are dropped.
-The numbers are medians over the other steps of all pairs. `lowest` and `highest` are the ratios of
-single pairs. The seconds of a step last until the next step begins, so the start of the program
+A run's number is the median over its other steps. `ratio` is the median of the pairs' ratios. The
+seconds of a step last until the next step begins, so the start of the program
 does not count.
 
 Memory is the peak of the process's resident memory, with models and libraries (Linux). On a GPU it
@@ -218,12 +218,10 @@ def check(ours: list[dict], theirs: list[dict]):
 
 
 def summary(runs: list[dict]) -> dict:
-    """Medians over the measured steps of all runs, in seconds; memory in GiB, the most of any
+    """The median over the measured steps of each run, in seconds; memory in GiB, the most of any
     run."""
-    steps = [step for result in runs for step in result["steps"][DROPPED_STEPS:]]
     by_run = [[step["seconds"] for step in result["steps"][DROPPED_STEPS:]] for result in runs]
     return dict(
-        seconds_per_step=statistics.median(step["seconds"] for step in steps),
         peak_gib=max(result["peak_gib"] for result in runs),
         seconds_by_run=[statistics.median(seconds) for seconds in by_run],
     )
@@ -245,7 +243,7 @@ def compare(case: Case, algorithm: str, flags: str, model: Path, world: Path) ->
         batch=case.batch,
         pairs=case.pairs,
         measured_steps=case.steps - DROPPED_STEPS,
-        ratio=trl["seconds_per_step"] / tally["seconds_per_step"],
+        ratio=statistics.median(ratios),
         lowest=min(ratios),
         highest=max(ratios),
         tally=tally,
