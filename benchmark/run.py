@@ -1,7 +1,7 @@
 """Start one of the three scripts, and read what it wrote: everything in benchmark/ does it in this
 way.
 
-run("rloo", "--rloo-k 2 --seed 3")["metrics"]         # in a folder that is gone afterwards
+run("rloo", "--kl-coef 0 --seed 3")["metrics"]        # in a folder that is gone afterwards
 run_all([("rloo", "--seed 1"), ("ppo", "--seed 1")])  # as many at once as there are cores
 main(__doc__, path, {"seeds": Part(jobs, keep)})      # the command line of a program that measures
 """
