@@ -11,8 +11,7 @@ Every script in this folder is tested, also your copy of one (cp grpo.py mine.py
 tests/conftest.py has the helpers:
 
     script                    one of the scripts, as a module
-    group_flag(script)        the script's name for the group size k; None in PPO,
-                              where k is 1
+    group_flag(script)        the script's name for the group size k; None in PPO, where k is 1
     make_args(script, ..)     script.Args(..), with `k` under the script's name for it; PPO takes
                               no k
     run(script, **flags)      runs script.main in this process, with a tiny model. Returns its Args,

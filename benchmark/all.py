@@ -11,12 +11,13 @@ smoke run. `--stale` writes each part when it is finished, so it goes on where i
 """
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
 
 import tyro
-from run import BENCHMARK, DEFAULTS, ROOT, machine, prepare_forks, read_result, run_program
+from run import BENCHMARK, DEFAULTS, ROOT, machine, read_result
 
 PROGRAMS = """
 default/curves failures/failures ladder/ladder claims/claims
@@ -35,7 +36,10 @@ class Options:
 
 def smoke(program: str) -> dict[str, dict]:
     """A smoke run of a program in a process of its own: the fingerprint of each part."""
-    ran = run_program([f"{BENCHMARK}/{program}.py", "--smoke"], ROOT, **DEFAULTS)
+    command = [sys.executable, BENCHMARK / f"{program}.py", "--smoke"]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | DEFAULTS
+    )
     if ran.returncode:
         raise SystemExit(f"{program}.py --smoke failed:\n{ran.stderr[-4000:]}")
     found = {}
@@ -55,7 +59,6 @@ def state(stamp: dict, today: dict) -> str:
 
 
 def main(options: Options):
-    prepare_forks()
     stale, total = [], 0.0
     for program in PROGRAMS:
         today = smoke(program)

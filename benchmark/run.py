@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import platform
 import re
-import runpy
 import shutil
 import socket
 import subprocess
@@ -25,9 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
-from multiprocessing import connection
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import tyro
@@ -102,64 +99,24 @@ def torchrun(processes: int, *program: str) -> list[str]:
 
 
 def free_port() -> int:
+    """A port that was free a moment ago."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
 def torchrun_variables(rank: int, processes: int, port: int) -> dict:
-    """What torchrun sets for one of several processes."""
+    """Those of torchrun's variables that make a process one of several. None for one process."""
     if processes == 1:
         return {}
-    sizes = dict(WORLD_SIZE=processes, LOCAL_WORLD_SIZE=processes)
-    address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    return dict(RANK=rank, LOCAL_RANK=rank) | sizes | address
-
-
-def run_program(
-    words: list[str], folder: Path, processes: int = 1, **environment
-) -> SimpleNamespace:
-    """Run a Python program in a folder, in little time: its processes are forked from this one, so
-    they have imported what this one has. `words` are the program and its arguments.
-
-    Returns `returncode`, `stdout` and `stderr`, as `subprocess.run`. Where a process fails, the
-    others are ended, as torchrun does.
-    """
-    port = free_port()
-    with tempfile.TemporaryDirectory() as printed:
-        family = {}
-        for rank in range(processes):
-            variables = environment | torchrun_variables(rank, processes, port)
-            fork = multiprocessing.get_context("fork")
-            member = fork.Process(target=become_program, args=(words, folder, printed, variables))
-            member.start()
-            family[member.sentinel] = member
-        returncode = 0
-        while family:
-            ready = connection.wait(list(family), timeout=300)
-            for sentinel in ready:
-                member = family.pop(sentinel)
-                member.join()
-                returncode = returncode or member.exitcode
-            if returncode or not ready:
-                for member in family.values():
-                    member.kill()
-        texts = {name: Path(printed, name).read_text() for name in ("stdout", "stderr")}
-    return SimpleNamespace(returncode=returncode, **texts)
-
-
-def become_program(words: list[str], folder: Path, printed: str, variables: dict):
-    """Go on as a program that was started with these words. It prints into files of the folder
-    `printed`."""
-    os.chdir(folder)
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    for number, name in enumerate(("stdout", "stderr"), 1):
-        file = open(Path(printed, name), "a", buffering=1)
-        os.dup2(file.fileno(), number)
-        setattr(sys, name, file)
-    sys.argv = words
-    sys.path.insert(0, str(Path(words[0]).parent))
-    runpy.run_path(words[0], run_name="__main__")
+    return dict(
+        RANK=rank,
+        LOCAL_RANK=rank,
+        WORLD_SIZE=processes,
+        LOCAL_WORLD_SIZE=processes,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
+    )
 
 
 def run(

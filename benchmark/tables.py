@@ -941,8 +941,8 @@ def changes(rows: list[dict]) -> list[float]:
 
 
 def smollm2_right(runs: list[dict]) -> dict[float, list[float]]:
-    """Of a model, for each temperature: the share of right samples, and pass@n with all samples, of
-    training questions (4 of each) and of held-out ones (8 of each)."""
+    """Of a model, for each temperature: the share of right samples, and that of questions with a
+    right one. First of training questions (4 samples of each), then of held-out ones (8)."""
     found = {}
     for temperature, rows in grouped(runs, "temperature").items():
         right = {row["prompts"]: row["right"] for row in rows}
@@ -955,7 +955,7 @@ def smollm2_right(runs: list[dict]) -> dict[float, list[float]]:
 
 def smollm2_models() -> dict[str, tuple]:
     """Of each model: the temperature that is best on training questions; on held-out ones the right
-    answers and pass@8 at temperature 1, and both at the temperature that is best for them."""
+    answers and pass@8 at temperature 1, and each at the best temperature on training questions."""
     models = {}
     for part in ("start", *SCRIPTS):
         for seed, runs in grouped(claims(f"smollm2_{part}"), "seed").items():

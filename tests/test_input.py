@@ -459,9 +459,8 @@ def test_a_mistake_ends_with_one_line(script, world, tmp_path):
     run."""
     (tmp_path / "mine.py").write_text(MISTAKES)
 
-    def start(launch=launch_forked, **flags):
-        flags = base_flags(world, FEW | flags)
-        return launch(script, 1, tmp_path, flags, PYTHONIOENCODING="ascii")
+    def start(**flags):
+        return launch_forked(script, 1, tmp_path, base_flags(world, FEW | flags))
 
     for message, flags in {
         "iteration 1: --reward returned 1 scores for 3 completions": dict(reward="mine.py:few"),
@@ -477,7 +476,8 @@ def test_a_mistake_ends_with_one_line(script, world, tmp_path):
     assert finished.returncode == 1
     assert "Traceback" in finished.stderr
     assert "ValueError: mine" in finished.stderr
-    finished = start(launch, reward="mine.py:named")
+    flags = base_flags(world, FEW | dict(reward="mine.py:named"))
+    finished = launch(script, 1, tmp_path, flags, PYTHONIOENCODING="ascii")
     assert finished.returncode == 0, finished.stderr
     assert "reward/\\xe9" in finished.stdout
 

@@ -78,7 +78,7 @@ def test_a_batch_comes_from_the_policy_of_one_iteration_before(late, run, world,
 
 
 def test_the_ratio_may_be_left_out(late, run, updates):
-    """Then no ratio is clipped. In bfloat16 the ratio of a completion would be rounding alone,
+    """Then every ratio is 1. In bfloat16 the ratio of a completion would be rounding alone,
     so it is refused."""
     for line in run(late, **LATE, late_ratio=False).metrics:
         assert line["val/ratio"] == 1

@@ -7,9 +7,9 @@
 It runs in the environment of benchmark/parity/trl_trainer.py, and on a GPU if there is one. For
 every case and algorithm, the two run in turn, A B A B, each in a process of its own with one
 thread, with equal settings and equal micro-batches. The first two steps of every run are dropped.
-A run's number is the median over its other steps. `ratio` is the median of the pairs' ratios. The
-seconds of a step last until the next step begins, so the start of the program
-does not count.
+A run's number is the median over its other steps. `ratio` is the median of the pairs' ratios, which
+lie between `lowest` and `highest`. The seconds of a step last until the next step begins, so the
+start of the program does not count.
 
 Memory is the peak of the process's resident memory, with models and libraries (Linux). On a GPU it
 is the most that PyTorch's tensors had at once. Every process gets the variables of
