@@ -469,14 +469,13 @@ def fresh_imports():
     """Afterwards, the folders that were added to `sys.path` inside are unknown, and so are the
     modules that were imported from them."""
     path = list(sys.path)
-    known = set(sys.modules)
     try:
         yield
     finally:
         added = set(sys.path) - set(path)
         sys.path[:] = path
-        for name in sys.modules.keys() - known:
-            if os.path.dirname(getattr(sys.modules[name], "__file__", None) or "/") in added:
+        for name, module in list(sys.modules.items()):
+            if os.path.dirname(getattr(module, "__file__", None) or "/") in added:
                 del sys.modules[name]
         importlib.invalidate_caches()
 
