@@ -193,8 +193,7 @@ def run_tests(job: tuple[str, str, str, str, list[str]]):
         shutil.copytree(REPO / "tests", f"{folder}/tests")
         Path(folder, "benchmark").symlink_to(REPO / "benchmark")
         Path(folder, f"{script}.py").write_text(source.replace(old, new) if old else source)
-        settings = "[pytest]\npythonpath = . tests benchmark\nmarkers = slow\n"
-        Path(folder, "pytest.ini").write_text(settings)
+        Path(folder, "pytest.ini").write_text("[pytest]\npythonpath = . tests\nmarkers = slow\n")
         os.chdir(folder)
         words = f"-q -x --tb=short -p no:cacheprovider --basetemp {folder}/tmp".split()
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):

@@ -39,7 +39,6 @@ import transformers
 import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from pytest import fixture, mark, raises
-from run import free_port, torchrun_variables
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import (
@@ -80,6 +79,7 @@ def import_file(path):
 # this repository.
 MODULES = {path.stem: import_file(path) for path in sorted(HERE.glob("*.py")) if is_script(path)}
 SCRIPTS = [name for name in ("rloo", "grpo", "ppo") if name in MODULES]
+launcher = import_file(HERE / "benchmark/run.py")
 # Here and below: otherwise the garbage collector looks through all objects after each run.
 gc.freeze()
 
@@ -797,13 +797,13 @@ def launch_forked(script, processes, folder, flags, program=None, **environment)
     words = written_words(script, folder, flags, program)
     environment["PROBE_FOLDER"] = folder
     reset_accelerate()
-    port = free_port()
+    port = launcher.free_port()
     for name in ("stdout", "stderr"):
         (folder / name).write_text("")
     family = []
     try:
         for rank in range(processes):
-            variables = environment | torchrun_variables(rank, processes, port)
+            variables = environment | launcher.torchrun_variables(rank, processes, port)
             settings = (words, folder, variables)
             fork = multiprocessing.get_context("fork")
             family.append(fork.Process(target=become_program, args=settings))

@@ -389,6 +389,14 @@ def test_the_commands_of_the_readme(command, run, tmp_path):
 
 
 @mark.slow
+def test_the_page_of_differences_is_written_by_its_command():
+    ran = subprocess.run(
+        [sys.executable, "tests/test_scripts.py"], cwd=HERE, capture_output=True, text=True
+    )
+    assert ran.stdout == "docs/scripts.diff: nothing changes\n", ran.stderr
+
+
+@mark.slow
 def test_the_recipe_of_merging_adapters(run):
     run_few(run, "python rloo.py --lora-r 2 --output-dir runs/x")
     run(first_command(RECIPES, "python -c"))
