@@ -42,6 +42,8 @@ from conftest import (
     compare_runs,
     encode,
     group_flag,
+    launch,
+    launch_forked,
     launched,
     make_args,
     make_prompts,
@@ -423,7 +425,8 @@ def test_processes_change_no_count(name, run, world, tmp_path):
     # also makes every process write down the last rate of its schedule.
     flags = base_flags(world, flags | dict(reward="probe.py:probe"))
     flags["per_device_train_batch_size"] = 1
-    printed = launched(script, processes, tmp_path, flags)
+    start = launch if name == "rloo" else launch_forked  # torchrun itself, and what it does
+    printed = launched(script, processes, tmp_path, flags, start=start)
     compare_runs(alone, tmp_path / "out")  # the same completions, metrics and final weights
     assert printed.startswith(f"{processes} x cpu, float32")
     args = make_args(script, **flags)

@@ -416,7 +416,8 @@ def write_result(path: Path, parts: dict[str, dict], rows: list[dict]):
 def curves(result: dict, metrics) -> dict[str, list]:
     """A run in few points, one for each evaluation: its episode, and its score. A point of another
     metric is the mean since the evaluation before. The first point is that of iteration 1. What the
-    run does not log is left out."""
+    run does not log is left out, if docs/metrics.md has it: else its name is another now."""
+    documented = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     evaluations = result["evaluations"]
     rows = result["metrics"][1:]
     ends = [row["iteration"] for row in evaluations]
@@ -425,6 +426,8 @@ def curves(result: dict, metrics) -> dict[str, list]:
         since.append(rows[start:end])
     points = {"episode": [row["episode"] for row in evaluations]}
     for name in metrics:
+        if f"`{name}`" not in documented:
+            raise KeyError(f"docs/metrics.md has no {name}")
         if not any(name in row for row in rows):
             continue
         spans = since
