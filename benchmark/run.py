@@ -53,7 +53,8 @@ def read_run(folder: Path) -> dict:
     rows = read_rows(folder / "metrics.jsonl")
     seconds = 0.0
     for row in rows:
-        seconds += row.get("time/rollout_s", 0) + row.get("time/train_s", 0)
+        if row["iteration"] > 0:  # not the evaluation before training
+            seconds += row["time/rollout_s"] + row["time/train_s"]
         row["seconds"] = seconds
     found = dict(
         args=yaml.safe_load((folder / "args.yaml").read_text()),
