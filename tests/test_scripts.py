@@ -377,6 +377,15 @@ def test_every_logged_metric_is_documented_and_not_always_zero(script, run):
     assert always_zero == {"val/num_unscored", "eval/num_unscored"}, "these are 0 in each row"
 
 
+def test_every_documented_metric_is_one_of_a_script():
+    """A row of docs/metrics.md whose metric has another name now is noticed."""
+    page = (HERE / "docs/metrics.md").read_text(encoding="utf-8")
+    sources = "".join((HERE / f"{name}.py").read_text() for name in SCRIPTS)
+    for names in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE):
+        for name in re.findall("`([^`<]+)`", names):
+            assert f'"{name}"' in sources, name
+
+
 def test_what_a_run_writes(script, run, world, capsys):
     """A run writes args.yaml, metrics, rollouts and a model, which training has changed. It prints
     a few samples with the parts of their scores, and a last line that sums the run up."""
