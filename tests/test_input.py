@@ -28,12 +28,14 @@ from conftest import (
     option,
     save_classifier,
     save_model,
+    with_group,
     write_jsonl,
 )
 from pytest import raises
 from tokenizers.processors import TemplateProcessing
 
-# In each line the flags of a run. The message must name the first of them.
+# In each line the flags of a run, with `k` for the flag that has it. The message must name the
+# first of them.
 BAD_FLAGS = """
 batch_size: 0
 batch_size: -12
@@ -84,17 +86,17 @@ resume: true
 # coefficient of a batch of 64 episodes would be negative.
 OWN_BAD_FLAGS = {
     "rloo": """
-rloo_k: 1
-rloo_k: 0
-rloo_k: -3
-batch_size: 8, rloo_k: 3, num_mini_batches: 2
+k: 1
+k: 0
+k: -3
+batch_size: 8, k: 3, num_mini_batches: 2
 dtype: bfloat16, num_ppo_epochs: 2
 """,
     "grpo": """
-num_generations: 1
-num_generations: 0
+k: 1
+k: 0
 cliprange_high: -0.1
-batch_size: 8, num_generations: 3, num_mini_batches: 2
+batch_size: 8, k: 3, num_mini_batches: 2
 dtype: bfloat16, num_ppo_epochs: 2, importance_sampling_level: sequence
 """,
     "ppo": """
@@ -115,7 +117,7 @@ WORDS = {  # what else the message says
     "max_grad_norm: 0.0": "above 0, or inf",
     "kl_coef: -0.1": "above 0, or 0",
     "temperature: .inf": "a finite number above 0, or left out",
-    "batch_size: 8, rloo_k: 3, num_mini_batches: 2": "whole groups need a multiple of 6",
+    "batch_size: 8, k: 3, num_mini_batches: 2": "whole groups need a multiple of 6",
     "log_with: no_such_tracker": "is none of .*'tensorboard'",
     "log_with: mlflow": "is none of .*'tensorboard'",
 }
@@ -125,7 +127,7 @@ def test_bad_flags_are_refused_by_name(script):
     """`Args` raises a ValueError. That is before anything is loaded or written."""
     lines = BAD_FLAGS + OWN_BAD_FLAGS[script.__name__]
     for line in filter(None, lines.splitlines()):
-        flags = yaml.safe_load("{" + line + "}")
+        flags = with_group(script, yaml.safe_load("{" + line + "}"))
         with raises(ValueError, match=WORDS.get(line, "")) as raised:
             script.Args(**flags)
         assert option(next(iter(flags))) in str(raised.value), line

@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 import yaml
-from conftest import HERE, import_file, make_tokenizer, write_jsonl
+from conftest import HERE, MODULES, import_file, make_tokenizer, with_group, write_jsonl
 from pytest import approx, fixture, mark, raises
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -90,7 +90,7 @@ def save(tmp_path):
     def save(rows, name="run", file="rollouts.jsonl"):
         folder = tmp_path / name
         folder.mkdir(exist_ok=True, parents=True)
-        flags = dict(model_path=tokenizer, rloo_k=2, eval_k=1)
+        flags = with_group(MODULES["rloo"], dict(model_path=tokenizer, k=2, eval_k=1))
         (folder / "args.yaml").write_text(yaml.safe_dump(flags))
         write_jsonl(folder / file, rows)
         write_jsonl(folder / "metrics.jsonl", [{"iteration": 1, "objective/scores": 0.5}])

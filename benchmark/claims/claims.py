@@ -7,6 +7,7 @@ own runs.
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,18 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
 import tables
-from run import BENCHMARK, POLICY, ROOT, SCRIPTS, Part, main, read_result, read_rows, run_all
+from run import (
+    BENCHMARK,
+    DEFAULTS,
+    POLICY,
+    ROOT,
+    SCRIPTS,
+    Part,
+    main,
+    read_result,
+    read_rows,
+    run_all,
+)
 
 RESULT = Path(__file__).with_suffix(".json")
 REWARDS = "benchmark/claims/claims.py"
@@ -234,16 +246,15 @@ def starts_jobs() -> dict[tuple, dict]:
 
 
 def make_starts():
-    """Make the starting policies by the program that made the built-in one."""
+    """Make the starting policies by the program that made the built-in one, all at once."""
+    makers = []
     for start in STARTS:
-        command = [
-            sys.executable,
-            BENCHMARK / "default/make.py",
-            "--seed",
-            str(start),
-            "--only-policy",
-        ]
-        subprocess.run([*command, "--folder", ROOT / f"runs/start_{start}"], check=True)
+        command = [sys.executable, BENCHMARK / "default/make.py", "--only-policy"]
+        command += ["--seed", str(start), "--folder", ROOT / f"runs/start_{start}"]
+        makers.append(subprocess.Popen(command, env=os.environ | DEFAULTS))
+    codes = [maker.wait() for maker in makers]
+    if any(codes):
+        raise SystemExit("default/make.py failed")
 
 
 def pairs_jobs() -> dict[tuple, dict]:
