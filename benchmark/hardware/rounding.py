@@ -9,19 +9,32 @@ first parts are the defaults of each script. The runs of SmolLM2 (made by
 ones before.
 
 By default PPO whitens its advantages: it shifts them to mean 0, and scales them to variance 1. The
-last parts are PPO as it is, without the shift, and without the second PPO epoch. Writes
-rounding.json, a comparison a line.
+next parts are PPO as it is, without the shift, and without the second PPO epoch.
+
+The last part counts ratios outside of the clip range, where each true ratio is 1. Writes
+rounding.json, a comparison or a run a line.
 """
 
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import SCRIPTS, Part, main, prepare_forks, relative_distance, run_forked
+from run import (
+    SCRIPTS,
+    Part,
+    free_port,
+    logged,
+    main,
+    prepare_forks,
+    relative_distance,
+    run_forked,
+    torchrun_variables,
+)
 
 RESULT = Path(__file__).with_suffix(".json")
 MICRO_BATCHES, PROCESSES = "micro-batches of 64 and 16", "1 and 2 processes"
@@ -66,21 +79,9 @@ def jobs_of(script: str, own: str, edits, comparisons, seeds) -> dict[tuple, dic
     return jobs
 
 
-def ranks(processes: int) -> list[dict]:
-    """The environments of processes that find each other."""
-    if processes == 1:
-        return [{}]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    size = str(processes)
-    world = dict(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="localhost", MASTER_PORT=port)
-    return [world | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(processes)]
-
-
 def send_run(sender, job: tuple, environment: dict):
     """In a process of its own: what a run printed and wrote, or its error."""
-    os.environ |= environment
+    os.environ |= {name: str(value) for name, value in environment.items()}
     try:
         sender.send(run_forked(job))
     except RuntimeError as error:
@@ -91,7 +92,9 @@ def start(job: tuple, processes: int) -> list:
     """Start a run on so many processes -> the ends of pipes that `receive` reads."""
     fork = multiprocessing.get_context("fork")
     receivers = []
-    for environment in ranks(processes):
+    port = free_port()
+    for rank in range(processes):
+        environment = torchrun_variables(rank, processes, port)
         receiver, sender = fork.Pipe(duplex=False)
         fork.Process(target=send_run, args=(sender, job, environment), daemon=True).start()
         sender.close()
@@ -145,9 +148,68 @@ def count_different(one: dict, two: dict) -> dict:
     return counts | dict(first_iteration=min(iterations, default=None))
 
 
+# ---- ratios
+
+# a ratio for each: script, flags, and how far from 1 the ratio may be
+RATIOS = {
+    "token": ("grpo", "", (0.2, 0.2)),
+    "completion": ("rloo", "", (0.2, 0.2)),
+    "long completion": ("rloo", "--response-length 128", (0.2, 0.2)),
+    "sequence": ("grpo", "--importance-sampling-level sequence", (3e-4, 4e-4)),
+}
+
+
+def ratio_jobs() -> dict[tuple, dict]:
+    """Two updates with one batch, which do not move the weights."""
+    jobs = {}
+    for name, (script, own, bounds) in RATIOS.items():
+        flags = f"{SMOLLM2} --reward benchmark/throughput/rewards.py:share_of_letters --seed 1"
+        flags += f" --total-episodes 64 --num-mini-batches 2 {own}"
+        edits = [counts_outside(bounds)]
+        jobs[script, flags, *edits] = dict(ratio=name, dtype="float32")
+        jobs[script, flags, *edits, in_bfloat16] = dict(ratio=name, dtype="bfloat16")
+    return jobs
+
+
+def counts_outside(bounds):
+    """`policy/clipfrac_avg` is the share of ratios that are outside of these bounds."""
+
+    def edit(script):
+        of_update = script.ratio_metrics
+
+        def ratio_metrics(logratio, _, mask):
+            ratio = logratio.exp()
+            outside = (ratio < 1 - bounds[0]) | (ratio > 1 + bounds[1])
+            return of_update(logratio, outside, mask)
+
+        script.ratio_metrics = ratio_metrics
+
+    return edit
+
+
+def in_bfloat16(script):
+    """The flag is refused where rounding alone would clip ratios."""
+    check = script.check_flags
+
+    def check_flags(args):
+        check(args)
+        args.dtype = "bfloat16"
+
+    script.check_flags = check_flags
+
+
+def outside(names: dict, result: dict) -> dict:
+    rows = result["metrics"]
+    share = np.mean(logged(rows, "policy/clipfrac_avg"))
+    tokens = np.mean(logged(rows, "response_length_mean"))
+    return names | dict(tokens=round(float(tokens), 1), outside=round(float(share), 4))
+
+
 PARTS = {name: Part(jobs_of(*case), measure=measure) for name, case in CASES.items()}
-PARTS["SmolLM2"].needs = "the model of benchmark/smollm2/prepare.py"
-PARTS["SmolLM2"].short = f"--total-episodes 128 {BUILT_IN}"
+PARTS["ratios"] = Part(ratio_jobs(), outside)
+for name in ("SmolLM2", "ratios"):
+    PARTS[name].needs = "the model of benchmark/smollm2/prepare.py"
+    PARTS[name].short = f"--total-episodes 128 --response-length 8 {BUILT_IN}"
 
 if __name__ == "__main__":
     main(__doc__, RESULT, PARTS)
