@@ -11,6 +11,7 @@ from conftest import (
     distance,
     flat,
     launch,
+    launch_forked,
     launch_twice,
     launched,
     one_text,
@@ -199,13 +200,17 @@ def test_lora_on_two_processes(script, run, world, tmp_path):
 @only("rloo")
 @mark.slow
 @mark.parametrize(
-    "fault, message", [("fails_on_rank_1", "only here"), ("names_of_rank", "the score has parts")]
+    "fault, message, start",
+    [
+        ("fails_on_rank_1", "only here", launch),
+        ("names_of_rank", "the score has parts", launch_forked),
+    ],
 )
-def test_a_failing_process_ends_the_launch(script, world, tmp_path, fault, message):
+def test_a_failing_process_ends_the_launch(script, world, tmp_path, fault, message, start):
     """A reward raises on one of two processes, or its parts have other names there. The launch ends
     without a model."""
     flags = base_flags(world, dict(reward=f"probe.py:{fault}", output_dir="out"))
-    finished = launch(script, 2, tmp_path, flags)
+    finished = start(script, 2, tmp_path, flags)
     assert finished.returncode != 0
     assert message in finished.stderr
     assert not (tmp_path / "out" / "model").exists()

@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -165,26 +166,22 @@ def ratio_jobs() -> dict[tuple, dict]:
     for name, (script, own, bounds) in RATIOS.items():
         flags = f"{SMOLLM2} --reward benchmark/throughput/rewards.py:share_of_letters --seed 1"
         flags += f" --total-episodes 64 --num-mini-batches 2 {own}"
-        edits = [counts_outside(bounds)]
+        edits = [partial(count_outside, bounds)]
         jobs[script, flags, *edits] = dict(ratio=name, dtype="float32")
         jobs[script, flags, *edits, in_bfloat16] = dict(ratio=name, dtype="bfloat16")
     return jobs
 
 
-def counts_outside(bounds):
+def count_outside(bounds, script):
     """`policy/clipfrac_avg` is the share of ratios that are outside of these bounds."""
+    of_update = script.ratio_metrics
 
-    def edit(script):
-        of_update = script.ratio_metrics
+    def ratio_metrics(logratio, _, mask):
+        ratio = logratio.exp()
+        outside = (ratio < 1 - bounds[0]) | (ratio > 1 + bounds[1])
+        return of_update(logratio, outside, mask)
 
-        def ratio_metrics(logratio, _, mask):
-            ratio = logratio.exp()
-            outside = (ratio < 1 - bounds[0]) | (ratio > 1 + bounds[1])
-            return of_update(logratio, outside, mask)
-
-        script.ratio_metrics = ratio_metrics
-
-    return edit
+    script.ratio_metrics = ratio_metrics
 
 
 def in_bfloat16(script):
