@@ -311,8 +311,9 @@ A real model learns | SmolLM2-135M on sums, each model at the best of four tempe
 640 episodes of RLOO (five seeds) | [a real model](docs/claims.md#and-a-real-model)
 It is faster than TRL on one CPU core | beside TRL 1.16, {count} pairs of runs: with prompts of \
 6 to 32 tokens {min(column(short, "lowest")):.1f} to {max(column(short, "highest")):.1f} times its \
-episodes per second (RLOO, GRPO), with 300 to 400 tokens {long["lowest"]:.1f} to {long["highest"]:.1f} \
-(RLOO); {min(memory):.0f} to {max(memory):.0f} % of its memory | \
+episodes per second (RLOO, GRPO), with 300 to 400 tokens \
+{long["lowest"]:.1f} to {long["highest"]:.1f} (RLOO); \
+{min(memory):.0f} to {max(memory):.0f} % of its memory | \
 [speed](benchmark/README.md#speed)
 """
     yield ["claim", "measured", "where"]

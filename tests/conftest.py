@@ -472,10 +472,11 @@ def fresh_imports():
     try:
         yield
     finally:
-        added = set(sys.path) - set(path)
+        added = tuple(set(sys.path) - set(path))
         sys.path[:] = path
         for name, module in list(sys.modules.items()):
-            if os.path.dirname(getattr(module, "__file__", None) or "/") in added:
+            file = getattr(module, "__file__", None) or ""
+            if file.startswith(added) and os.path.dirname(file) in added:
                 del sys.modules[name]
         importlib.invalidate_caches()
 
