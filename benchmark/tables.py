@@ -273,6 +273,8 @@ def evidence():
     models = smollm2_models()
     start = models["before"][3]
     five = [numbers[3] for name, numbers in models.items() if name.startswith("RLOO")]
+    grpo = models["GRPO, seed 1"][3]
+    ppo = models["PPO, seed 1"][3]
     trl = small(largest("same"), 0)
     torchrl = small(largest("ppo"), 0)
     undone = mini_batches(undone=True)
@@ -308,7 +310,8 @@ Nothing is lost | {killed} kills with SIGKILL: resumed runs give the unbroken ru
 for bit on as many processes | [kills](benchmark/README.md#kills)
 A real model learns | SmolLM2-135M on sums, each model at the best of four temperatures: \
 {start:.2f} of held-out answers right before, {min(five):.2f} to {max(five):.2f} after \
-640 episodes of RLOO (five seeds) | [a real model](docs/claims.md#and-a-real-model)
+640 episodes of RLOO (five seeds), {grpo:.2f} of GRPO, {ppo:.2f} of PPO (one) | \
+[a real model](docs/claims.md#and-a-real-model)
 It is faster than TRL on one CPU core | beside TRL 1.16, {count} pairs of runs: with prompts of \
 6 to 32 tokens {min(column(short, "lowest")):.1f} to {max(column(short, "highest")):.1f} times its \
 episodes per second (RLOO, GRPO), with 300 to 400 tokens \

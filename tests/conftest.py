@@ -797,14 +797,22 @@ def launch_forked(script, processes, folder, flags, program=None, **environment)
         return launch(script, processes, folder, flags, program, **environment)
     words = written_words(script, folder, flags, program)
     environment["PROBE_FOLDER"] = folder
-    reset_accelerate()
     port = launcher.free_port()
+    environments = []
+    for rank in range(processes):
+        environments.append(environment | launcher.torchrun_variables(rank, processes, port))
+    return fork_programs(words, folder, environments)
+
+
+def fork_programs(words, folder, environments):
+    """A program with these words, in a process for each environment. Waits for their end. Returns
+    what `launch` returns."""
+    reset_accelerate()
     for name in ("stdout", "stderr"):
         (folder / name).write_text("")
     family = []
     try:
-        for rank in range(processes):
-            variables = environment | launcher.torchrun_variables(rank, processes, port)
+        for variables in environments:
             settings = (words, folder, variables)
             fork = multiprocessing.get_context("fork")
             family.append(fork.Process(target=become_program, args=settings))
@@ -836,6 +844,9 @@ def become_program(words, folder, variables):
         with open(name, "a") as file:
             os.dup2(file.fileno(), number)
         setattr(sys, name, open(number, "w", buffering=1, closefd=False))
+    for name, module in list(sys.modules.items()):  # The program imports this repository anew.
+        if str(getattr(module, "__file__", None)).startswith(str(HERE)):
+            del sys.modules[name]
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).parent))
     runpy.run_path(words[0], run_name="__main__")
