@@ -10,7 +10,6 @@ from conftest import (
     changed_copy,
     compare_runs,
     launch,
-    launch_forked,
     launch_twice,
     launched,
     only,
@@ -95,5 +94,5 @@ def test_bfloat16(script, run, world, tmp_path):
 def test_tensors_on_two_devices_are_refused(text, world, tmp_path):
     """The device refuses bugs that a CPU does not show. Each is put into a copy of rloo.py."""
     copy = changed_copy(MODULES["rloo"], tmp_path, text, BUGS[text])
-    finished = launch_forked(copy, 1, tmp_path, base_flags(world), **DEVICE)
+    finished = launch(copy, 1, tmp_path, base_flags(world), **DEVICE)
     assert "RuntimeError: Expected all tensors to be on the same device" in finished.stderr
