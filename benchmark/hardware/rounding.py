@@ -183,7 +183,6 @@ def in_bfloat16(script):
 RATIOS = {
     "token": ("grpo", "", count_outside),
     "completion": ("rloo", "", count_outside),
-    "long completion": ("rloo", "--response-length 128", count_outside),
     "sequence": ("grpo", "--importance-sampling-level sequence", count_outside_gspo),
 }
 
@@ -193,7 +192,7 @@ def ratio_jobs() -> dict[tuple, dict]:
     jobs = {}
     for name, (script, own, count) in RATIOS.items():
         flags = f"{SMOLLM2} --reward benchmark/throughput/rewards.py:share_of_letters --seed 1"
-        flags += f" --total-episodes 64 --num-mini-batches 2 {own}"
+        flags += f" --total-episodes 32 --batch-size 32 --num-mini-batches 2 {own}"
         jobs[script, flags, count] = dict(ratio=name, dtype="float32")
         jobs[script, flags, count, in_bfloat16] = dict(ratio=name, dtype="bfloat16")
     return jobs
