@@ -152,13 +152,14 @@ def count_different(one: dict, two: dict) -> dict:
 
 
 def count_outside(script, low=0.2, high=0.2):
-    """`policy/clipfrac_avg` is the share of ratios that are not in 1 - low .. 1 + high."""
+    """The metric `outside` is the share of ratios that are not in 1 - low .. 1 + high."""
     of_update = script.ratio_metrics
 
-    def ratio_metrics(logratio, _, mask):
-        ratio = logratio.exp()
+    def ratio_metrics(logratio, is_clipped, mask):
+        ratio = logratio.exp()[mask[:, : logratio.shape[1]]]
         outside = (ratio < 1 - low) | (ratio > 1 + high)
-        return of_update(logratio, outside, mask)
+        metrics = of_update(logratio, is_clipped, mask)
+        return metrics | dict(outside=outside.float().mean())
 
     script.ratio_metrics = ratio_metrics
 
@@ -200,7 +201,7 @@ def ratio_jobs() -> dict[tuple, dict]:
 
 def outside(names: dict, result: dict) -> dict:
     rows = result["metrics"]
-    share = np.mean(logged(rows, "policy/clipfrac_avg"))
+    share = np.mean(logged(rows, "outside"))
     tokens = np.mean(logged(rows, "response_length_mean"))
     return names | dict(tokens=round(float(tokens), 1), outside=round(float(share), 4))
 
