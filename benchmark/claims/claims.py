@@ -426,7 +426,7 @@ def plot(_, folder: Path):
     axis.invert_yaxis()
     axis.set(
         xlabel="difference of the share of right answers",
-        title="means and 95 % intervals over seeds",
+        title="means and 95 % intervals over seeds, not corrected",
     )
     draw.save(figure, folder / "claims.png")
 

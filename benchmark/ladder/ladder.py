@@ -340,7 +340,7 @@ def plot_noises(axis):
     labels = [name.replace(", ", ",\n") for name in names]
     places = range(len(names))
     axis.set_xticks(places, labels, fontsize=6)
-    axis.set_title("noise of the gradient")
+    axis.set_title("noise of the gradient, fixed prompts")
     axis.set_ylabel("noise, times that of RLOO")
     axis.set_yscale("log")
     ticks = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10]
