@@ -36,7 +36,8 @@ from run import POLICY, SCRIPTS, Part, main, read_rows, relative_distance, run, 
 RESULT = Path(__file__).with_suffix(".json")
 FLAGS = (
     "--total-episodes 128 --batch-size 32 --num-mini-batches 1 --per-device-train-batch-size 4 "
-    "--learning-rate 3e-4 --num-sample-generations 0 --max-grad-norm 1 --save-every 2"
+    "--learning-rate 3e-4 --num-sample-generations 0 --max-grad-norm 1 --save-every 2 "
+    "--keep-checkpoints 2"
 )
 JOBS = {(script, FLAGS): dict(script=script) for script in SCRIPTS}
 LAUNCHERS = {
@@ -106,7 +107,6 @@ def resumes_bitwise(kind: str, script: str, flags: str, folder: Path) -> bool:
     resumed = folder.with_name(folder.name + "_resumed")
     shutil.copytree(folder, resumed)
     shutil.rmtree(resumed / "model")
-    (resumed / "kept").rename(resumed / "checkpoints")
     shutil.rmtree(resumed / "checkpoints" / "iteration_00000004")
     run_twofold(kind, script, f"{flags} --resume", resumed)
     one, two = ((path / "model" / "model.safetensors").read_bytes() for path in (folder, resumed))

@@ -2,14 +2,12 @@
 
     torchrun --nproc-per-node 2 benchmark/hardware/zero_cpu.py rloo.py --total-episodes 128
 
-ACCELERATE_DEEPSPEED_CONFIG_FILE names DeepSpeed's settings. The checkpoints stay in kept/. At the
-end it prints the learning rate of each step that the engine made, and how often weights were
-gathered.
+ACCELERATE_DEEPSPEED_CONFIG_FILE names DeepSpeed's settings. At the end it prints the learning rate
+of each step that the engine made, and how often weights were gathered.
 """
 
 import json
 import os
-import shutil
 
 import tyro
 from fsdp2_cpu import Options, count_gathers, import_script
@@ -24,19 +22,12 @@ def main(options: Options, flags: list[str]):
     module = import_script(options.script)
     rates = []
     take_step = DeepSpeedEngine._take_model_step
-    finish = module.finish
 
     def noted_step(engine, *args):
         rates.append(engine.get_lr()[0])
         return take_step(engine, *args)
 
-    def keep_checkpoints(policy, output_dir, *more):  # A finished run removes them.
-        if module.accelerator.is_main_process:
-            shutil.copytree(output_dir / "checkpoints", output_dir / "kept")
-        finish(policy, output_dir, *more)
-
     DeepSpeedEngine._take_model_step = noted_step
-    module.finish = keep_checkpoints
     calls = [(partition, "_dist_allgather_fn")]
     calls += [(partition.dist, name) for name in ("all_gather_into_tensor", "all_gather")]
     gathers = count_gathers(module, *calls)
