@@ -315,7 +315,7 @@ best of four temperatures: of the answers to 60 held-out questions {start:.2f} a
 It is faster than TRL on one CPU core | beside TRL 1.16, with KL, {count} pairs of runs: with \
 prompts of 6 to 32 tokens {min(column(short, "lowest")):.1f} to \
 {max(column(short, "highest")):.1f} times its episodes per second (RLOO, GRPO), with 300 to 400 \
-tokens {long["lowest"]:.1f} to {long["highest"]:.1f} (RLOO); {min(memory):.0f} to \
+tokens {long["ratio"]:.1f} (RLOO); {min(memory):.0f} to \
 {max(memory):.0f} % of its memory. Some pairs have only two or three measured steps | \
 [speed](benchmark/README.md#speed)
 """
