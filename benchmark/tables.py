@@ -316,7 +316,7 @@ It is faster than TRL on one CPU core | beside TRL 1.16, with KL, {count} pairs 
 prompts of 6 to 32 tokens {min(column(short, "lowest")):.1f} to \
 {max(column(short, "highest")):.1f} times its episodes per second (RLOO, GRPO), with 300 to 400 \
 tokens {long["ratio"]:.1f} (RLOO); {min(memory):.0f} to \
-{max(memory):.0f} % of its memory. Some pairs have only two or three measured steps | \
+{max(memory):.0f} % of its memory. Nine pairs have only two or three measured steps | \
 [speed](benchmark/README.md#speed)
 """
     yield ["claim", "measured", "where"]
