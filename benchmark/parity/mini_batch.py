@@ -175,6 +175,7 @@ def run_tally(world: Path, script: str, flags: str) -> SimpleNamespace:
     for update, row in zip(updates, metrics, strict=True):
         update.metrics = row
         update.loss = float(row["loss/policy_avg"])
+        update.cut = float(row["policy/clipfrac_avg"])
     return SimpleNamespace(
         script=script, module=module, args=args, rollout=rollout, updates=updates
     )
@@ -343,8 +344,7 @@ def compare_same(world: Path, script: str, flags: str, names: dict) -> list[dict
     for number, (ours, theirs) in enumerate(
         zip(tally.updates, run_trl(tally, world), strict=True), start=1
     ):
-        cut = float(ours.metrics["policy/clipfrac_avg"])
-        rows.append(names | dict(update=number, cut=cut) | difference(ours, theirs))
+        rows.append(names | dict(update=number, cut=ours.cut) | difference(ours, theirs))
     return rows
 
 
