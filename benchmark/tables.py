@@ -287,6 +287,7 @@ def evidence():
     short = [row for row in speeds if row["part"] != "d"]
     [long] = load("throughput/throughput.json", part="d")
     count = sum(column(speeds, "pairs"))
+    few = sum(row["pairs"] for row in speeds if row["measured_steps"] <= 3)
     memory = []
     for row in speeds:
         tally = row["tally"]["peak_gib"]
@@ -316,7 +317,7 @@ It is faster than TRL on one CPU core | beside TRL 1.16, with KL, {count} pairs 
 prompts of 6 to 32 tokens {min(column(short, "lowest")):.1f} to \
 {max(column(short, "highest")):.1f} times its episodes per second (RLOO, GRPO), with 300 to 400 \
 tokens {long["ratio"]:.1f} (RLOO); {min(memory):.0f} to \
-{max(memory):.0f} % of its memory. Nine pairs have only two or three measured steps | \
+{max(memory):.0f} % of its memory. {few} pairs have only two or three measured steps | \
 [speed](benchmark/README.md#speed)
 """
     yield ["claim", "measured", "where"]
