@@ -239,6 +239,8 @@ def machine() -> str:
         found = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.M)
         if found:
             processor = found[1]
+    if torch.cuda.is_available():
+        processor = torch.cuda.get_device_name()
     threads = os.environ.get("OMP_NUM_THREADS", DEFAULTS["OMP_NUM_THREADS"])
     facts = [
         f"{processor} {torch.backends.cpu.get_cpu_capability()}",

@@ -45,7 +45,7 @@ KEEP_FREED_MEMORY = dict(MALLOC_TRIM_THRESHOLD_=str(2**31 - 1), MALLOC_MMAP_MAX_
 @dataclass
 class Case:
     about: str
-    model: str  # `built-in`, `SmolLM2`, `random` or, in a smoke run, `tiny`
+    model: str  # `built-in`, `SmolLM2`, or one of LLAMAS, in a smoke run `tiny`
     batch: int
     micro_batch: int
     prompt_tokens: tuple[int, int]  # least and most
@@ -55,12 +55,21 @@ class Case:
     pairs: int
     algorithms: tuple[str, ...] = ("rloo", "grpo")
     reward: str = "benchmark/throughput/rewards.py:share_of_letters"
+    dtype: str = "float32"  # or bfloat16, where the weights are float32 all the same
     k: int = 4
     kl_coef: float = 0.05
     learning_rate: float = 1e-6
 
 
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+SIZES += ("num_attention_heads", "num_key_value_heads")
+LLAMAS = {  # random Llamas, the largest with the sizes of Qwen2.5-0.5B
+    "tiny": (256, 256, 768, 4, 4, 4),
+    "42M": (151_936, 256, 768, 4, 4, 4),
+    "0.5B": (151_936, 896, 4864, 24, 14, 2),
+}
 LARGE = "a random Llama of 42M parameters with a vocabulary of 151,936"
+QWEN = "a random Llama with the sizes of Qwen2.5-0.5B, in bfloat16"
 CASES = {
     "a": Case(
         "the default policy, 6 and up to 8 tokens", "built-in", 256, 256, (6, 6), 8, False, 60, 5
@@ -78,8 +87,10 @@ CASES = {
         4,
         2,
     ),
-    "h": Case(f"{LARGE}, 32 and 384 tokens", "random", 8, 8, (32, 32), 384, True, 5, 3),
+    "h": Case(f"{LARGE}, 32 and 384 tokens", "42M", 8, 8, (32, 32), 384, True, 5, 3),
+    "gpu": Case(f"{QWEN}, 256 and 128 tokens", "0.5B", 64, 16, (256, 256), 128, True, 6, 2),
 }
+CASES["gpu"].dtype = "bfloat16"
 CASES["a"].reward = "exact_match"
 CASES["d"].algorithms = ("rloo",)
 CASES["h"].algorithms = ("grpo",)
@@ -93,23 +104,24 @@ TITLE = "Give this post a title of at most five words."
 # ---- models and prompts
 
 
-def random_llama(folder: Path, vocabulary: int):
-    """Write a Llama with random weights and a tokenizer of `vocabulary` words, `w2` and so on."""
+def random_llama(folder: Path, sizes: dict):
+    """Write a Llama with random weights and a tokenizer of so many words, `w2` and so on."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     words = {
         word: i
-        for i, word in enumerate(["<pad>", "<eos>", *(f"w{i}" for i in range(2, vocabulary))])
+        for i, word in enumerate(
+            ["<pad>", "<eos>", *(f"w{i}" for i in range(2, sizes["vocab_size"]))]
+        )
     }
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = dict(pad_token="<pad>", eos_token="<eos>", model_max_length=1024)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4)
-    ids = dict(vocab_size=vocabulary, pad_token_id=0, bos_token_id=None, eos_token_id=1)
+    ids = dict(pad_token_id=0, bos_token_id=None, eos_token_id=1)
     config = LlamaConfig(**sizes, **ids, tie_word_embeddings=True, max_position_embeddings=1024)
     LlamaForCausalLM(config).save_pretrained(folder)
 
@@ -155,14 +167,12 @@ def make_world(case: Case, world: Path) -> Path:
             for _ in range(count)
         ]
     else:
-        vocabulary = 151_936 if case.model == "random" else 256
-        random_llama(model, vocabulary)
+        sizes = dict(zip(SIZES, LLAMAS[case.model]))
+        random_llama(model, sizes)
         rows = []
         for _ in range(count):
-            words = [
-                f"w{draw_words.randrange(2, vocabulary)}" for _ in range(case.prompt_tokens[0])
-            ]
-            rows.append(dict(prompt=" ".join(words)))
+            words = draw_words.choices(range(2, sizes["vocab_size"]), k=case.prompt_tokens[0])
+            rows.append(dict(prompt=" ".join(f"w{word}" for word in words)))
     (world / "prompts.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
     )
@@ -283,7 +293,7 @@ def jobs_of(case: Case) -> dict[tuple, dict]:
         f"--total-episodes {case.steps * case.batch} --batch-size {case.batch} "
         f"--per-device-train-batch-size {case.micro_batch} "
         f"--response-length {case.completion_tokens} --kl-coef {case.kl_coef} "
-        f"--learning-rate {case.learning_rate} --save-every None "
+        f"--learning-rate {case.learning_rate} --save-every None --dtype {case.dtype} "
         "--temperature 1 --max-grad-norm 1 --num-sample-generations 0"
     )
     own = dict(rloo=f"--rloo-k {case.k}", grpo=f"--num-generations {case.k}")
@@ -296,8 +306,9 @@ def jobs_of(case: Case) -> dict[tuple, dict]:
 PARTS = {}
 for name, case in CASES.items():
     short = f"--total-episodes {3 * case.batch} --response-length 8"
+    needs = "TRL and a GPU" if name == "gpu" else "TRL"
     PARTS[name] = Part(
-        jobs_of(case), measure=functools.partial(measure, case), short=short, needs="TRL"
+        jobs_of(case), measure=functools.partial(measure, case), short=short, needs=needs
     )
 
 if __name__ == "__main__":

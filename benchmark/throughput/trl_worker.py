@@ -38,6 +38,7 @@ def settings(job: dict) -> dict:
     return dict(
         seed=job["seed"],
         use_cpu=not torch.cuda.is_available(),
+        bf16=job["dtype"] == "bfloat16",
         batch=job["micro_batch"],
         gradient_accumulation_steps=micro_batches,
         steps_per_generation=micro_batches,
