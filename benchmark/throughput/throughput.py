@@ -88,7 +88,7 @@ CASES = {
         2,
     ),
     "h": Case(f"{LARGE}, 32 and 384 tokens", "42M", 8, 8, (32, 32), 384, True, 5, 3),
-    "gpu": Case(f"{QWEN}, 256 and 128 tokens", "0.5B", 64, 16, (256, 256), 128, True, 6, 2),
+    "gpu": Case(f"{QWEN}, 256 and 64 tokens", "0.5B", 64, 16, (256, 256), 64, True, 6, 2),
 }
 CASES["gpu"].dtype = "bfloat16"
 CASES["a"].reward = "exact_match"
