@@ -233,6 +233,10 @@ def right_in_the_end(_, result: dict) -> dict:
     return dict(right=round(result["evaluations"][-1]["eval/scores"], 4))
 
 
+def methods_jobs() -> dict[tuple, dict]:
+    return of_methods(best_rate, OTHER_SEEDS, "--eval-every 64")
+
+
 def starts_jobs() -> dict[tuple, dict]:
     """The methods from other starting policies, each with its own right facts, prompts and held-out
     prompts."""
@@ -245,8 +249,15 @@ def starts_jobs() -> dict[tuple, dict]:
     return jobs
 
 
+def choose_rates():
+    """Take the rates that the file has now: the same command may have measured them."""
+    PARTS["methods"].jobs = methods_jobs()
+    PARTS["starts"].jobs = starts_jobs()
+
+
 def make_starts():
     """Make the starting policies by the program that made the built-in one, all at once."""
+    choose_rates()
     makers = []
     for start in STARTS:
         command = [sys.executable, BENCHMARK / "default/make.py", "--only-policy"]
@@ -394,7 +405,7 @@ PARTS = {
         end_of_training,
         smoke=lambda names: names["rate"] == 1e-4,
     ),
-    "methods": Part(of_methods(best_rate, OTHER_SEEDS, "--eval-every 64"), right_in_the_end),
+    "methods": Part(methods_jobs(), right_in_the_end, prepare=choose_rates),
     "starts": Part(
         starts_jobs(),
         right_in_the_end,
