@@ -34,6 +34,7 @@ from safetensors.numpy import load_file
 BENCHMARK = Path(__file__).resolve().parent
 ROOT = BENCHMARK.parent
 POLICY = BENCHMARK / "default" / "policy"
+BUILT_IN = f"--model-path {POLICY} --dataset benchmark/default/train.jsonl --reward exact_match"
 SCRIPTS = ("rloo", "grpo", "ppo")
 DEFAULTS = dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 LIBRARIES = ("accelerate", "transformers.models.llama.modeling_llama", "transformers.optimization")

@@ -233,10 +233,6 @@ def right_in_the_end(_, result: dict) -> dict:
     return dict(right=round(result["evaluations"][-1]["eval/scores"], 4))
 
 
-def methods_jobs() -> dict[tuple, dict]:
-    return of_methods(best_rate, OTHER_SEEDS, "--eval-every 64")
-
-
 def starts_jobs() -> dict[tuple, dict]:
     """The methods from other starting policies, each with its own right facts, prompts and held-out
     prompts."""
@@ -251,7 +247,7 @@ def starts_jobs() -> dict[tuple, dict]:
 
 def choose_rates():
     """Take the rates that the file has now: the same command may have measured them."""
-    PARTS["methods"].jobs = methods_jobs()
+    PARTS["methods"].jobs = of_methods(best_rate, OTHER_SEEDS, "--eval-every 64")
     PARTS["starts"].jobs = starts_jobs()
 
 
@@ -405,9 +401,9 @@ PARTS = {
         end_of_training,
         smoke=lambda names: names["rate"] == 1e-4,
     ),
-    "methods": Part(methods_jobs(), right_in_the_end, prepare=choose_rates),
+    "methods": Part({}, right_in_the_end, prepare=choose_rates),
     "starts": Part(
-        starts_jobs(),
+        {},
         right_in_the_end,
         prepare=make_starts,
         short=f"{Part.short} {BUILT_IN}",
@@ -416,6 +412,7 @@ PARTS = {
     "pairs": Part(pairs_jobs(), measure=run_pairs),
     "gold": Part({}, measure=run_gold),
 }
+choose_rates()
 for script, seeds in {None: (), "rloo": SEEDS, "grpo": (1,), "ppo": (1,)}.items():
     PARTS[f"smollm2_{script or 'start'}"] = Part(
         smollm2_jobs(script, seeds),

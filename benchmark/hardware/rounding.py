@@ -25,6 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from run import (
+    BUILT_IN,
     SCRIPTS,
     Part,
     free_port,
@@ -42,8 +43,6 @@ SMOLLM2 = "--model-path benchmark/smollm2/model --dataset benchmark/smollm2/chai
 SMOLLM2 += " --reward benchmark/smollm2/chain_sum.py:score --learning-rate 0 --kl-coef 0"
 SMOLLM2 += " --batch-size 64 --response-length 24 --total-episodes 320"
 SMOLLM2 += " --per-device-train-batch-size 16"
-BUILT_IN = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
-BUILT_IN += " --reward exact_match"
 SEEDS = range(1, 6)
 
 

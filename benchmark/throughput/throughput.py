@@ -69,7 +69,6 @@ LLAMAS = {  # random Llamas, the largest with the sizes of Qwen2.5-0.5B
     "0.5B": (151_936, 896, 4864, 24, 14, 2),
 }
 LARGE = "a random Llama of 42M parameters with a vocabulary of 151,936"
-QWEN = "a random Llama with the sizes of Qwen2.5-0.5B, in bfloat16"
 CASES = {
     "a": Case(
         "the default policy, 6 and up to 8 tokens", "built-in", 256, 256, (6, 6), 8, False, 60, 5
@@ -88,7 +87,17 @@ CASES = {
         2,
     ),
     "h": Case(f"{LARGE}, 32 and 384 tokens", "42M", 8, 8, (32, 32), 384, True, 5, 3),
-    "gpu": Case(f"{QWEN}, 256 and 64 tokens", "0.5B", 64, 16, (256, 256), 64, True, 6, 2),
+    "gpu": Case(
+        "a random Llama with the sizes of Qwen2.5-0.5B, in bfloat16, 256 and 64 tokens",
+        "0.5B",
+        64,
+        16,
+        (256, 256),
+        64,
+        True,
+        6,
+        2,
+    ),
 }
 CASES["gpu"].dtype = "bfloat16"
 CASES["a"].reward = "exact_match"
@@ -110,12 +119,7 @@ def random_llama(folder: Path, sizes: dict):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    words = {
-        word: i
-        for i, word in enumerate(
-            ["<pad>", "<eos>", *(f"w{i}" for i in range(2, sizes["vocab_size"]))]
-        )
-    }
+    words = {f"w{i}": i for i in range(2, sizes["vocab_size"])} | {"<pad>": 0, "<eos>": 1}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = dict(pad_token="<pad>", eos_token="<eos>", model_max_length=1024)
@@ -237,6 +241,13 @@ def summary(runs: list[dict]) -> dict:
     )
 
 
+def find_gpu():
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("The part gpu needs a GPU.")
+
+
 def compare(case: Case, algorithm: str, flags: str, model: Path, world: Path) -> dict:
     """Run a case with one algorithm: the pairs and the checks. Returns its row."""
     ours, theirs = [], []
@@ -306,10 +317,11 @@ def jobs_of(case: Case) -> dict[tuple, dict]:
 PARTS = {}
 for name, case in CASES.items():
     short = f"--total-episodes {3 * case.batch} --response-length 8"
-    needs = "TRL and a GPU" if name == "gpu" else "TRL"
     PARTS[name] = Part(
-        jobs_of(case), measure=functools.partial(measure, case), short=short, needs=needs
+        jobs_of(case), measure=functools.partial(measure, case), short=short, needs="TRL"
     )
+PARTS["gpu"].needs += " and a GPU"
+PARTS["gpu"].prepare = find_gpu
 
 if __name__ == "__main__":
     main(__doc__, RESULT, PARTS)
