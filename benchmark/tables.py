@@ -296,12 +296,14 @@ def evidence():
     rows = f"""
 It learns | held-out sums whose most likely answer is right, ten seeds (RLOO, GRPO, PPO): \
 {before:.2f} before; {after} after 16,384, 16,384 and 8,192 episodes. On pairs of last digits that \
-RL did not show (the start had once learned them): {unseen} | [the default task](benchmark/README.md#the-default-task), \
+RL did not show (the start had once learned them): {unseen} | \
+[the default task](benchmark/README.md#the-default-task), \
 [pairs](docs/claims.md#are-the-held-out-questions-new)
 It computes what others compute | after {different} differences are removed, loss and \
 gradient of a mini-batch differ by about {trl} from TRL 1.16, by {torchrl} from torchrl 0.14. In \
-GRPO with KL, one difference (TRL's default) is {first:.2f} of a tiny random model's gradient in the \
-first update on a rollout, {second:.2f} in the second, after a large step | [parity](benchmark/parity/README.md)
+GRPO with KL, one difference (TRL's default) is {first:.2f} of a tiny random model's gradient in \
+the first update on a rollout, {second:.2f} in the second, after a large step | \
+[parity](benchmark/parity/README.md)
 A whole run agrees with TRL (RLOO; GRPO without KL) | TRL, with its differences removed, trains on \
 Tally's completions: the final weights differ by {small(replayed)} of the distance that they moved \
 | [parity](benchmark/parity/README.md)
@@ -310,10 +312,11 @@ about {small(apart)} of the distance that the weights moved, or less | \
 [processes](benchmark/README.md#one-run-on-any-number-of-processes)
 Nothing is lost | {killed} kills with SIGKILL: resumed runs of 188 episodes give the unbroken \
 run's weights, bit for bit on as many processes | [kills](benchmark/README.md#kills)
-A real model learns | SmolLM2-135M-Instruct, of 4-bit weights, on sums and differences of digits, each model at the \
-best of four temperatures: of the answers to 60 held-out questions {start:.2f} are right before, \
-{min(five):.2f} to {max(five):.2f} after 640 episodes of RLOO (five seeds), {grpo:.2f} of GRPO, \
-{ppo:.2f} of PPO (one) | [a real model](docs/claims.md#and-a-real-model)
+A real model learns | SmolLM2-135M-Instruct, of 4-bit weights, on sums and differences of digits, \
+each model at the best of four temperatures: of the answers to 60 held-out questions \
+{start:.2f} are right before, {min(five):.2f} to {max(five):.2f} after 640 episodes of RLOO \
+(five seeds), {grpo:.2f} of GRPO, {ppo:.2f} of PPO (one) | \
+[a real model](docs/claims.md#and-a-real-model)
 It is faster than TRL on one CPU core | beside TRL 1.16, with KL, {count} pairs of runs: with \
 prompts of 6 to 32 tokens {min(column(short, "lowest")):.1f} to \
 {max(column(short, "highest")):.1f} times its episodes per second (RLOO, GRPO), with 300 to 400 \
