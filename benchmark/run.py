@@ -231,8 +231,8 @@ def run_all(
 
 
 def machine() -> str:
-    """What numbers depend on besides the flags: the processor, its threads and the versions of
-    libraries."""
+    """What numbers depend on besides the flags: the processor, its threads, a GPU, and the versions
+    of libraries."""
     torch = importlib.import_module("torch")
     processor = platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
@@ -241,7 +241,7 @@ def machine() -> str:
         if found:
             processor = found[1]
     if torch.cuda.is_available():
-        processor = torch.cuda.get_device_name()
+        processor += f" with {torch.cuda.get_device_name()}"
     threads = os.environ.get("OMP_NUM_THREADS", DEFAULTS["OMP_NUM_THREADS"])
     facts = [
         f"{processor} {torch.backends.cpu.get_cpu_capability()}",

@@ -42,6 +42,7 @@ plot = import_file(HERE / "benchmark" / "plot.py")
 win_rate = import_file(HERE / "benchmark" / "win_rate.py")
 gsm8k = import_file(HERE / "benchmark" / "gsm8k" / "gsm8k.py")
 ladder = import_file(HERE / "benchmark" / "ladder" / "ladder.py")
+claims = import_file(HERE / "benchmark" / "claims" / "claims.py")
 everything = import_file(HERE / "benchmark" / "all.py")
 WITH_MAIN = [
     path
@@ -159,6 +160,15 @@ def test_a_part_is_measured_alone(tmp_path):
     assert stamp["fingerprint"] == {"x": 4.0}  # of the smoke run, without times
     assert stamp["machine"] == STAMP["machine"]
     assert re.match("[0-9a-f]{7}", stamp["commit"])
+
+
+def test_methods_take_rates_that_the_same_command_measured(monkeypatch):
+    """The file changes after the program has started."""
+    rows = [dict(part="rates", method=name, rate=8e-4, score=2.0) for name in claims.METHODS]
+    monkeypatch.setattr(claims, "read_result", lambda path: dict(rows=rows))
+    part = claims.PARTS["methods"]
+    part.prepare()
+    assert {names["rate"] for names in part.jobs.values()} == {8e-4}
 
 
 def test_a_judge_that_likes_a_position_gives_one_half(world, tmp_path, capsys):

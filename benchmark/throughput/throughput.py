@@ -1,10 +1,10 @@
 """Tally against TRL 1.16 on the same work: seconds per step, and memory.
 
     python benchmark/smollm2/prepare.py              # the model of cases c and d
-    python benchmark/throughput/throughput.py        # all cases, on one core
+    python benchmark/throughput/throughput.py        # all cases, on one core; the last needs a GPU
     python benchmark/throughput/throughput.py a      # one; results of the others stay
 
-It runs in the environment of benchmark/parity/trl_trainer.py, and on a GPU if there is one. For
+It runs in the environment of benchmark/parity/trl_trainer.py. Only the case gpu sees a GPU. For
 every case and algorithm, the two run in turn, A B A B, each in a process of its own with one
 thread, with equal settings and equal micro-batches. The first two steps of every run are dropped.
 A run's number is the median over its other steps. `ratio` is the median of the pairs' ratios, which
@@ -56,6 +56,7 @@ class Case:
     algorithms: tuple[str, ...] = ("rloo", "grpo")
     reward: str = "benchmark/throughput/rewards.py:share_of_letters"
     dtype: str = "float32"  # or bfloat16, where the weights are float32 all the same
+    visible_gpus: str = ""
     k: int = 4
     kl_coef: float = 0.05
     learning_rate: float = 1e-6
@@ -100,6 +101,7 @@ CASES = {
     ),
 }
 CASES["gpu"].dtype = "bfloat16"
+CASES["gpu"].visible_gpus = "0"
 CASES["a"].reward = "exact_match"
 CASES["d"].algorithms = ("rloo",)
 CASES["h"].algorithms = ("grpo",)
@@ -114,7 +116,8 @@ TITLE = "Give this post a title of at most five words."
 
 
 def random_llama(folder: Path, sizes: dict):
-    """Write a Llama with random weights and a tokenizer of so many words, `w2` and so on."""
+    """Write a Llama of these SIZES with random weights, and a tokenizer whose words are `w2` and so
+    on."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -186,10 +189,11 @@ def make_world(case: Case, world: Path) -> Path:
 # ---- runs
 
 
-def run_tally(algorithm: str, flags: str, forced: bool) -> dict:
+def run_tally(algorithm: str, flags: str, case: Case) -> dict:
     """Run a script, and return what the worker measured, with the tokens of each step."""
-    worker = [str(RESULT.with_name("tally_worker.py")), *(["--forced"] if forced else [])]
-    result = run(algorithm, flags, launcher=worker, **KEEP_FREED_MEMORY)
+    worker = [str(RESULT.with_name("tally_worker.py")), *(["--forced"] if case.forced else [])]
+    environment = KEEP_FREED_MEMORY | dict(CUDA_VISIBLE_DEVICES=case.visible_gpus)
+    result = run(algorithm, flags, launcher=worker, **environment)
     measured = json.loads(result["output"].splitlines()[-1])
     rows = [row for row in result["metrics"] if row["iteration"] > 0]
     for step, row in zip(measured["steps"], rows, strict=True):
@@ -205,9 +209,9 @@ def run_trl(job: dict, world: Path) -> dict:
         json.dumps(job | dict(dataset=str(world / "prompts.jsonl"), folder=str(world / "trl")))
     )
     command = [sys.executable, RESULT.with_name("trl_worker.py"), file]
-    finished = subprocess.run(
-        command, env=os.environ | DEFAULTS | KEEP_FREED_MEMORY, capture_output=True, text=True
-    )
+    environment = os.environ | DEFAULTS | KEEP_FREED_MEMORY
+    environment |= dict(CUDA_VISIBLE_DEVICES=job["visible_gpus"])
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
     if finished.returncode:
         raise SystemExit(f"trl_worker.py failed:\n{finished.stderr[-4000:]}")
     return json.loads(finished.stdout.splitlines()[-1])
@@ -242,6 +246,7 @@ def summary(runs: list[dict]) -> dict:
 
 
 def find_gpu():
+    """Stop where there is none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -252,7 +257,7 @@ def compare(case: Case, algorithm: str, flags: str, model: Path, world: Path) ->
     """Run a case with one algorithm: the pairs and the checks. Returns its row."""
     ours, theirs = [], []
     for seed in range(1, case.pairs + 1):
-        ours.append(run_tally(algorithm, f"{flags} --seed {seed}", case.forced))
+        ours.append(run_tally(algorithm, f"{flags} --seed {seed}", case))
         theirs.append(
             run_trl(asdict(case) | dict(algorithm=algorithm, seed=seed, model=str(model)), world)
         )
@@ -282,7 +287,7 @@ def measure(case: Case, jobs: dict, smoke: bool) -> list[dict]:
         for (algorithm, flags), names in list(jobs.items())[: 1 if smoke else None]:
             flags = flags.replace("WORLD", str(world)).replace("MODEL", str(model))
             if smoke:
-                step = run_tally(algorithm, flags, case.forced)["steps"][-1]
+                step = run_tally(algorithm, flags, case)["steps"][-1]
                 rows.append(
                     {
                         name: step[name]
