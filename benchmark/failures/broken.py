@@ -10,8 +10,8 @@ come the script and its flags.
 
 import contextlib
 import importlib.util
-import itertools
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -89,14 +89,20 @@ def load(name: str, breaks: tuple[str, ...]) -> ModuleType:
     return script
 
 
-def main(words: list[str]):
-    breaks = list(itertools.takewhile(BREAKS.__contains__, words))
-    if words[len(breaks) :][:1] not in (["rloo.py"], ["grpo.py"], ["ppo.py"]):
-        print(f"usage: {__doc__}\nThe breaks: {', '.join(BREAKS)}")
-        raise SystemExit(0 if "--help" in words else 2)
-    script = load(Path(words[len(breaks)]).stem, breaks)
-    script.main(tyro.cli(script.Args, args=words[len(breaks) + 1 :], description=script.__doc__))
+@dataclass
+class Options:
+    names: tyro.conf.Positional[tuple[str, ...]]
+    """of breaks, and then rloo.py, grpo.py or ppo.py, whose flags follow"""
+
+
+def main(options: Options, flags: list[str]):
+    breaks, script = options.names[:-1], options.names[-1:]
+    if script not in [("rloo.py",), ("grpo.py",), ("ppo.py",)] or not BREAKS.keys() >= {*breaks}:
+        known = ", ".join(BREAKS)
+        raise SystemExit(f"name some of {known}, and then rloo.py, grpo.py or ppo.py")
+    module = load(Path(script[0]).stem, breaks)
+    module.main(tyro.cli(module.Args, args=flags, description=module.__doc__))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*tyro.cli(Options, description=__doc__, return_unknown_args=True))

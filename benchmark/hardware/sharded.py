@@ -127,18 +127,17 @@ def train(kind: str, script: str, flags: str, folder: Path) -> dict:
     single = Path(run_single(script, flags).name) / "run"
     printed = run_twofold(kind, script, flags, folder)
     row = compare(folder, single)
-    allowed = 0  # gathers while completions are sampled
+    is_right = row["relative_distance"] < 1e-3 and not row["metrics_that_differ"]
     if kind == "FSDP2":
         row |= json.loads(printed)
-        allowed = (
-            json.loads((POLICY / "config.json").read_text())["num_hidden_layers"] * row["samplings"]
-        )
+        layers = json.loads((POLICY / "config.json").read_text())["num_hidden_layers"]
+        is_right &= row["while_sampling"] <= layers * row["samplings"]
     if kind.startswith("ZeRO"):
         row |= check_engine(json.loads(printed), single)
         row["resumed_bitwise"] = resumes_bitwise(kind, script, flags, folder)
-    is_near = row["relative_distance"] < 1e-3 and not row["metrics_that_differ"]
-    is_as_planned = row.get("steps_and_rates_as_planned", True) and row.get("resumed_bitwise", True)
-    if not (is_near and is_as_planned and row.get("while_sampling", 0) <= allowed):
+        is_right &= row["steps_and_rates_as_planned"] and row["resumed_bitwise"]
+        is_right &= row["while_sampling"] == 0
+    if not is_right:
         raise SystemExit(f"{kind}, {script}: {row}")
     return row
 
