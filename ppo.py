@@ -31,25 +31,13 @@ How to run it:
     accelerate launch ppo.py              # with GPUs, on all of them
     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 ppo.py    # two processes without GPUs
 
-How to read it: first comes the lecture, sections 1 to 6. It explains the algorithm and the loop.
-Then comes the machinery, sections 7 to 12. You can skip it on a first reading.
-docs/nano/ makes the same run in few lines. Its README.md leads from there to this file.
-docs/coming_from.md has TRL's names of the flags.
+How to read it: first comes the lecture, sections 1 to 5. It explains the algorithm and the loop.
+Then comes the machinery, sections 6 to 11. You can skip it on a first reading. docs/nano/ makes the
+same run in few lines.
 
-    what you look for              where it is             how to change it
-    the reward                     --reward FILE.py:NAME   def NAME(prompts, completions, **columns)
-    a length penalty               main, stage 5b          subtract it from `scores`
-    a reward for each token        main, stage 5c          add it to `rewards`, 0 after the end
-    the advantages                 `gae`                   return other advantages
-    the loss                       `ppo_loss`              return other losses
-    an entropy bonus               `token_logprobs`        benchmark/variants/entropy_bonus.patch
-    a second loss                  main, stage 5d          add it to `losses`
-    top-p, or other sampling       `sample`                keep the set of tokens that it drew from
-                                                           in `Batch`; `token_logprobs` of the
-                                                           policy needs it, the reference does not
-    a number that must survive     `state` in main         state["name"] = plain number; it is saved
-    an inference engine            `generate`              see there
-    what ends a completion         `find_eos_ids`          --stop-token-id, --stop-string
+How to change it: write the reward as `def NAME(prompts, completions, **columns)`, and name it by
+--reward FILE.py:NAME. The advantages are `gae`, the loss is `ppo_loss`. docs/variants.md
+has more places, and docs/coming_from.md has TRL's names of the flags.
 
 How it differs: rloo.py and grpo.py have no value model. They sample several completions of every
 prompt, and compare their scores.
@@ -62,8 +50,6 @@ import contextlib
 import copy
 import hashlib
 import importlib.util
-import inspect
-import itertools
 import json
 import logging
 import os
@@ -96,11 +82,6 @@ DEFAULT = Path(__file__).resolve().parent / "benchmark" / "default"
 
 
 # ========================================= 1  flags =========================================
-Schedule = Literal[
-    "linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt"
-]
-
-
 @dataclass
 class Args:
     # run
@@ -174,7 +155,14 @@ class Args:
     missing_eos_penalty: float = 0.0
     """subtracted from the score of a completion that has not ended (arXiv 2403.17031, detail 23)"""
     # optimizer
-    lr_scheduler_type: Schedule = "linear"  # over all optimizer steps, as in transformers
+    lr_scheduler_type: Literal[
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+    ] = "linear"  # over all optimizer steps, as in transformers
     learning_rate: float | None = None  # of AdamW; None: 3e-6, LoRA 1e-5, built-in policy 5e-5
     weight_decay: float = 0.0  # weight decay of AdamW, on all parameters
     warmup_steps: float = 0  # optimizer steps of linear warm-up; below 1: their share of all steps
@@ -193,7 +181,7 @@ class Args:
 
 
 # ===================================== 2  the arithmetic =====================================
-def batch_arithmetic(args: Args, num_prompts: int, world_size: int) -> SimpleNamespace:
+def batch_arithmetic(args, num_prompts, world_size):
     """Every planned count of a run. `--plan` prints them.
 
     num_prompts: prompts in the dataset; world_size: processes
@@ -224,43 +212,7 @@ def batch_arithmetic(args: Args, num_prompts: int, world_size: int) -> SimpleNam
     return plan
 
 
-# ======================================== 3  drawing ========================================
-# What a random number is for. numpy gives the keys (1, 2) and (1, 2, 0) the same numbers. So all
-# keys of one purpose are equally long.
-PROMPT_ORDER = 1
-SAMPLING = 2
-EVALUATION = 3
-MINI_BATCHES = 4
-NEW_WEIGHTS = 5
-
-
-def keyed_rng(seed: int, purpose: int, *key: int) -> np.random.Generator:
-    """A random generator that depends on its key alone, on no process and no earlier draw."""
-    return np.random.default_rng([seed, purpose, *key])
-
-
-def draw_prompts(seed: int, num_prompts: int, first: int, count: int) -> list[int]:
-    """The rows first .. first + count - 1 of an endless stream: each epoch is a permutation."""
-    last_epoch = (first + count - 1) // num_prompts
-    stream = []
-    for epoch in range(first // num_prompts, last_epoch + 1):
-        stream.append(keyed_rng(seed, PROMPT_ORDER, epoch).permutation(num_prompts))
-    return np.concatenate(stream)[first % num_prompts :][:count].tolist()
-
-
-def draw_mini_batches(args: Args, iteration: int, ppo_epoch: int, num_episodes: int) -> tuple:
-    """The mini-batches of one PPO epoch: the groups in a new order, cut into near-equal pieces.
-
-    For example, k = 2 and two groups, with the episodes 0 1 and 2 3. In the order 1, 0 they are
-    2 3 0 1, and two mini-batches are (2 3) and (0 1).
-    """
-    num_groups = num_episodes // args.k
-    order = keyed_rng(args.seed, MINI_BATCHES, iteration, ppo_epoch).permutation(num_groups)
-    episodes = torch.from_numpy(order)[:, None] * args.k + torch.arange(args.k)  # [groups, k]
-    return episodes.flatten().tensor_split(min(args.num_mini_batches, num_episodes))
-
-
-# ===================================== 4  the algorithm =====================================
+# ===================================== 3  the algorithm =====================================
 @dataclass
 class Batch:
     """The episodes of one iteration. Every process holds all of them.
@@ -283,7 +235,7 @@ class Batch:
     pass_lengths: Tensor  # [episodes], tokens of the prompt and of the group's longest completion
 
 
-def gae(rewards, values, gamma: float, lam: float):
+def gae(rewards, values, gamma, lam):
     """A_t = delta_t + gamma lam A_{t+1}, delta_t = R_t + gamma V_{t+1} - V_t (1506.02438, eq. 16).
 
     rewards, values: [episodes, response]. Both are 0 after the end of a completion, so the value
@@ -305,7 +257,7 @@ def whiten(values):
     return (values - values.mean()) * torch.rsqrt(values.var(correction=0) + 1e-8)
 
 
-def ppo_loss(args: Args, logprobs, old_logprobs, advantages):
+def ppo_loss(args, logprobs, old_logprobs, advantages):
     """The clipped policy loss of each token, the log of its ratio, and True where the clip acts.
 
     logprobs, with gradient, old_logprobs and advantages: [episodes, response], as what it returns
@@ -318,7 +270,7 @@ def ppo_loss(args: Args, logprobs, old_logprobs, advantages):
     return losses, logratio, is_clipped
 
 
-def clipped_value_loss(values, old_values, returns, cliprange: float):
+def clipped_value_loss(values, old_values, returns, cliprange):
     """0.5 max((v - G)^2, (clip(v, V - d, V + d) - G)^2) (arXiv 2403.17031, detail 20).
 
     Returns the losses, and True where the clipped term is larger. Shapes: [episodes, response].
@@ -329,7 +281,7 @@ def clipped_value_loss(values, old_values, returns, cliprange: float):
     return 0.5 * torch.maximum(losses, clipped_losses), clipped_losses > losses
 
 
-def clipped_policy_loss(logratio, advantages, low: float, high: float):
+def clipped_policy_loss(logratio, advantages, low, high):
     """max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(logratio) (arXiv 1707.06347, eq. 7).
 
     Returns the losses, and True where the clipped term is larger: above 1 + high for a positive
@@ -343,33 +295,29 @@ def clipped_policy_loss(logratio, advantages, low: float, high: float):
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
-# ======================================== 5  training ========================================
+# ======================================== 4  training ========================================
 # The accelerator knows which process this is, and connects all of them. `main` starts it.
 accelerator: accelerate.Accelerator
 
 
-def main(args: Args):
-    """Set up, train, save. Each turn of the loop is one iteration, in the stages 5a to 5f."""
-    tokenizer = load_part("--model-path", args.model_path, transformers.AutoTokenizer)
-    prompts = load_prompts(args, args.dataset, args.reward, tokenizer)
-    if args.plan is not None:
-        plan = batch_arithmetic(args, len(prompts), world_size=args.plan)
-        print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
-        return
-    eval_prompts = load_prompts(args, args.eval_dataset, args.eval_reward or args.reward, tokenizer)
-
-    check_sizes(args, prompts + eval_prompts)
+def main(args):
+    """Set up, train, save. Each turn of the loop is one iteration, in the stages 4a to 4f."""
     start_accelerator(args)
-    output_dir = choose_output_dir(args, prompts)
-    exit_if_finished(output_dir)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_path)
+    prompts = load_prompts(args, args.dataset, args.reward, tokenizer)
+    eval_prompts = load_prompts(args, args.eval_dataset, args.eval_reward or args.reward, tokenizer)
+    plan = batch_arithmetic(args, len(prompts), args.plan or accelerator.num_processes)
+    if args.plan is not None:
+        accelerator.print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
+        return
+
+    output_dir = choose_output_dir(args, prompts)  # A run that is finished stops here.
     scorers, eval_scorers = load_scorers(args, tokenizer)
-    policy = load_policy(args, tokenizer)
-    # Policy and value model are one module with one optimizer.
-    add_value_model(args, policy)
+    policy = load_policy(args, tokenizer, prompts + eval_prompts)
+    add_value_model(args, policy)  # It is a part of the module that is trained.
     reference = load_reference(args, policy)  # None: there is no KL
 
     size = args.per_device_train_batch_size  # of a micro-batch, in episodes
-    plan = batch_arithmetic(args, len(prompts), accelerator.num_processes)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
@@ -378,19 +326,18 @@ def main(args: Args):
     name = args.lr_scheduler_type
     scheduler = transformers.get_scheduler(name, optimizer, plan.warmup_steps, plan.steps)
     policy, optimizer = accelerator.prepare(policy, optimizer)
-    # With --resume, this also loads the weights, and the optimizer with its learning rate. Random
-    # numbers need no state. `open_output_dir` cuts the files to what the checkpoint knows.
-    state = first_controls(args) | load_state(output_dir)
-    step = state["step"]
-    scheduler.last_epoch = step
-    progress = open_output_dir(args, output_dir, plan, state)
+    # What one iteration hands to the next, beside weights and optimizer. Random numbers need no
+    # state. A checkpoint has all of it, and with --resume `open_run` loads the newest one.
+    state = {"iteration": 0, "step": 0, "jsonl_sizes": {}} | first_controls(args)
+    progress = open_run(args, output_dir, plan, state)
+    scheduler.last_epoch = state["step"]
     if eval_prompts and state["iteration"] == 0:
-        metrics = {"iteration": 0, "step": 0, "episode": 0, "epoch": 0.0}
-        metrics |= evaluate(args, policy, eval_prompts, eval_scorers, output_dir, iteration=0)
+        metrics = evaluate(args, policy, eval_prompts, eval_scorers, output_dir, iteration=0)
+        metrics |= {"iteration": 0, "step": 0, "episode": 0, "epoch": 0.0}
         write_metrics(output_dir, metrics, progress)
 
     for iteration in range(state["iteration"] + 1, plan.iterations + 1):
-        # ---- 5a  rollout: sample a completion of each drawn prompt, and compute its values
+        # ---- 4a  rollout: sample a completion of each drawn prompt, and compute its values
         rollout_start = time.perf_counter()
         is_last = iteration == plan.iterations
         num_episodes = plan.last_batch_size if is_last else args.batch_size
@@ -402,7 +349,7 @@ def main(args: Args):
         one_pass = partial(forward_pass, accelerator.unwrap_model(policy), token_values, batch)
         values = map_episodes(one_pass, batch.pass_lengths, size)
 
-        # ---- 5b  score
+        # ---- 4b  score
         # The score is the sum of its parts: of --reward, its dict's entries, and the reward model.
         scores, parts = score_episodes(batch, scorers, f"iteration {iteration}")
         refuse_missing_scores(batch, scores)
@@ -413,7 +360,7 @@ def main(args: Args):
             one_pass = partial(forward_pass, reference, token_logprobs, batch)
             ref_logprobs = map_episodes(one_pass, batch.pass_lengths, size)
 
-        # ---- 5c  advantages
+        # ---- 4c  advantages
         rewards = torch.zeros_like(batch.logprobs)  # [episodes, response]
         if reference is not None:
             kl = token_kl(batch.logprobs, ref_logprobs, args.kl_estimator)
@@ -428,7 +375,7 @@ def main(args: Args):
         if args.whiten_advantages:
             advantages[batch.mask] = whiten(advantages[batch.mask])
 
-        # ---- 5d  optimize
+        # ---- 4d  optimize
         train_start = time.perf_counter()
         updates = []  # the metrics of each update
         for ppo_epoch in range(args.num_ppo_epochs):
@@ -438,7 +385,7 @@ def main(args: Args):
                     # --target-kl drops the rest of the updates. They still count as steps.
                     updates.append({})
                     scheduler.step()
-                    step += 1
+                    state["step"] += 1
                     progress.update()
                     continue
                 optimizer.zero_grad()
@@ -460,13 +407,14 @@ def main(args: Args):
                         losses = losses * batch.mask[episodes]  # [episodes, response]
                         # Divide by the tokens of the whole mini-batch, not of this micro-batch. So
                         # neither micro-batches nor processes change the gradient.
-                        loss = (losses * is_real).sum() / mini_batch_tokens
+                        loss = (losses * is_real[:, None]).sum() / mini_batch_tokens
                         # DDP takes the mean of the processes' gradients. We need their sum.
                         accelerator.backward(loss * accelerator.num_processes)
                     outputs = (policy_losses, value_losses, logratio, is_clipped, value_is_clipped)
-                    passes.append((episodes, (logprobs, *outputs)))
+                    passes.append((episodes, is_real, (logprobs, *outputs)))
                 # From here on, every process has the rows of all processes.
-                new_logprobs, *outputs = gather_rows(passes, mini_batch)
+                rows = [row[mini_batch] for row in collect(passes, num_episodes)]
+                new_logprobs, *outputs = rows
                 mask = batch.mask[mini_batch]
                 update = update_metrics(*outputs, mask)
                 if not updates:  # no step yet: trainer and sampler must agree up to rounding
@@ -477,23 +425,25 @@ def main(args: Args):
                     update["grad_norm"] = grad_norm
                     if not isfinite(grad_norm):
                         raise RuntimeError(
-                            f"iteration {iteration}, step {step + 1}: gradient norm {grad_norm}"
+                            f"iteration {iteration}: the gradient norm is {grad_norm}"
                         )
                     optimizer.step()
                 scheduler.step()
                 updates.append(update)
-                step += 1
+                state["step"] += 1
                 progress.update()
 
-        # ---- 5e  log
+        # ---- 4e  log
         episode = (iteration - 1) * args.batch_size + num_episodes
         epoch = episode / (args.k * len(prompts))
-        metrics = {"iteration": iteration, "step": step, "episode": episode, "epoch": epoch}
+        state["iteration"] = iteration
+        metrics = {"iteration": iteration, "step": state["step"]}
+        metrics |= {"episode": episode, "epoch": epoch, "lr": learning_rate}
         now = time.perf_counter()
-        metrics |= {"lr": learning_rate, "eps": num_episodes / (now - rollout_start)}
+        metrics["eps"] = num_episodes / (now - rollout_start)
         metrics["time/rollout_s"] = train_start - rollout_start
         metrics["time/train_s"] = now - train_start
-        metrics |= rollout_metrics(batch, scores, parts) | mean_metrics(updates)
+        metrics |= rollout_metrics(batch, scores) | mean_metrics(parts) | mean_metrics(updates)
         if reference is not None:
             metrics["objective/kl"] = (batch.logprobs - ref_logprobs).sum(1).mean().item()
             metrics["objective/kl_coef"] = state["kl_coef"]
@@ -501,28 +451,27 @@ def main(args: Args):
             adapt_kl_coef(args, state, metrics["objective/kl"], num_episodes)
         metrics["policy/skipped_updates"] = sum("grad_norm" not in update for update in updates)
 
-        # ---- 5f  evaluate and save
+        # ---- 4f  evaluate and save
         if eval_prompts and (is_last or iteration % (args.eval_every or plan.iterations) == 0):
             metrics |= evaluate(args, policy, eval_prompts, eval_scorers, output_dir, iteration)
         write_metrics(output_dir, metrics, progress)
-        columns = {"score": scores} | parts | {"logprobs": batch.logprobs}
-        columns |= {"advantage": advantages, "ref_logprobs": ref_logprobs}
-        columns |= {"values": values, "returns": returns}
-        write_rollouts(args, output_dir, plan, metrics, batch, columns)
-        state |= {"iteration": iteration, "step": step}
+        columns = {"score": scores, "advantage": advantages, "values": values, "returns": returns}
+        columns |= {"logprobs": batch.logprobs, "ref_logprobs": ref_logprobs}
+        write_rollouts(args, output_dir, plan, metrics, batch, columns, parts)
         if args.save_every and (is_last or iteration % args.save_every == 0):
             save_checkpoint(args, policy, state, output_dir)
 
     progress.close()
-    save_value_model(args, policy, output_dir)
-    finish(args, policy, output_dir, plan)
+    if plan.steps > 0:
+        save_value_model(args, policy, output_dir)
+        finish(args, policy, output_dir, plan)
     # The end of the process group can hang while a model exists, so the model is freed first.
     policy, optimizer = accelerator.free_memory(policy, optimizer)
     accelerator.end_training()
 
 
-# ======================================== 6  the model =======================================
-def generate(args: Args, policy, drawn, k: int, rng, temperature: float) -> Batch:
+# ======================================== 5  the model =======================================
+def generate(args, policy, drawn, k, rng, temperature):
     """Sample k completions of every prompt. Each process samples a share, and then gets them all.
 
     An inference engine takes the place of `sample` here. First give it the new weights. It returns
@@ -562,7 +511,7 @@ def generate(args: Args, policy, drawn, k: int, rng, temperature: float) -> Batc
 
 
 @torch.no_grad()
-def sample(model, prompts, uniforms, temperature: float) -> dict:
+def sample(model, prompts, uniforms, temperature):
     """Sample a completion of every prompt, token by token.
 
     prompts: [episodes, longest prompt]; uniforms: [episodes, response], one number per token;
@@ -630,18 +579,14 @@ def token_logprobs(model, prompts, tokens):
     trunk = model.language_model.get_decoder()  # the model without its head
     hidden = completion_outputs(trunk, model.shares_prompts, prompts, tokens)
 
-    def logprobs_of(hidden, tokens):  # of a piece: [piece, hidden size], [piece]
+    def logprobs_of(hidden, tokens):  # of some tokens: [tokens, hidden size], [tokens]
         logits = head_logits(model.language_model, hidden) / model.temperature
         log_p = torch.log_softmax(logits, dim=-1)
         return log_p.gather(-1, tokens.clamp(min=0)[:, None]).squeeze(1)
 
-    # All logits at once would be the largest tensor of a run. Where they are many, they are made in
-    # pieces, which the backward pass computes again.
-    pieces = count_pieces(model.language_model.get_output_embeddings(), tokens.numel())
-    if pieces > 1:
-        logprobs_of = partial(checkpoint, logprobs_of, use_reentrant=False)
-    inputs = hidden.flatten(0, 1).tensor_split(pieces), tokens.flatten().tensor_split(pieces)
-    logprobs = torch.cat(list(map(logprobs_of, *inputs)))
+    # All logits at once would be the largest tensor of a run.
+    head = model.language_model.get_output_embeddings()
+    logprobs = in_pieces(logprobs_of, head, hidden.flatten(0, 1), tokens.flatten())
     return logprobs.view_as(tokens).masked_fill(tokens < 0, 0.0)
 
 
@@ -658,32 +603,25 @@ def compute_both(model, **inputs):
     return token_logprobs(model, **inputs), token_values(model, **inputs)
 
 
-class MicroBatch(NamedTuple):
-    episodes: Tensor  # [size], indices into the batch
-    is_real: Tensor  # [size, 1], False for a repeated episode, which does not count
-    is_last: bool  # True for the last micro-batch of this process
-
-
-def micro_batches(episodes, lengths, size: int) -> list[MicroBatch]:
+def micro_batches(episodes, lengths, size):
     """This process's share of some episodes, in near-equal micro-batches of at most `size`.
 
     All processes make the same number of passes, so the last episode is repeated where needed:
     0 1 2 3 4 on 3 processes are 0 1 | 2 3 | 4 4, and the last 4 is not real.
     episodes: indices; lengths: [episodes of the batch]; a share is sorted by it, to save padding
+    Yields episodes and is_real, both [size], and True for the last micro-batch.
     """
     count = len(episodes)
     if count == 0:  # A pass that does not count makes the gradients 0 instead of None.
         episodes = torch.zeros(1, dtype=torch.long)
     share = ceil(len(episodes) / accelerator.num_processes)
     positions = accelerator.process_index * share + torch.arange(share)
-    is_real = (positions < count)[:, None]
+    is_real = positions < count
     episodes = episodes[positions.clamp(max=len(episodes) - 1)]
-    order = lengths[episodes].argsort(stable=True)
-    pieces = ceil(share / size)
-    episodes = episodes[order].to(accelerator.device).tensor_split(pieces)
-    is_real = is_real[order].to(accelerator.device).tensor_split(pieces)
-    is_last = [False] * (pieces - 1) + [True]
-    return list(map(MicroBatch, episodes, is_real, is_last))
+    pieces = lengths[episodes].argsort(stable=True).tensor_split(ceil(share / size))
+    for piece in pieces:
+        device = accelerator.device
+        yield episodes[piece].to(device), is_real[piece].to(device), piece is pieces[-1]
 
 
 # =================================== MACHINERY ===================================
@@ -691,7 +629,7 @@ def micro_batches(episodes, lengths, size: int) -> list[MicroBatch]:
 # processes, logs, saves, resumes and checks. The algorithm is complete above.
 
 
-# ==================================== 7  data and rewards ====================================
+# ==================================== 6  data and rewards ====================================
 class Prompt(NamedTuple):
     number: int  # of its row in the dataset, from 0
     row: dict  # with all columns of the dataset
@@ -705,73 +643,63 @@ ROW = (
 )
 
 
-def load_prompts(args: Args, path: str | None, reward: str, tokenizer) -> list[Prompt]:
+def load_prompts(args, path, reward, tokenizer):
     """The prompts of a .jsonl file, or of a Hub dataset NAME:SPLIT or NAME:CONFIG:SPLIT."""
     if path is None:
         return []
     if path.endswith(".jsonl"):
-        flag = "--dataset" if path == args.dataset else "--eval-dataset"
-        with blaming(f"{flag} {path}"):
-            rows = Path(path).read_bytes().rstrip().splitlines()
+        rows = Path(path).read_bytes().rstrip().splitlines()
     else:
-        *names, split = re.split(r":(?![^\[]*\])", path)  # at colons that are not in brackets
-        if not names:
-            raise UsageError(f"{path}: must be a .jsonl file, or a Hub dataset as NAME:SPLIT")
-        rows = importlib.import_module("datasets").load_dataset(*names, split=split)
+        with blaming(f"{path} must be a .jsonl file, or a Hub dataset as NAME:SPLIT"):
+            *names, split = re.split(r":(?![^\[]*\])", path)  # at colons that are not in brackets
+            rows = importlib.import_module("datasets").load_dataset(*names, split=split)
     prompts = []
-    columns = {}  # of all rows; a column that only some rows have is None in the others
     for number, row in enumerate(rows, start=1):
         with blaming(f"{path}:{number} ({ROW})"):
             if isinstance(row, bytes):
                 row = json.loads(row)
-            if not row.get("prompt"):
-                raise ValueError("needs a `prompt`")
-            if reward == "exact_match" and "answer" not in row:
-                raise ValueError("needs an `answer`, for the reward exact_match")
             text, token_ids = tokenize(tokenizer, row, add_generation_prompt=True)
+            if not row["prompt"] or not token_ids:
+                raise ValueError("the prompt is empty")
             if isinstance(row["prompt"], list) and row["prompt"][-1]["role"] == "assistant":
-                raise ValueError(
-                    "ends with an assistant message; add its text to the message before"
-                )
-            if not token_ids:
-                raise ValueError("the prompt, as the model reads it, has no tokens")
-        columns |= dict.fromkeys(row)
-        if len(token_ids) <= (args.max_prompt_length or inf):
-            prompts.append(Prompt(number - 1, row, text, token_ids))
-    if not prompts:
+                raise ValueError("the last message is the assistant's; add it to the one before")
+            if reward == "exact_match" and "answer" not in row:
+                raise ValueError("the reward exact_match needs an `answer`")
+        prompts.append(Prompt(number - 1, row, text, token_ids))
+    # A column that only some rows have is None in the others.
+    columns = dict.fromkeys(name for prompt in prompts for name in prompt.row)
+    longest = args.max_prompt_length or inf
+    kept = [p._replace(row=columns | p.row) for p in prompts if len(p.token_ids) <= longest]
+    if not kept:
         raise UsageError(f"{path}: has no rows, or none within --max-prompt-length")
-    dropped = len(rows) - len(prompts)
-    if dropped and os.environ.get("RANK", "0") == "0":
-        print(f"{path}: {dropped} of {len(rows)} prompts dropped, over --max-prompt-length")
-    return [prompt._replace(row=columns | prompt.row) for prompt in prompts]
+    if len(kept) < len(prompts):
+        dropped = f"{len(prompts) - len(kept)} of {len(prompts)} prompts dropped"
+        accelerator.print(f"{path}: {dropped}, over --max-prompt-length")
+    return kept
 
 
-def tokenize(tokenizer, row: dict, **settings) -> tuple[str, list[int]]:
+def tokenize(tokenizer, row, **settings):
     """The `prompt` of a row as the model reads it, and its tokens."""
     text = row["prompt"]
     is_chat = isinstance(text, list)
     if is_chat:  # The template writes the special tokens itself.
-        if not all("role" in message for message in text):  # Calls of tools may lack content.
-            raise ValueError("a message has no `role`")
         settings |= row.get("chat_template_kwargs") or {}
         text = tokenizer.apply_chat_template(text, tokenize=False, **settings)
     return text, tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
 
 
-def as_message(prompt: str | list, text: str):
+def as_message(prompt, text):
     """A completion in the form of its prompt: text, or a chat of one message."""
-    if isinstance(prompt, str):
-        return text
-    return [{"role": "assistant", "content": text}]
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
-def exact_match(completions: list, answer: list, **_) -> list[float]:
+def exact_match(completions, answer, **_):
     """1 where the completion, without spaces around it, is the row's `answer`, else 0."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     return [float(text.strip() == str(right)) for text, right in zip(texts, answer)]
 
 
-def load_reward(spec: str):
+def load_reward(spec):
     """The function that exact_match, FILE.py:FUNCTION, package.module:FUNCTION or none names."""
     built_in = {"exact_match": exact_match, "none": lambda prompts, **_: [0.0] * len(prompts)}
     if spec in built_in:
@@ -780,23 +708,20 @@ def load_reward(spec: str):
     if not module:
         raise UsageError(f"--reward must be exact_match, FILE.py:FUNCTION or none, not {spec}")
     if module.endswith(".py"):
-        with blaming("--reward"):
-            file = Path(module).resolve(strict=True)
+        file = Path(module).resolve(strict=True)
         # The file may import its neighbours. The folder comes last, so that it hides no library.
         sys.path.append(str(file.parent))
         module = file.stem
-        found = importlib.util.find_spec(module)
-        if found is None or Path(str(found.origin)).resolve() != file:
-            module = str(file)  # Its short name is that of another module, which stays.
+        if "." in module or importlib.util.find_spec(module).origin != str(file):
+            # The name is that of another module. That one stays.
+            module = re.sub(r"\W", "_", str(file))
             found = importlib.util.spec_from_file_location(module, file)
             sys.modules[module] = importlib.util.module_from_spec(found)
             found.loader.exec_module(sys.modules[module])
-    module = importlib.import_module(module)
-    with blaming("--reward"):
-        return getattr(module, function)
+    return getattr(importlib.import_module(module), function)
 
 
-def load_scorers(args: Args, tokenizer) -> tuple[list, list]:
+def load_scorers(args, tokenizer):
     """The scorers of training, and of evaluations. The scores that they give are added.
 
     A scorer is a function of a batch and a slice of its episodes: it gives lists of scores by name.
@@ -809,88 +734,59 @@ def load_scorers(args: Args, tokenizer) -> tuple[list, list]:
     return scorers, [partial(call_reward, load_reward(args.eval_reward))]
 
 
-def score_episodes(batch: Batch, scorers: list, where: str):
+def score_episodes(batch, scorers, where):
     """Score the batch: every process scores a share of whole groups, and gets all.
 
-    Returns the scores [episodes] and their parts, by name, in float64. What is None is nan.
+    Returns the scores [episodes] in float64, nan where there is none, and a dict for each episode:
+    the named parts of its score.
     """
-    groups = len(batch.prompts) // batch.k
-    size = ceil(groups / accelerator.num_processes) * batch.k
-    first = accelerator.process_index * size
-    share = slice(first, first + size)
+    size = ceil(len(batch.prompts) // batch.k / accelerator.num_processes) * batch.k
+    share = slice(accelerator.process_index * size, (accelerator.process_index + 1) * size)
     prompts = batch.prompts[share]
-    parts = {}
-    if prompts:
-        for scorer in scorers:
-            for name, values in scorer(batch, share).items():
-                parts[name] = check_scores(f"{where}: --reward {name}".rstrip(), values, prompts)
-    shares = list(filter(None, gather_object([parts])))  # of the processes with episodes
-    names = {tuple(share) for share in shares}
-    if len(names) > 1:
-        raise UsageError(f"{where}: the score has parts that differ between processes: {names}")
-    parts = concatenate(shares)
-    table = torch.stack(list(parts.values())).to(accelerator.device)  # [parts, episodes]
-    scores = table.nansum(0).masked_fill(table.isnan().all(0), nan)
-    if scores.isnan().all():
-        warnings.warn(
-            "--reward gave no score to any completion of a batch"
-        )  # Python shows it once.
-    return scores, {f"reward/{name}": part for name, part in zip(parts, table) if name}
+    rows = [{} for _ in prompts]
+    for scorer in scorers if prompts else []:
+        for name, values in scorer(batch, share).items():
+            with blaming(f"{where}: --reward {name} must give one number or None a completion"):
+                if len(values) != len(prompts):
+                    raise ValueError(f"{len(values)} scores for {len(prompts)} completions")
+                for i, row in enumerate(rows):
+                    value = values[i]
+                    if value is not None:  # None means: no score.
+                        value = float(value)
+                        if not abs(value) < 1e38:  # float32 holds it
+                            raise ValueError(f"{prompts[i].text!r} got {value}")
+                    row[f"reward/{name}"] = value
+    rows = gather_object(rows)
+    table = [[part for part in row.values() if part is not None] for row in rows]
+    scores = [sum(parts) if parts else nan for parts in table]
+    parts = [{name: row[name] for name in row if name != "reward/"} for row in rows]
+    return torch.tensor(scores, dtype=torch.double, device=accelerator.device), parts
 
 
-def check_scores(source: str, values, prompts: list[Prompt]) -> Tensor:
-    """The scores of some prompts as numbers, None as nan. Each must be None or a finite number."""
-    if isinstance(values, Tensor):  # It may have any type and device, and a gradient.
-        values = values.detach().tolist()
-    returned = f"{len(values)} scores" if hasattr(values, "__len__") else repr(values)
-    if returned != f"{len(prompts)} scores":
-        raise UsageError(f"{source} returned {returned} for {len(prompts)} completions")
-    scores = []
-    for value, prompt in zip(values, prompts):
-        # An array of one number is refused. Scores [n, 1] would be broadcast to [n, n] later.
-        is_number = hasattr(value, "__float__") and np.ndim(value) == 0
-        if value is not None and not (is_number and abs(float(value)) < 1e38):  # float32 holds it
-            raise UsageError(
-                f"{source} gave a completion of {prompt.text!r} the score {value!r}; it must be one"
-                " finite number, or None. For parts of a score, return one dict of lists"
-            )
-        scores.append(nan if value is None else float(value))
-    return torch.tensor(scores, dtype=torch.double)
-
-
-def call_reward(function, batch: Batch, share: slice) -> dict[str, list]:
+def call_reward(function, batch, share):
     """Call a reward function as TRL does, by keywords. Returns its lists of scores, by name."""
     # The function may change what it gets, so each episode has its own copy.
     rows = [copy.deepcopy(prompt.row) for prompt in batch.prompts[share]]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     prompts = columns.pop("prompt")
     completions = list(map(as_message, prompts, batch.completions[share]))
-    token_ids = [list(tokens) for tokens in batch.token_ids[share]]
-    inputs = dict(prompts=prompts, completions=completions, completion_ids=token_ids, **columns)
-    with blaming(f"--reward, which is called with {', '.join(inputs)}"):
-        inspect.signature(function).bind(**inputs)
-    scores = function(**inputs)
-    if not isinstance(scores, dict):
-        return {"": scores}
-    if not scores or "reward_model" in scores:
-        raise UsageError("--reward: its dict must have parts, and none may be named reward_model")
-    return scores
+    token_ids = copy.deepcopy(batch.token_ids[share])
+    scores = function(prompts=prompts, completions=completions, completion_ids=token_ids, **columns)
+    return scores if isinstance(scores, dict) else {"": scores}
 
 
-def load_reward_model(args: Args, tokenizer):
+def load_reward_model(args, tokenizer):
     """A classifier with one label, as a scorer. It reads token ids, the EOS included."""
     path = args.reward_model_path
-    name = f"--reward-model-path {path}"
-    its_tokenizer = load_part("--reward-model-path", path, transformers.AutoTokenizer)
+    its_tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     same_vocabulary = its_tokenizer.get_vocab() == tokenizer.get_vocab()
     auto_class = transformers.AutoModelForSequenceClassification
-    model = load_model("--reward-model-path", path, args.dtype, auto_class, num_labels=1)
-    with blaming(name):
-        head = model.score  # of the last token; a model that scores its first token has no `score`
+    model = load_model(path, args.dtype, auto_class, num_labels=1)
+    head = model.score  # of the last token; a model that scores its first token has no `score`
     eos = its_tokenizer.eos_token_id
 
     @torch.no_grad()
-    def reward_model(batch: Batch, share: slice) -> dict[str, list]:
+    def reward_model(batch, share):
         rows = []
         for i in range(len(batch.prompts))[share]:
             row = batch.prompts[i].row
@@ -901,7 +797,7 @@ def load_reward_model(args: Args, tokenizer):
                 if batch.ended[i] and eos not in (None, tokens[-1]):
                     tokens = tokens + [eos]
             rows.append(tokens)
-        check_positions(name, model.config, max(map(len, rows)))
+        check_positions(path, model.config, max(map(len, rows)))
         scores = []
         size = args.per_device_train_batch_size
         for first in range(0, len(rows), size):
@@ -913,23 +809,55 @@ def load_reward_model(args: Args, tokenizer):
     return reward_model
 
 
-# ================================ 8  the work of each process ================================
+# ====================== 7  random numbers, and the work of each process ======================
+# What a random number is for. numpy gives the keys (1, 2) and (1, 2, 0) the same numbers. So all
+# keys of one purpose are equally long.
+PROMPT_ORDER = 1
+SAMPLING = 2
+EVALUATION = 3
+MINI_BATCHES = 4
+NEW_WEIGHTS = 5
+
+
+def keyed_rng(seed, purpose, *key):
+    """A random generator that depends on its key alone, on no process and no earlier draw."""
+    return np.random.default_rng([seed, purpose, *key])
+
+
+def draw_prompts(seed, num_prompts, first, count):
+    """The rows first .. first + count - 1 of an endless stream: each epoch is a permutation."""
+    epochs = range(first // num_prompts, (first + count - 1) // num_prompts + 1)
+    stream = [keyed_rng(seed, PROMPT_ORDER, epoch).permutation(num_prompts) for epoch in epochs]
+    return np.concatenate(stream)[first % num_prompts :][:count].tolist()
+
+
+def draw_mini_batches(args, iteration, ppo_epoch, num_episodes):
+    """The mini-batches of one PPO epoch: the groups in a new order, cut into near-equal pieces.
+
+    For example, k = 2 and two groups, with the episodes 0 1 and 2 3. In the order 1, 0 they are
+    2 3 0 1, and two mini-batches are (2 3) and (0 1).
+    """
+    groups = torch.arange(num_episodes).view(-1, args.k)  # [groups, k], the numbers of episodes
+    rng = keyed_rng(args.seed, MINI_BATCHES, iteration, ppo_epoch)
+    episodes = groups[rng.permutation(len(groups))].flatten()
+    return episodes.tensor_split(min(args.num_mini_batches, num_episodes))
+
+
 @torch.no_grad()
-def map_episodes(one_pass, lengths, size: int):
+def map_episodes(one_pass, lengths, size):
     """What one_pass(episodes) gives for all episodes, which the processes share, without gradient.
 
-    lengths, size: as in `micro_batches`. Stops at what a model could not compute.
+    lengths, size: as in `micro_batches`
     """
-    everything = torch.arange(len(lengths))
     passes = []
-    for episodes, _, _ in micro_batches(everything, lengths, size):
-        passes.append((episodes, one_pass(episodes)))
-    results = gather_rows(passes, everything)
+    for episodes, is_real, _ in micro_batches(torch.arange(len(lengths)), lengths, size):
+        passes.append((episodes, is_real, one_pass(episodes)))
+    results = collect(passes, len(lengths))
     recursively_apply(refuse_infinite, results)
     return results
 
 
-def refuse_infinite(tensor: Tensor):
+def refuse_infinite(tensor):
     """Stop at what a model could not compute. In a reward, nan would mean: there is no score."""
     if not tensor.isfinite().all():
         raise RuntimeError(
@@ -938,31 +866,33 @@ def refuse_infinite(tensor: Tensor):
 
 
 @torch.no_grad()
-def gather_rows(passes: list, episodes: Tensor):
-    """What the passes of all processes computed: a row for each of `episodes`, in this order.
+def collect(passes, num_episodes):
+    """What the passes of all processes computed: a row for each of the batch's episodes.
 
-    passes: for each pass of this process its episodes, and a tensor, or a tuple or dict of them
+    Without a pass the row is 0. passes: for each pass of this process its episodes, is_real, and a
+    tensor, or a tuple or dict of them
     """
-    passed, tensors = accelerator.gather(concatenate(passes))
-    row_of = {}  # of an episode, among the rows of all passes
-    for row, episode in enumerate(passed.tolist()):
-        row_of.setdefault(episode, row)  # An episode that is not real comes after the real one.
-    rows = [row_of[episode] for episode in episodes.tolist()]
-    rows = torch.tensor(rows, dtype=torch.long, device=passed.device)
-    return recursively_apply(lambda tensor: tensor[rows], tensors)
+    episodes, is_real, outputs = concatenate(passes)
+
+    def share_rows(rows):
+        table = rows.new_zeros(num_episodes, *rows.shape[1:])
+        table[episodes[is_real]] = rows[is_real]
+        return accelerator.reduce(table)  # A row is 0 on all processes but one.
+
+    return recursively_apply(share_rows, outputs)
 
 
-def forward_pass(model, function, batch: Batch, episodes: Tensor):
+def forward_pass(model, function, batch, episodes):
     """function(model, prompts, tokens) of some episodes of the batch: [episodes, response].
 
     The model calls it in its forward. Columns after the longest completion are left out of the
     pass, and are 0 in what it returns.
     """
-    chosen = episodes.cpu()
+    chosen = episodes.tolist()
     prompts = trim(batch.prompt_tokens[chosen]).to(episodes.device)
     # At least two columns: with one, `completion_outputs` would skip its second pass, and the other
     # processes of a sharded model would wait for it forever.
-    longest = max(2, *(len(batch.token_ids[i]) for i in chosen.tolist()))
+    longest = max(2, *(len(batch.token_ids[i]) for i in chosen))
     tokens = batch.tokens[episodes, :longest]
     outputs = model(partial(function, prompts=prompts, tokens=tokens))
     left_out = batch.tokens.shape[1] - tokens.shape[1]
@@ -970,7 +900,7 @@ def forward_pass(model, function, batch: Batch, episodes: Tensor):
 
 
 @contextlib.contextmanager
-def exchange_gradients(policy, now: bool):
+def exchange_gradients(policy, now):
     """In the backward pass inside, the processes add up their gradients if `now` is True."""
     # DeepSpeed asks for this, and also takes its step then. It has no public setter.
     accelerator.gradient_state._set_sync_gradients(now)
@@ -978,12 +908,23 @@ def exchange_gradients(policy, now: bool):
         yield
 
 
-def first_controls(args: Args) -> dict:
+def pad_left(rows):
+    """Token lists -> tokens [rows, longest], with -1 on the left of shorter ones, on the CPU."""
+    rows = [torch.tensor(row) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(rows, True, padding_value=-1, padding_side="left")
+
+
+def trim(tokens):
+    """The columns in which at least one row has a token."""
+    return tokens[:, (tokens >= 0).any(0)]
+
+
+def first_controls(args):
     """What the rules for scores and KL hand from one iteration to the next, at the beginning."""
     return {"kl_coef": args.kl_coef, "score_count": 0, "score_mean": 0.0, "score_squares": 0.0}
 
 
-def normalize_scores(args: Args, state: dict, scores: Tensor) -> Tensor:
+def normalize_scores(args, state, scores):
     """--score-norm, --score-scaling and --score-clip, with the moments of all scores so far."""
     update_moments(state, scores)
     if args.score_norm:
@@ -996,7 +937,7 @@ def normalize_scores(args: Args, state: dict, scores: Tensor) -> Tensor:
     return scores
 
 
-def update_moments(state: dict, scores: Tensor):
+def update_moments(state, scores):
     """Add scores to the running count, mean and sum of squared deviations (Chan et al. 1979)."""
     count = state["score_count"] + len(scores)
     mean = scores.mean().item()
@@ -1007,26 +948,26 @@ def update_moments(state: dict, scores: Tensor):
     state["score_count"] = count
 
 
-def token_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+def token_kl(logprobs, ref_logprobs, estimator):
     """The KL to the reference, estimated from each token (Schulman 2020, Approximating KL)."""
     d = logprobs - ref_logprobs
     return {"k1": d, "abs": d.abs(), "k2": 0.5 * d.square(), "k3": torch.exp(-d) - 1 + d}[estimator]
 
 
-def adapt_kl_coef(args: Args, state: dict, kl: float, num_episodes: int):
+def adapt_kl_coef(args, state, kl, num_episodes):
     """kl_coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon (1909.08593, 2.2)."""
     if args.adaptive_kl:
         error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
         state["kl_coef"] *= 1 + error * num_episodes / args.kl_horizon
 
 
-def updates_have_ended(args: Args, updates: list[dict]) -> bool:
+def updates_have_ended(args, updates):
     """True once the approximate KL of one of an iteration's updates was too large."""
     limit = 1.5 * (args.target_kl or inf)
     return any(float(update.get("policy/approxkl_avg", 0.0)) > limit for update in updates)
 
 
-def is_dropped(args: Args, update: dict) -> bool:
+def is_dropped(args, update):
     """True if --target-kl or --ratio-threshold forbids this update. The weights stay then."""
     # The schedule goes on without the optimizer, and PyTorch would warn about it.
     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
@@ -1034,27 +975,20 @@ def is_dropped(args: Args, update: dict) -> bool:
     return updates_have_ended(args, [update]) or ratio > (args.ratio_threshold or inf)
 
 
-def pad_left(rows: list[list[int]]) -> Tensor:
-    """Token lists -> tokens [rows, longest], with -1 on the left of shorter ones, on the CPU."""
-    longest = max(map(len, rows))
-    return torch.tensor([[-1] * (longest - len(row)) + row for row in rows])
-
-
-def trim(tokens: Tensor) -> Tensor:
-    """The columns in which at least one row has a token."""
-    return tokens[:, (tokens >= 0).any(0)]
-
-
-# ============================== 9  loading and running models ==============================
+# ============================== 8  loading and running models ==============================
 class CompletionModel(torch.nn.Module):
     """A causal language model with what it needs to sample completions and to compute them."""
 
-    def __init__(self, language_model, tokenizer, eos_ids: list[int], args: Args):
+    def __init__(self, language_model, tokenizer, eos_ids, args):
         super().__init__()
         self.language_model = language_model
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
-        self.ends_with_stop_string = find_stop_string(tokenizer, args.stop_string)
+        self.ends_with_stop_string = None  # a function of rows of tokens
+        if args.stop_string is not None:
+            self.ends_with_stop_string = transformers.StopStringCriteria(
+                tokenizer, [args.stop_string]
+            )
         self.temperature = args.temperature  # of the passes that compute log-probabilities
         # With gradient checkpointing there is no KV cache, which holds the shared prompts.
         can_share = language_model.can_share_prompts and not args.gradient_checkpointing
@@ -1075,7 +1009,7 @@ class CompletionModel(torch.nn.Module):
         with torch.autocast(device_type, torch.bfloat16, enabled=self.autocast):
             return call(self)
 
-    def leave_out_frozen(self, state_dict: dict, prefix: str, _):
+    def leave_out_frozen(self, state_dict, prefix, _):
         for name, weight in self.named_parameters(remove_duplicate=False):
             if not weight.requires_grad:
                 state_dict.pop(prefix + name, None)
@@ -1116,7 +1050,7 @@ class KVCache(transformers.DynamicCache):
         return longer
 
 
-def run_network(network, rows, cache=None, start: int = 0, **settings) -> Tensor:
+def run_network(network, rows, cache=None, start=0, **settings):
     """Run the columns from `start` on of rows of tokens. The KV cache has those before them.
 
     rows: [rows, tokens], where -1 is no token: it is masked, and has no position. So padding does
@@ -1149,7 +1083,7 @@ def prefill(network, prompts, **settings):
     return outputs.index_select(0, row_of), cache
 
 
-def completion_outputs(network, shares_prompts: bool, prompts, tokens) -> Tensor:
+def completion_outputs(network, shares_prompts, prompts, tokens):
     """What `run_network` gives at the position before each completion token.
 
     With shared prompts, a prompt is run once for all its completions, which go on from its KV
@@ -1166,7 +1100,7 @@ def completion_outputs(network, shares_prompts: bool, prompts, tokens) -> Tensor
     return torch.cat([outputs, run_network(network, rows, cache, start)], dim=1)
 
 
-def head_logits(language_model, hidden) -> Tensor:
+def head_logits(language_model, hidden):
     """Logits in float32. Some models scale or bound what their head gives; their config says so."""
     config = language_model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere. MPT has None.
@@ -1179,32 +1113,22 @@ def head_logits(language_model, hidden) -> Tensor:
     return logits
 
 
-LOGITS_AT_ONCE = 2**25  # in a training pass; 128 MiB of float32
+def in_pieces(function, head, *inputs):
+    """function(*inputs) in pieces of rows, where logits are many. Backward computes them again.
 
-
-def count_pieces(head, num_tokens: int) -> int:
-    """The number of near-equal pieces in which the head is called, at least 1."""
-    pieces = ceil(num_tokens * head.out_features / LOGITS_AT_ONCE)
+    head: of the language model, which `function` calls
+    """
+    pieces = ceil(len(inputs[0]) * head.out_features / 2**25)  # 128 MiB of float32
     if hasattr(head.weight, "ds_id"):
         # ZeRO-3 gathers the head at every call, so all processes must make as many calls.
         pieces = max(gather_object([pieces]))
-    return pieces
+    if pieces > 1:
+        function = partial(checkpoint, function, use_reentrant=False)
+    return torch.cat(list(map(function, *(rows.tensor_split(pieces) for rows in inputs))))
 
 
-MODEL = "a whole model with its tokenizer; merge LoRA adapters first, see docs/recipes.md#lora"
-
-
-def load_part(flag: str, path: str, auto_class):
-    """The tokenizer or the config of a model."""
-    with blaming(f"{flag} {path} ({MODEL})"):
-        return auto_class.from_pretrained(path)
-
-
-def load_model(
-    flag: str, path: str, dtype: str, auto_class=transformers.AutoModelForCausalLM, **changes
-):
+def load_model(path, dtype, auto_class=transformers.AutoModelForCausalLM, **changes):
     """`from_pretrained` with all dropout off, on the device. changes: of its config"""
-    name = f"{flag} {path}"
     config = transformers.AutoConfig.from_pretrained(path, **changes)
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):
@@ -1217,14 +1141,14 @@ def load_model(
     own = model.state_dict()
     wrong |= {w for w in info["unexpected_keys"] if re.sub(r"\.\d+\.", ".0.", w) in own}
     if wrong:  # The others would be random.
-        raise UsageError(f"{name}: weights do not fit the config: {sorted(wrong)}")
+        raise UsageError(f"{path}: weights do not fit the config: {sorted(wrong)}")
     # Gradient checkpointing works only in train mode. Without dropout nothing there is random.
     model = model.to(accelerator.device).train()
-    model.can_share_prompts = check_model(name, model)
+    model.can_share_prompts = check_model(path, model)
     return model
 
 
-def check_model(name: str, model) -> bool:
+def check_model(path, model):
     """Refuse a model that needs more than masks and positions. May its prompts be shared?"""
     trunk = model.get_decoder()
     has_logits = model.get_output_embeddings() is not None  # for each token
@@ -1238,53 +1162,30 @@ def check_model(name: str, model) -> bool:
         if has_logits:
             outputs = head_logits(model, outputs)
         try:  # Some models change their cache in place, which has no gradient.
-            torch.autograd.grad(
-                outputs.sum(), model.get_input_embeddings().weight, retain_graph=True
-            )
+            torch.autograd.grad(outputs.sum(), model.get_input_embeddings().weight)
         except RuntimeError:
             continue
         difference = outputs[:1] - alone
-        if model.dtype == torch.float32:
-            is_rounding = difference.abs().max() < 1e-3
-        else:  # bfloat16: at most 0.10 was measured where it is right, and 0.31 where it is wrong
-            is_rounding = difference.std() < 0.15 * alone.std()
-        if is_rounding:
-            if has_unused_weights(model if has_logits else model.base_model, outputs):
-                # DDP would wait for their gradients. This makes it look for them.
-                accelerator.ddp_handler = accelerate.DistributedDataParallelKwargs(
-                    find_unused_parameters=True
-                )
+        # bfloat16: at most 0.10 was measured where it is right, and 0.31 where it is wrong
+        limit = 1e-3 if model.dtype == torch.float32 else 0.15
+        if difference.std() < limit * alone.std():
             if not shares_prompts:
-                accelerator.print(f"{name} needs a row for each episode")
+                accelerator.print(f"{path} needs a row for each episode")
             return shares_prompts
-    raise UsageError(f"{name} gives other results in padded rows, or needs another `head_logits`")
+    raise UsageError(f"{path} gives other results in padded rows, or needs another `head_logits`")
 
 
-def has_unused_weights(model, outputs: Tensor) -> bool:
-    """True if the outputs do not depend on some of the model's weights, as those for images."""
-    used = set()
-    nodes = {outputs.grad_fn}  # of the graph of gradients
-    seen = set()
-    while nodes:
-        node = nodes.pop()
-        seen.add(node)
-        used.add(getattr(node, "variable", None))
-        nodes |= {before for before, _ in node.next_functions if before is not None} - seen
-    return not used.issuperset(model.parameters())
-
-
-def load_policy(args: Args, tokenizer) -> CompletionModel:
-    """The model that is trained."""
-    dtype = "float32" if args.lora_r is None else args.dtype
-    model = load_model("--model-path", args.model_path, dtype)
+def load_policy(args, tokenizer, prompts):
+    """The model that is trained. It must have a position for each token of the longest row."""
+    model = load_model(args.model_path, "float32" if args.lora_r is None else args.dtype)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    # The last token is no input.
+    check_positions(args.model_path, model.config, longest + args.response_length - 1)
     eos_ids = find_eos_ids(model, tokenizer, args.stop_token_id)
-    if not eos_ids:
-        accelerator.print("there is no EOS, so every completion has --response-length tokens")
-    model = prepare_for_training(args, model, index=1)
-    return CompletionModel(model, tokenizer, eos_ids, args)
+    return CompletionModel(prepare_for_training(args, model, 1), tokenizer, eos_ids, args)
 
 
-def prepare_for_training(args: Args, model, index: int):
+def prepare_for_training(args, model, index):
     """Add gradient checkpointing and LoRA, as flags say. index: of the model, for new weights"""
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
@@ -1298,7 +1199,7 @@ def prepare_for_training(args: Args, model, index: int):
     return peft.get_peft_model(model, config)
 
 
-def load_reference(args: Args, policy: CompletionModel):
+def load_reference(args, policy):
     """The frozen model of the KL, which is called like the policy. None where there is no KL.
 
     With LoRA it is the policy without its adapters, unless --ref-model-path names another model.
@@ -1312,31 +1213,23 @@ def load_reference(args: Args, policy: CompletionModel):
                 return policy(call)
 
         return policy_without_adapters
-    path = args.ref_model_path or args.model_path
-    model = load_model("--ref-model-path", path, args.dtype)
+    model = load_model(args.ref_model_path or args.model_path, args.dtype)
+    sizes = {m.config.get_text_config().vocab_size for m in (model, policy.language_model)}
+    if len(sizes) > 1:
+        raise UsageError("--ref-model-path must have the vocabulary of --model-path")
     return CompletionModel(model, policy.tokenizer, policy.eos_ids, args)
 
 
-def find_eos_ids(model, tokenizer, stop_token_id: int | None) -> list[int]:
+def find_eos_ids(model, tokenizer, stop_token_id):
     """What ends an episode: tokens of the generation config and tokenizer, and --stop-token-id."""
     eos_ids = np.ravel(model.generation_config.eos_token_id).tolist()  # one, several, or None
-    eos_ids = sorted({*eos_ids, tokenizer.eos_token_id, stop_token_id} - {None})
-    if max(eos_ids, default=0) >= model.config.get_text_config().vocab_size:
-        raise UsageError(f"EOS or --stop-token-id {eos_ids[-1]} is outside of the vocabulary")
-    return eos_ids
-
-
-def find_stop_string(tokenizer, stop_string: str | None):
-    """A function of completions: True where the last token completes --stop-string. Or None."""
-    if stop_string is not None:
-        with blaming("--stop-string needs a tokenizer that can write any text"):
-            return transformers.StopStringCriteria(tokenizer, [stop_string])
+    return sorted({*eos_ids, tokenizer.eos_token_id, stop_token_id} - {None})
 
 
 VALUE_HEAD = "value_head.safetensors"  # in the folder `value_model` of a run
 
 
-def add_value_model(args: Args, policy: CompletionModel):
+def add_value_model(args, policy):
     """Add the trunk and head of the value model to the module that is trained.
 
     They come from --value-model-path, else the reward model, else the policy. A new head is zero.
@@ -1350,7 +1243,7 @@ def add_value_model(args: Args, policy: CompletionModel):
     architectures = transformers.AutoConfig.from_pretrained(path).architectures or [""]
     if architectures[0].endswith("ForSequenceClassification"):
         auto_class = transformers.AutoModelForSequenceClassification
-    model = load_model("--value-model-path", path, "float32", auto_class, num_labels=1)
+    model = load_model(path, "float32", auto_class, num_labels=1)
     trunk = model.base_model
     token = torch.ones((1, 1), dtype=torch.long, device=accelerator.device)
     with torch.no_grad():
@@ -1366,22 +1259,23 @@ def add_value_model(args: Args, policy: CompletionModel):
         policy.value_head.load_state_dict(load_file(file))
 
 
-# ============================= 10  logging, samples, checkpoints =============================
+# ============================= 9  logging, samples, checkpoints =============================
 JSONL_FILES = ("metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl")
 
 
-def evaluate(args: Args, policy, prompts: list, scorers: list, output_dir, iteration: int) -> dict:
+def evaluate(args, policy, prompts, scorers, output_dir, iteration):
     """The mean score of held-out prompts, and the expected best of m of --eval-k completions."""
     k = args.eval_k
     rng = keyed_rng(args.seed, EVALUATION, iteration)
     batch = generate(args, policy, prompts, k, rng, args.eval_temperature)
     scores, parts = score_episodes(batch, scorers, f"evaluation {iteration}")
     if args.save_rollouts:
-        columns = {"score": scores} | parts | {"logprobs": batch.logprobs}
-        append_jsonl(output_dir / "eval_rollouts.jsonl", rollout_rows(batch, iteration, columns))
+        columns = {"score": scores, "logprobs": batch.logprobs}
+        rows = rollout_rows(batch, iteration, columns, parts)
+        append_jsonl(output_dir / "eval_rollouts.jsonl", rows)
     metrics = {"eval/scores": scores.nanmean(), "eval/num_unscored": scores.isnan().sum()}
-    for name, part in parts.items():
-        metrics[f"eval/{name}"] = part.nanmean()
+    for name, mean in mean_metrics(parts).items():
+        metrics[f"eval/{name}"] = mean
     groups = scores.view(-1, k)
     groups = groups[~groups.isnan().any(1)].sort(1).values  # prompts with all scores, low to high
     for m in [2**i for i in range(k) if 2**i < k] + [k]:
@@ -1391,17 +1285,20 @@ def evaluate(args: Args, policy, prompts: list, scorers: list, output_dir, itera
     return metrics
 
 
-def append_jsonl(path: Path, rows: list[dict]):
+def append_jsonl(path, rows):
     """The main process appends one JSON object per line."""
-    if accelerator.is_main_process:
-        # As in JSON, half of a character that needs two is written as an escape.
-        with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    if not accelerator.is_main_process:
+        return
+    with open(path, "a", encoding="utf-8") as file:
+        for row in rows:
+            text = json.dumps(row, default=str)
+            row = json.loads(text, parse_constant=lambda _: None)  # JSON has null, and no NaN.
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def rollout_metrics(batch: Batch, scores: Tensor, parts: dict) -> dict:
+def rollout_metrics(batch, scores):
     """What the batch itself shows. Means are over its episodes or its tokens."""
-    metrics = {
+    return {
         "objective/scores": scores.nanmean(),
         "objective/entropy": -batch.logprobs.sum(1).mean(),  # an estimate, per episode
         "policy/entropy_avg": batch.entropies[batch.mask].mean(),  # exact, per token
@@ -1409,12 +1306,9 @@ def rollout_metrics(batch: Batch, scores: Tensor, parts: dict) -> dict:
         "val/num_unscored": scores.isnan().sum(),
         "response_length_mean": batch.mask.sum(1).float().mean(),
     }
-    for name, part in parts.items():
-        metrics[name] = part.nanmean()
-    return metrics
 
 
-def ratio_metrics(logratio: Tensor, is_clipped: Tensor, mask: Tensor) -> dict:
+def ratio_metrics(logratio, is_clipped, mask):
     """What an update logs of its ratios.
 
     logratio, is_clipped: [episodes, ratios]; mask: [episodes, response]. An episode may have a
@@ -1444,13 +1338,17 @@ def update_metrics(policy_losses, value_losses, logratio, is_clipped, value_is_c
     return metrics | ratio_metrics(logratio, is_clipped, mask)
 
 
-def mean_metrics(rows: list[dict]) -> dict:
+def mean_metrics(rows):
     """The mean of each metric over the rows that have it."""
-    names = dict.fromkeys(itertools.chain(*rows))
-    return {name: np.mean([float(row[name]) for row in rows if name in row]) for name in names}
+    values = {}
+    for row in rows:
+        for name, value in row.items():
+            if value is not None:
+                values.setdefault(name, []).append(float(value))
+    return {name: np.mean(values[name]) for name in values}
 
 
-def write_metrics(output_dir: Path, metrics: dict, progress: tqdm):
+def write_metrics(output_dir, metrics, progress):
     """Hand an iteration's metrics to the trackers, metrics.jsonl and the progress bar."""
     metrics = recursively_apply(Tensor.item, metrics)
     # The mean of no episodes is nan, and a ratio can be inf. JSON knows neither.
@@ -1458,40 +1356,37 @@ def write_metrics(output_dir: Path, metrics: dict, progress: tqdm):
     accelerator.log(metrics, step=metrics["episode"])
     append_jsonl(output_dir / "metrics.jsonl", [metrics])
     progress.set_postfix(score=metrics.get("objective/scores"))
+    if "eval/scores" in metrics and accelerator.is_main_process:
+        tqdm.write(f"episode {metrics['episode']}: eval/scores {metrics['eval/scores']:.3f}")
 
 
-def rollout_rows(batch: Batch, iteration: int, tensors: dict) -> list[dict]:
+def rollout_rows(batch, iteration, tensors, parts):
     """A row for each episode. tensors: [episodes] or [episodes, response], by name; None is null"""
     rows = []
-    columns = zip(batch.prompts, batch.completions, batch.token_ids, batch.ended.tolist())
-    for index, (prompt, completion, token_ids, ended) in enumerate(columns):
-        row = dict(iteration=iteration, index=index, row=prompt.number, prompt=prompt.text)
-        row |= dict(completion=completion, token_ids=token_ids, ended=ended)
+    for i, (prompt, token_ids) in enumerate(zip(batch.prompts, batch.token_ids)):
+        row = dict(iteration=iteration, index=i, row=prompt.number, prompt=prompt.text)
+        row |= dict(completion=batch.completions[i], token_ids=token_ids)
         row["columns"] = {name: prompt.row[name] for name in prompt.row if name != "prompt"}
-        rows.append(row)
-    for name, tensor in tensors.items():
-        values = [None] * len(rows)
-        if tensor is not None:
-            values = np.where(tensor.isnan().cpu(), None, tensor.cpu()).tolist()
+        rows.append(row | parts[i])
+    for name, tensor in ({"ended": batch.ended} | tensors).items():
+        values = [None] * len(rows) if tensor is None else tensor.tolist()
         for row, value in zip(rows, values):
             is_list = isinstance(value, list)  # a number for each token, and then padding
             row[name] = value[: len(row["token_ids"])] if is_list else value
     return rows
 
 
-def write_rollouts(args: Args, output_dir, plan, metrics: dict, batch: Batch, tensors: dict):
+def write_rollouts(args, output_dir, plan, metrics, batch, tensors, parts):
     """Append all episodes to rollouts.jsonl where asked, and now and then show a few of them."""
-    iteration = metrics["iteration"]
-    rows = rollout_rows(batch, iteration, tensors)
+    rows = rollout_rows(batch, metrics["iteration"], tensors, parts)
     if args.save_rollouts:
         append_jsonl(output_dir / "rollouts.jsonl", rows)
     # This is true --num-sample-generations times in a run, at equal distances.
     wanted = args.num_sample_generations
-    if not accelerator.is_main_process or iteration * wanted % plan.iterations >= wanted:
+    if not accelerator.is_main_process or metrics["iteration"] * wanted % plan.iterations >= wanted:
         return
-    numbers = [name for name, tensor in tensors.items() if tensor is not None and tensor.dim() == 1]
-    names = ["prompt", "completion", *numbers]
-    samples = [[row[name] for name in names] for row in rows[:: args.k][:4]]  # of four groups
+    names = ["prompt", "completion", "score", *parts[0]]
+    samples = [[row.get(name) for name in names] for row in rows[:: args.k][:4]]  # of four groups
     for sample in samples:
         tqdm.write(f"episode {metrics['episode']}: {dict(zip(names, sample))}")
     for tracker in accelerator.trackers:
@@ -1499,7 +1394,7 @@ def write_rollouts(args: Args, output_dir, plan, metrics: dict, batch: Batch, te
             tracker.log_table("samples", columns=names, data=samples, step=metrics["episode"])
 
 
-def save_checkpoint(args: Args, policy, state: dict, output_dir: Path):
+def save_checkpoint(args, policy, state, output_dir):
     """Write weights, optimizer and state. The folder gets its name when it is whole."""
     checkpoints = output_dir / "checkpoints"
     unfinished = checkpoints / "unfinished"
@@ -1517,7 +1412,7 @@ def save_checkpoint(args: Args, policy, state: dict, output_dir: Path):
         shutil.rmtree(old.rename(unfinished))
 
 
-def save_model(policy, folder: Path):
+def save_model(policy, folder):
     """Write policy and tokenizer for `from_pretrained`. With LoRA these are the adapters."""
     state_dict = accelerator.get_state_dict(policy)  # All processes take part in it.
     if not accelerator.is_main_process:
@@ -1532,71 +1427,55 @@ def save_model(policy, folder: Path):
     model.tokenizer.save_pretrained(folder)
 
 
-def load_state(output_dir: Path) -> dict:
-    """What one iteration hands to the next. A resumed run has it from its newest checkpoint.
+def open_run(args, output_dir, plan, state):
+    """Load the newest checkpoint, if there is one, lock the folder, and start the trackers.
 
-    The checkpoint's weights and optimizer are loaded, too.
+    What the checkpoint does not know is cut from the folder's files. Prints the plan. Returns a bar
+    over all optimizer steps.
     """
-    state = {"iteration": 0, "step": 0, "jsonl_sizes": {}}
     for file in sorted(output_dir.glob("checkpoints/iteration_*/state.json"))[-1:]:
         accelerator.print(f"--resume from {file.parent}; remove it if it is damaged")
         state |= json.loads(file.read_text())
         accelerator.load_state(str(file.parent))
-    return state
-
-
-def open_output_dir(args: Args, output_dir: Path, plan, state: dict) -> tqdm:
-    """Lock the folder, cut its files to the checkpoint, write args.yaml, start the trackers.
-
-    Prints the plan. Returns a bar over all optimizer steps.
-    """
-    is_main = accelerator.is_main_process
-    if is_main:
+    if accelerator.is_main_process:
         output_dir.mkdir(parents=True, exist_ok=True)
         # This raises where another process holds the lock. A killed process gives it back.
         accelerator.lock = filelock.FileLock(output_dir / ".lock", blocking=False).acquire()
         shutil.rmtree(output_dir / "checkpoints" / "unfinished", ignore_errors=True)
         for file in map(output_dir.joinpath, JSONL_FILES):
-            if file.exists():  # What was written after the checkpoint is cut off.
-                size = state["jsonl_sizes"].get(file.name, 0)
-                os.truncate(file, min(size, file.stat().st_size))
+            if file.exists():
+                os.truncate(file, state["jsonl_sizes"].get(file.name, 0))
         temporary = output_dir / "args.tmp"
         temporary.write_text(yaml.safe_dump(vars(args), sort_keys=False))
         temporary.replace(output_dir / "args.yaml")
-        chosen = f"--learning-rate {args.learning_rate:g}, --response-length {args.response_length}"
-        processes = f"{accelerator.num_processes} x {accelerator.device.type}, {args.dtype}"
-        print(f"{processes}, {chosen}; writing to {output_dir}")
-        print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
+    accelerator.print(
+        f"{accelerator.num_processes} x {accelerator.device.type}, {args.dtype}, learning rate"
+        f" {args.learning_rate:g}, response length {args.response_length}; writing to {output_dir}"
+    )
+    accelerator.print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
     accelerator.project_configuration.logging_dir = str(output_dir)
     # tensorboard takes no None
     config = {name: value for name, value in vars(args).items() if value is not None}
     accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tally"), config)
-    return tqdm(total=plan.steps, initial=state["step"], disable=not is_main)
+    disable = not accelerator.is_main_process
+    return tqdm(total=plan.steps, initial=state["step"], disable=disable)
 
 
-def finish(args: Args, policy, output_dir: Path, plan: SimpleNamespace):
-    """Write the model, give its folder its name when it is whole, and sum the run up."""
-    summary = f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs"
-    if plan.steps > 0:
-        save_model(policy, output_dir / "model.tmp")
-    if accelerator.is_main_process:
-        with open(output_dir / "metrics.jsonl", encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file]
-        for name in ("eval/scores", "objective/scores"):
-            values = [row[name] for row in rows if name in row]
-            if values:
-                summary += f"; {name} {values[0]:.3f} -> {values[-1]:.3f}"
-        if plan.steps > 0:
-            folder = (output_dir / "model.tmp").rename(output_dir / "model")
-            summary += f"; model in {folder}"
-    accelerator.print(summary)
+def finish(args, policy, output_dir, plan):
+    """Write the model, and give its folder its name when it is whole."""
+    save_model(policy, output_dir / "model.tmp")
     accelerator.wait_for_everyone()  # Another process may still be reading a checkpoint.
-    if args.keep_checkpoints is None:
-        for folder in output_dir.glob("checkpoints/iteration_*"):
-            shutil.rmtree(folder, ignore_errors=True)  # The processes do this together.
+    if accelerator.is_main_process:
+        (output_dir / "model.tmp").rename(output_dir / "model")
+        if args.keep_checkpoints is None:
+            shutil.rmtree(output_dir / "checkpoints", ignore_errors=True)
+    accelerator.print(
+        f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs;"
+        f" model in {output_dir / 'model'}"
+    )
 
 
-def save_value_model(args: Args, policy, output_dir: Path):
+def save_value_model(args, policy, output_dir):
     """Write the value model to `value_model/`, for --value-model-path. With LoRA it is not written.
 
     Its adapters would be no model of their own.
@@ -1616,7 +1495,7 @@ def save_value_model(args: Args, policy, output_dir: Path):
     save_file(weights["value_head"], folder / VALUE_HEAD)
 
 
-# ===================================== 11  sharded models =====================================
+# ===================================== 10  sharded models =====================================
 @contextlib.contextmanager
 def sampling_weights(model):
     """Inside, sharded weights are gathered as a whole, not layer by layer for every token."""
@@ -1638,16 +1517,10 @@ def sampling_weights(model):
             yield
             zero3.setup_zero_stage3_hooks()
     else:
-        weight = accelerator.unwrap_model(model).language_model.get_output_embeddings().weight
-        rows = weight.data
-        if rows.is_cpu and len(rows) > 100_000:  # tokens of the vocabulary
-            # Laid out by column, the head computes a few tokens up to 1.6 times as fast.
-            weight.data = rows.t().contiguous().t()
         yield
-        weight.data = rows
 
 
-# ======================================== 12  checks ========================================
+# ======================================== 11  checks ========================================
 # --learning-rate of the built-in policy, of any other, and of LoRA adapters.
 RATES = {"built-in": 5e-5, "other": 3e-6, "LoRA": 1e-5}
 
@@ -1658,21 +1531,13 @@ FREE_FLAGS = (
     "per_device_rollout_batch_size num_sample_generations save_rollouts keep_checkpoints"
 ).split()  # Instead of the path --dataset, its rows are compared.
 
-# A number must be above 0 and finite. These flags, of all three scripts, may also be 0.
-ZERO_IS_ALLOWED = (
-    "seed warmup_steps num_sample_generations stop_token_id learning_rate weight_decay kl_coef "
-    "cliprange cliprange_high cliprange_value eval_temperature missing_eos_penalty vf_coef gamma "
-    "lam total_episodes"
-)
-ALSO_ALLOWED = dict.fromkeys(ZERO_IS_ALLOWED.split(), 0) | {"max_grad_norm": inf}
-
 
 class UsageError(ValueError):
     """A mistake in flags or data. The program shows its message without a traceback."""
 
 
 @contextlib.contextmanager
-def blaming(cause: str):
+def blaming(cause):
     """An error inside is a mistake of the user. The message names its cause, a flag or a row."""
     try:
         yield
@@ -1680,13 +1545,11 @@ def blaming(cause: str):
         raise UsageError(f"{cause}: {error}") from error
 
 
-def check_flags(args: Args):
+def check_flags(args):
     """Fill in defaults. Refuse flags that are out of range or contradict each other."""
     if args.dtype is None:
         launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
         args.dtype = "bfloat16" if launcher == "bf16" else "float32"
-        if launcher == "fp16":
-            warnings.warn("the launcher's fp16 is not offered: passes are in float32")
     if args.eval_dataset is None and args.dataset == Args.dataset:
         args.eval_dataset = str(DEFAULT / "eval.jsonl")
     kind = "other" if args.lora_r is None else "LoRA"
@@ -1697,10 +1560,8 @@ def check_flags(args: Args):
     if args.response_length is None:
         args.response_length = 8 if kind == "built-in" else 256
     for name, value in vars(args).items():
-        if type(value) in (int, float) and not 0 < value < inf and value != ALSO_ALLOWED.get(name):
-            allowed = f"a finite number above 0, or {ALSO_ALLOWED.get(name, 'left out')}"
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} {value} is out of range: it must be {allowed}")
+        if isinstance(value, (int, float)) and not value >= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must not be negative")
     multiple = lcm(args.k, args.num_mini_batches)
     trackers = [None, *map(str, accelerate.tracking.get_available_trackers())]
     faults = {  # a message, and whether it is true
@@ -1712,19 +1573,10 @@ def check_flags(args: Args):
             args.adaptive_kl and args.kl_horizon <= 0.2 * args.batch_size
         ),
         f"--batch-size: whole groups need a multiple of {multiple}": args.batch_size % multiple,
-        "--reward none needs a --reward-model-path or a --ref-model-path": (
-            args.reward == "none" and not (args.reward_model_path or args.ref_model_path)
-        ),
-        "--eval-every, --eval-reward, --eval-k and --total-episodes 0 need an --eval-dataset": (
-            args.eval_dataset is None
-            and (args.eval_every or args.eval_reward or args.eval_k > 1 or args.total_episodes == 0)
+        "--temperature and --max-grad-norm must be above 0": (
+            args.temperature == 0 or args.max_grad_norm == 0
         ),
         "--eval-k needs an --eval-temperature": args.eval_k > 1 and args.eval_temperature == 0,
-        "--stop-string is empty": args.stop_string == "",
-        "--keep-checkpoints needs --save-every": args.keep_checkpoints and not args.save_every,
-        "--warmup-steps needs --lr-scheduler-type constant_with_warmup": (
-            args.warmup_steps > 0 and args.lr_scheduler_type == "constant"
-        ),
         "--resume needs the --output-dir of the run": args.resume and args.output_dir is None,
         f"--log-with: {args.log_with} is none of {trackers}": args.log_with not in trackers,
     }
@@ -1733,41 +1585,17 @@ def check_flags(args: Args):
             raise ValueError(message)
 
 
-def check_sizes(args: Args, prompts: list[Prompt]):
-    """Refuse a model that has too few positions, or another vocabulary than the policy."""
-    # The last token is no input.
-    needed = max(len(prompt.token_ids) for prompt in prompts) + args.response_length - 1
-    largest = max(max(prompt.token_ids) for prompt in prompts)
-    sizes = set()  # of vocabularies
-    for flag in ("model_path", "ref_model_path", "value_model_path"):
-        path = getattr(args, flag, None) or args.model_path
-        flag = f"--{flag.replace('_', '-')}"
-        config = load_part(flag, path, transformers.AutoConfig).get_text_config()
-        check_positions(f"{flag} {path}", config, needed)
-        sizes.add(config.vocab_size)
-        if len(sizes) > 1:
-            raise UsageError(f"{flag} {path} must have the policy's vocabulary")
-        if largest >= config.vocab_size:
-            raise UsageError(f"{flag} {path}: a prompt has token {largest}, but the model has none")
-
-
-def check_positions(name: str, config, needed: int):
+def check_positions(path, config, needed):
     """Refuse a model that has too few positions for the longest row."""
-    names = ("max_position_embeddings", "max_seq_len")  # MPT has the second one.
-    positions = min(getattr(config, name, None) or inf for name in names)
-    rope = getattr(config, "rope_parameters", None) or {}
-    for settings in (rope, *rope.values()):  # They may be set for each type of layer.
-        if isinstance(settings, dict) and settings.get("rope_type") == "longrope":
-            # Beyond these positions, the longest row of a pass would change all its other rows.
-            positions = settings["original_max_position_embeddings"]
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or inf
     if positions < needed:
         raise UsageError(
-            f"{name} has {positions} positions, and the longest prompt with its completion needs"
+            f"{path} has {positions} positions, and the longest prompt with its completion needs"
             f" {needed}; lower --response-length, or --max-prompt-length"
         )
 
 
-def start_accelerator(args: Args):
+def start_accelerator(args):
     """Start the processes' connection, and refuse a launch in which some of them are missing."""
     global accelerator
     accelerator = accelerate.Accelerator(
@@ -1801,10 +1629,11 @@ def start_accelerator(args: Args):
         transformers.integrations.unset_hf_deepspeed_config()
 
 
-def choose_output_dir(args: Args, prompts: list[Prompt]) -> Path:
+def choose_output_dir(args, prompts):
     """The folder of the run, the same on all processes. Nothing is written.
 
-    Only --resume may use a folder that holds a run, and no flag or row may make it another run.
+    Only --resume may use a folder that holds a run, and no flag or row may make it another run. If
+    the run is finished, the program ends here.
     """
     rows = repr([prompt.row for prompt in prompts]).encode()
     # This is kept and compared as a flag is.
@@ -1812,37 +1641,23 @@ def choose_output_dir(args: Args, prompts: list[Prompt]) -> Path:
     name = f"runs/{Path(__file__).stem}__{args.seed}__{int(time.time())}__{os.getpid()}"
     # The clocks of two processes may differ.
     output_dir = Path(gather_object([args.output_dir or name])[0]).absolute()
-    names = (*JSONL_FILES, "checkpoints", "model")
-    if any((output_dir / name).exists() for name in names):
-        if not args.resume:
-            raise UsageError(f"--output-dir {output_dir} holds a run; --resume continues it")
-        theirs = yaml.safe_load((output_dir / "args.yaml").read_text())
-        foreign = theirs.keys() - vars(args).keys()
-        if foreign:
-            raise UsageError(f"{output_dir} holds a run of another script, with {sorted(foreign)}")
-        for name, its in (vars(Args()) | theirs).items():  # An older script had fewer flags.
-            mine = getattr(args, name)
-            if name not in FREE_FLAGS and its != mine:
-                flag = f"--{name.replace('_', '-')}"
-                if name == "dataset_rows":
-                    flag = "the rows of --dataset changed:"
-                raise UsageError(
-                    f"{flag} {mine}: the run in {output_dir} has {its}. Only flags of memory,"
-                    " evaluation and output may change. To train longer, start another run from its"
-                    " model"
-                )
-    return output_dir
-
-
-def exit_if_finished(output_dir: Path):
-    """Stop here if the run in this folder is finished. Its `model/` is written last of all."""
-    if (output_dir / "model").exists():
+    if not any((output_dir / name).exists() for name in (*JSONL_FILES, "checkpoints", "model")):
+        return output_dir
+    if not args.resume:
+        raise UsageError(f"--output-dir {output_dir} holds a run; --resume continues it")
+    theirs = yaml.safe_load((output_dir / "args.yaml").read_text())
+    for name, its in (vars(Args()) | theirs).items():  # An older script had fewer flags.
+        mine = getattr(args, name, None)
+        if name not in FREE_FLAGS and its != mine:
+            raise UsageError(f"--resume: {name} is {mine}, but {its} in {output_dir}")
+    if (output_dir / "model").exists():  # It is written last of all.
         accelerator.print(f"nothing to do: the run in {output_dir} is finished")
         accelerator.end_training()
         sys.exit()
+    return output_dir
 
 
-def compare_with_sampler(args: Args, difference: Tensor) -> dict:
+def compare_with_sampler(args, difference):
     """How far the first training pass of an iteration is from the sampler, at most, for any token.
 
     The weights are the same. Where more than rounding differs, the gradients would be wrong.
@@ -1857,7 +1672,7 @@ def compare_with_sampler(args: Args, difference: Tensor) -> dict:
     return {"val/sampling_logprob_difference": largest}
 
 
-def refuse_missing_scores(batch: Batch, scores: Tensor):
+def refuse_missing_scores(batch, scores):
     """Stop at an episode without a score. PPO has no other episodes of its group to learn from."""
     for prompt, score in zip(batch.prompts, scores.tolist()):
         if isnan(score):
@@ -1871,11 +1686,8 @@ transformers.utils.logging.disable_progress_bar()
 logging.getLogger("accelerate.utils.other").setLevel("ERROR")
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # A terminal may know only ASCII.
     try:
         sys.exit(main(tyro.cli(Args, description=__doc__)))
     except UsageError as error:
-        words = str(error).split()
-    # The run is freed by now, so its progress bar has ended. That of another process may go on.
-    print("\nerror:", *words, file=sys.stderr)
-    sys.exit(2)
+        # The run is freed by now, so its progress bar has ended.
+        sys.exit(f"\nerror: {error}")
