@@ -198,28 +198,6 @@ def batch_arithmetic(args, num_prompts, world_size):
 
 
 # ===================================== 3  the algorithm =====================================
-@dataclass
-class Batch:
-    """The episodes of one iteration. Every process holds all of them.
-
-    The k episodes of a group are neighbours. The axis `response` has --response-length entries. In
-    rows of tokens, -1 means that there is no token: before a prompt that is shorter than another,
-    and after the end of a completion. The other tensors are 0 there, and `mask` is False.
-    """
-
-    k: int  # episodes of a group
-    prompts: list["Prompt"]  # [episodes], each with row, text and token_ids
-    prompt_tokens: Tensor  # [episodes, longest prompt], on the CPU
-    completions: list[str]  # [episodes], as text, without special tokens
-    token_ids: list[list[int]]  # [episodes], tokens of each completion; its EOS is one of them
-    tokens: Tensor  # [episodes, response], the same as a tensor
-    mask: Tensor  # [episodes, response], True for the tokens that are in the loss
-    ended: Tensor  # [episodes], False where the completion was cut off at --response-length
-    logprobs: Tensor  # [episodes, response], of each token, by the policy that sampled it
-    entropies: Tensor  # [episodes, response], exact entropy of each token's distribution
-    pass_lengths: Tensor  # [episodes], tokens of the prompt and of the group's longest completion
-
-
 def grpo_advantages(rewards, k, scale_rewards):
     """A_i = (score - mean) / (standard deviation + 1e-4) in a group (arXiv 2402.03300, 4.1.2).
 
@@ -407,13 +385,13 @@ def main(args):
                 # From here on, every process has the rows of all processes.
                 rows = [row[to_train] for row in collect(passes, num_episodes)]
                 new_logprobs, losses, logratio, is_clipped = rows
-                mask = batch.mask[to_train]
-                update = update_metrics(logratio, is_clipped, mask)
-                update["loss/policy_avg"] = losses.sum()
-                update["grad_norm"] = grad_norm
-                if not updates:  # no step yet: trainer and sampler must agree up to rounding
-                    difference = new_logprobs - batch.logprobs[to_train]
-                    update |= compare_with_sampler(args, difference[mask])
+                update = {"loss/policy_avg": losses.sum(), "grad_norm": grad_norm}
+                if len(to_train) > 0:
+                    mask = batch.mask[to_train]
+                    update |= update_metrics(logratio, is_clipped, mask)
+                    if not updates:  # no step yet: trainer and sampler must agree up to rounding
+                        difference = new_logprobs - batch.logprobs[to_train]
+                        update |= compare_with_sampler(args, difference[mask])
                 if not isfinite(grad_norm):
                     raise RuntimeError(f"iteration {iteration}: the gradient norm is {grad_norm}")
                 learning_rate = optimizer.param_groups[0]["lr"]
@@ -458,6 +436,28 @@ def main(args):
 
 
 # ======================================== 5  the model =======================================
+@dataclass
+class Batch:
+    """The episodes of one iteration. Every process holds all of them.
+
+    The k episodes of a group are neighbours. The axis `response` has --response-length entries. In
+    rows of tokens, -1 means that there is no token: before a prompt that is shorter than another,
+    and after the end of a completion. The other tensors are 0 there, and `mask` is False.
+    """
+
+    k: int  # episodes of a group
+    prompts: list["Prompt"]  # [episodes], each with row, text and token_ids
+    prompt_tokens: Tensor  # [episodes, longest prompt], on the CPU
+    completions: list[str]  # [episodes], as text, without special tokens
+    token_ids: list[list[int]]  # [episodes], tokens of each completion; its EOS is one of them
+    tokens: Tensor  # [episodes, response], the same as a tensor
+    mask: Tensor  # [episodes, response], True for the tokens that are in the loss
+    ended: Tensor  # [episodes], False where the completion was cut off at --response-length
+    logprobs: Tensor  # [episodes, response], of each token, by the policy that sampled it
+    entropies: Tensor  # [episodes, response], exact entropy of each token's distribution
+    pass_lengths: Tensor  # [episodes], tokens of the prompt and of the group's longest completion
+
+
 def generate(args, policy, drawn, k, rng, temperature):
     """Sample k completions of every prompt. Each process samples a share, and then gets them all.
 
@@ -611,12 +611,6 @@ class Prompt(NamedTuple):
     token_ids: list[int]
 
 
-ROW = (
-    "a row is an object with a `prompt`, which is text or a list of messages with a `role`;"
-    " `chat_template_kwargs` is an object"
-)
-
-
 def load_prompts(args, path, reward, tokenizer):
     """The prompts of a .jsonl file, or of a Hub dataset NAME:SPLIT or NAME:CONFIG:SPLIT."""
     if path is None:
@@ -629,7 +623,7 @@ def load_prompts(args, path, reward, tokenizer):
             rows = importlib.import_module("datasets").load_dataset(*names, split=split)
     prompts = []
     for number, row in enumerate(rows, start=1):
-        with blaming(f"{path}:{number} ({ROW})"):
+        with blaming(f"{path}:{number} (a row has a `prompt`: text, or messages with a `role`)"):
             if isinstance(row, bytes):
                 row = json.loads(row)
             text, token_ids = tokenize(tokenizer, row, add_generation_prompt=True)
@@ -647,8 +641,10 @@ def load_prompts(args, path, reward, tokenizer):
     if not kept:
         raise UsageError(f"{path}: has no rows, or none within --max-prompt-length")
     if len(kept) < len(prompts):
-        dropped = f"{len(prompts) - len(kept)} of {len(prompts)} prompts dropped"
-        accelerator.print(f"{path}: {dropped}, over --max-prompt-length")
+        accelerator.print(
+            f"{path}: {len(prompts) - len(kept)} of {len(prompts)} prompts dropped, over"
+            " --max-prompt-length"
+        )
     return kept
 
 
@@ -756,7 +752,6 @@ def load_reward_model(args, tokenizer):
     same_vocabulary = its_tokenizer.get_vocab() == tokenizer.get_vocab()
     auto_class = transformers.AutoModelForSequenceClassification
     model = load_model(path, args.dtype, auto_class, num_labels=1)
-    head = model.score  # of the last token; a model that scores its first token has no `score`
     eos = its_tokenizer.eos_token_id
 
     @torch.no_grad()
@@ -777,7 +772,7 @@ def load_reward_model(args, tokenizer):
         for first in range(0, len(rows), size):
             tokens = pad_left(rows[first : first + size]).to(accelerator.device)
             hidden = run_network(model.base_model, tokens)[:, -1]  # padding is on the left
-            scores += head(hidden).float().squeeze(-1).tolist()
+            scores += model.score(hidden).float().squeeze(-1).tolist()
         return {"reward_model": scores}
 
     return reward_model
@@ -909,8 +904,8 @@ class CompletionModel(torch.nn.Module):
             )
         self.temperature = args.temperature  # of the passes that compute log-probabilities
         # With gradient checkpointing there is no KV cache, which holds the shared prompts.
-        can_share = language_model.can_share_prompts and not args.gradient_checkpointing
-        self.shares_prompts = can_share and args.k > 1
+        has_cache = language_model.can_share_prompts and not args.gradient_checkpointing
+        self.shares_prompts = has_cache and args.k > 1
         self.autocast = args.dtype == "bfloat16"
         # A checkpoint of LoRA holds only the adapters. The rest comes from --model-path.
         self.register_state_dict_post_hook(CompletionModel.leave_out_frozen)
@@ -1208,8 +1203,6 @@ def ratio_metrics(logratio, is_clipped, mask):
     logratio, is_clipped: [episodes, ratios]; mask: [episodes, response]. An episode may have a
     ratio for each token, or only one. Those of tokens count where mask is True.
     """
-    if len(logratio) == 0:
-        return {}
     has_ratio = mask[:, : logratio.shape[1]]
     logratio = logratio[has_ratio]
     is_clipped = is_clipped[has_ratio]
@@ -1225,10 +1218,9 @@ def ratio_metrics(logratio, is_clipped, mask):
 def update_metrics(logratio, is_clipped, mask):
     """`ratio_metrics`, and where the clip acts: below 1, or above 1. Shapes: as there."""
     metrics = ratio_metrics(logratio, is_clipped, mask)
-    if metrics:  # After the end of a completion, logratio is 0.
-        count = mask[:, : logratio.shape[1]].sum()
-        metrics["policy/clipfrac_low_avg"] = (is_clipped & (logratio < 0)).sum() / count
-        metrics["policy/clipfrac_high_avg"] = (is_clipped & (logratio > 0)).sum() / count
+    count = mask[:, : logratio.shape[1]].sum()  # After the end of a completion, logratio is 0.
+    metrics["policy/clipfrac_low_avg"] = (is_clipped & (logratio < 0)).sum() / count
+    metrics["policy/clipfrac_high_avg"] = (is_clipped & (logratio > 0)).sum() / count
     return metrics
 
 
@@ -1351,8 +1343,7 @@ def open_run(args, output_dir, plan, state):
     # tensorboard takes no None
     config = {name: value for name, value in vars(args).items() if value is not None}
     accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tally"), config)
-    disable = not accelerator.is_main_process
-    return tqdm(total=plan.steps, initial=state["step"], disable=disable)
+    return tqdm(total=plan.steps, initial=state["step"], disable=not accelerator.is_main_process)
 
 
 def finish(args, policy, output_dir, plan):
@@ -1534,8 +1525,6 @@ def compare_with_sampler(args, difference):
     The weights are the same. Where more than rounding differs, the gradients would be wrong.
     difference: [tokens], of their log-probabilities
     """
-    if len(difference) == 0:
-        return {}
     largest = difference.abs().max()
     is_rounding = largest < 1e-3 if args.dtype == "float32" else difference.abs().mean() < 0.3
     if not is_rounding:
@@ -1550,7 +1539,7 @@ logging.getLogger("accelerate.utils.other").setLevel("ERROR")
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(tyro.cli(Args, description=__doc__)))
+        main(tyro.cli(Args, description=__doc__))
     except UsageError as error:
         # The run is freed by now, so its progress bar has ended.
         sys.exit(f"\nerror: {error}")

@@ -57,7 +57,6 @@ import re
 import shutil
 import sys
 import time
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, comb, floor, inf, isfinite, isinf, isnan, lcm, nan, sqrt
@@ -213,28 +212,6 @@ def batch_arithmetic(args, num_prompts, world_size):
 
 
 # ===================================== 3  the algorithm =====================================
-@dataclass
-class Batch:
-    """The episodes of one iteration. Every process holds all of them.
-
-    The k episodes of a group are neighbours. The axis `response` has --response-length entries. In
-    rows of tokens, -1 means that there is no token: before a prompt that is shorter than another,
-    and after the end of a completion. The other tensors are 0 there, and `mask` is False.
-    """
-
-    k: int  # episodes of a group
-    prompts: list["Prompt"]  # [episodes], each with row, text and token_ids
-    prompt_tokens: Tensor  # [episodes, longest prompt], on the CPU
-    completions: list[str]  # [episodes], as text, without special tokens
-    token_ids: list[list[int]]  # [episodes], tokens of each completion; its EOS is one of them
-    tokens: Tensor  # [episodes, response], the same as a tensor
-    mask: Tensor  # [episodes, response], True for the tokens that are in the loss
-    ended: Tensor  # [episodes], False where the completion was cut off at --response-length
-    logprobs: Tensor  # [episodes, response], of each token, by the policy that sampled it
-    entropies: Tensor  # [episodes, response], exact entropy of each token's distribution
-    pass_lengths: Tensor  # [episodes], tokens of the prompt and of the group's longest completion
-
-
 def gae(rewards, values, gamma, lam):
     """A_t = delta_t + gamma lam A_{t+1}, delta_t = R_t + gamma V_{t+1} - V_t (1506.02438, eq. 16).
 
@@ -328,7 +305,8 @@ def main(args):
     policy, optimizer = accelerator.prepare(policy, optimizer)
     # What one iteration hands to the next, beside weights and optimizer. Random numbers need no
     # state. A checkpoint has all of it, and with --resume `open_run` loads the newest one.
-    state = {"iteration": 0, "step": 0, "jsonl_sizes": {}} | first_controls(args)
+    state = {"iteration": 0, "step": 0, "jsonl_sizes": {}}
+    state |= {"kl_coef": args.kl_coef, "score_count": 0, "score_mean": 0.0, "score_squares": 0.0}
     progress = open_run(args, output_dir, plan, state)
     scheduler.last_epoch = state["step"]
     if eval_prompts and state["iteration"] == 0:
@@ -471,6 +449,28 @@ def main(args):
 
 
 # ======================================== 5  the model =======================================
+@dataclass
+class Batch:
+    """The episodes of one iteration. Every process holds all of them.
+
+    The k episodes of a group are neighbours. The axis `response` has --response-length entries. In
+    rows of tokens, -1 means that there is no token: before a prompt that is shorter than another,
+    and after the end of a completion. The other tensors are 0 there, and `mask` is False.
+    """
+
+    k: int  # episodes of a group
+    prompts: list["Prompt"]  # [episodes], each with row, text and token_ids
+    prompt_tokens: Tensor  # [episodes, longest prompt], on the CPU
+    completions: list[str]  # [episodes], as text, without special tokens
+    token_ids: list[list[int]]  # [episodes], tokens of each completion; its EOS is one of them
+    tokens: Tensor  # [episodes, response], the same as a tensor
+    mask: Tensor  # [episodes, response], True for the tokens that are in the loss
+    ended: Tensor  # [episodes], False where the completion was cut off at --response-length
+    logprobs: Tensor  # [episodes, response], of each token, by the policy that sampled it
+    entropies: Tensor  # [episodes, response], exact entropy of each token's distribution
+    pass_lengths: Tensor  # [episodes], tokens of the prompt and of the group's longest completion
+
+
 def generate(args, policy, drawn, k, rng, temperature):
     """Sample k completions of every prompt. Each process samples a share, and then gets them all.
 
@@ -637,12 +637,6 @@ class Prompt(NamedTuple):
     token_ids: list[int]
 
 
-ROW = (
-    "a row is an object with a `prompt`, which is text or a list of messages with a `role`;"
-    " `chat_template_kwargs` is an object"
-)
-
-
 def load_prompts(args, path, reward, tokenizer):
     """The prompts of a .jsonl file, or of a Hub dataset NAME:SPLIT or NAME:CONFIG:SPLIT."""
     if path is None:
@@ -655,7 +649,7 @@ def load_prompts(args, path, reward, tokenizer):
             rows = importlib.import_module("datasets").load_dataset(*names, split=split)
     prompts = []
     for number, row in enumerate(rows, start=1):
-        with blaming(f"{path}:{number} ({ROW})"):
+        with blaming(f"{path}:{number} (a row has a `prompt`: text, or messages with a `role`)"):
             if isinstance(row, bytes):
                 row = json.loads(row)
             text, token_ids = tokenize(tokenizer, row, add_generation_prompt=True)
@@ -673,8 +667,10 @@ def load_prompts(args, path, reward, tokenizer):
     if not kept:
         raise UsageError(f"{path}: has no rows, or none within --max-prompt-length")
     if len(kept) < len(prompts):
-        dropped = f"{len(prompts) - len(kept)} of {len(prompts)} prompts dropped"
-        accelerator.print(f"{path}: {dropped}, over --max-prompt-length")
+        accelerator.print(
+            f"{path}: {len(prompts) - len(kept)} of {len(prompts)} prompts dropped, over"
+            " --max-prompt-length"
+        )
     return kept
 
 
@@ -782,7 +778,6 @@ def load_reward_model(args, tokenizer):
     same_vocabulary = its_tokenizer.get_vocab() == tokenizer.get_vocab()
     auto_class = transformers.AutoModelForSequenceClassification
     model = load_model(path, args.dtype, auto_class, num_labels=1)
-    head = model.score  # of the last token; a model that scores its first token has no `score`
     eos = its_tokenizer.eos_token_id
 
     @torch.no_grad()
@@ -803,7 +798,7 @@ def load_reward_model(args, tokenizer):
         for first in range(0, len(rows), size):
             tokens = pad_left(rows[first : first + size]).to(accelerator.device)
             hidden = run_network(model.base_model, tokens)[:, -1]  # padding is on the left
-            scores += head(hidden).float().squeeze(-1).tolist()
+            scores += model.score(hidden).float().squeeze(-1).tolist()
         return {"reward_model": scores}
 
     return reward_model
@@ -919,11 +914,6 @@ def trim(tokens):
     return tokens[:, (tokens >= 0).any(0)]
 
 
-def first_controls(args):
-    """What the rules for scores and KL hand from one iteration to the next, at the beginning."""
-    return {"kl_coef": args.kl_coef, "score_count": 0, "score_mean": 0.0, "score_squares": 0.0}
-
-
 def normalize_scores(args, state, scores):
     """--score-norm, --score-scaling and --score-clip, with the moments of all scores so far."""
     update_moments(state, scores)
@@ -969,8 +959,6 @@ def updates_have_ended(args, updates):
 
 def is_dropped(args, update):
     """True if --target-kl or --ratio-threshold forbids this update. The weights stay then."""
-    # The schedule goes on without the optimizer, and PyTorch would warn about it.
-    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
     ratio = update["val/ratio"].item()
     return updates_have_ended(args, [update]) or ratio > (args.ratio_threshold or inf)
 
@@ -991,8 +979,8 @@ class CompletionModel(torch.nn.Module):
             )
         self.temperature = args.temperature  # of the passes that compute log-probabilities
         # With gradient checkpointing there is no KV cache, which holds the shared prompts.
-        can_share = language_model.can_share_prompts and not args.gradient_checkpointing
-        self.shares_prompts = can_share and args.k > 1
+        has_cache = language_model.can_share_prompts and not args.gradient_checkpointing
+        self.shares_prompts = has_cache and args.k > 1
         self.autocast = args.dtype == "bfloat16"
         # A checkpoint of LoRA holds only the adapters. The rest comes from --model-path.
         self.register_state_dict_post_hook(CompletionModel.leave_out_frozen)
@@ -1314,8 +1302,6 @@ def ratio_metrics(logratio, is_clipped, mask):
     logratio, is_clipped: [episodes, ratios]; mask: [episodes, response]. An episode may have a
     ratio for each token, or only one. Those of tokens count where mask is True.
     """
-    if len(logratio) == 0:
-        return {}
     has_ratio = mask[:, : logratio.shape[1]]
     logratio = logratio[has_ratio]
     is_clipped = is_clipped[has_ratio]
@@ -1457,8 +1443,7 @@ def open_run(args, output_dir, plan, state):
     # tensorboard takes no None
     config = {name: value for name, value in vars(args).items() if value is not None}
     accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tally"), config)
-    disable = not accelerator.is_main_process
-    return tqdm(total=plan.steps, initial=state["step"], disable=disable)
+    return tqdm(total=plan.steps, initial=state["step"], disable=not accelerator.is_main_process)
 
 
 def finish(args, policy, output_dir, plan):
@@ -1480,7 +1465,7 @@ def save_value_model(args, policy, output_dir):
 
     Its adapters would be no model of their own.
     """
-    if args.lora_r is not None or args.total_episodes == 0:
+    if args.lora_r is not None:
         return
     state_dict = accelerator.get_state_dict(policy)
     if not accelerator.is_main_process:
@@ -1663,8 +1648,6 @@ def compare_with_sampler(args, difference):
     The weights are the same. Where more than rounding differs, the gradients would be wrong.
     difference: [tokens], of their log-probabilities
     """
-    if len(difference) == 0:
-        return {}
     largest = difference.abs().max()
     is_rounding = largest < 1e-3 if args.dtype == "float32" else difference.abs().mean() < 0.3
     if not is_rounding:
@@ -1687,7 +1670,7 @@ logging.getLogger("accelerate.utils.other").setLevel("ERROR")
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(tyro.cli(Args, description=__doc__)))
+        main(tyro.cli(Args, description=__doc__))
     except UsageError as error:
         # The run is freed by now, so its progress bar has ended.
         sys.exit(f"\nerror: {error}")
