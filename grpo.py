@@ -30,16 +30,11 @@ How to run it:
     accelerate launch grpo.py              # with GPUs, on all of them
     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 grpo.py    # two processes without GPUs
 
-How to read it: first comes the lecture, sections 1 to 5. It explains the algorithm and the loop.
-Then comes the machinery, sections 6 to 11. You can skip it on a first reading. docs/nano/ makes the
-same run in few lines.
+How to read it: the lecture comes first, sections 1 to 5. You can skip the machinery after it on a
+first reading. docs/nano/ makes the same run in few lines.
 
-How to change it: write the reward as `def NAME(prompts, completions, **columns)`, and name it by
---reward FILE.py:NAME. The baseline is `grpo_advantages`, the loss is `grpo_loss`. docs/variants.md
-has more places, and docs/coming_from.md has TRL's names of the flags.
-
-How it differs: rloo.py has another baseline, one ratio for a whole completion, and the KL in the
-reward. ppo.py trains a value model, and samples one completion for each prompt.
+How to change it: for a reward, see --reward. The baseline is `grpo_advantages`, the loss is
+`grpo_loss`. docs/variants.md has more places, docs/coming_from.md has TRL's names of the flags.
 
 Papers: Shao et al. 2024, DeepSeekMath, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783; DAPO, arXiv
 2503.14476; GSPO, arXiv 2507.18071; CISPO, arXiv 2506.13585.
@@ -72,7 +67,6 @@ import tyro
 import yaml
 from accelerate.utils import concatenate, gather_object, recursively_apply
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 DEFAULT = Path(__file__).resolve().parent / "benchmark" / "default"
@@ -99,8 +93,7 @@ class Args:
     ref_model_path: str | None = None  # reference model of the KL; None: --model-path
     dataset: str = str(DEFAULT / "train.jsonl")  # .jsonl file or Hub dataset NAME:SPLIT
     max_prompt_length: int | None = None  # drop prompts with more tokens than this; None: no limit
-    reward: str = "exact_match"
-    """exact_match (with the row's `answer`), FILE.py:FUNCTION, package.module:FUNCTION, or none"""
+    reward: str = "exact_match"  # or FILE.py:FUNCTION, package.module:FUNCTION, none
     reward_model_path: str | None = None  # one-label classifier; its score is added to --reward
     eval_dataset: str | None = None  # held-out prompts; None: only the built-in task has some
     eval_every: int | None = None  # iterations between evaluations; None: only at start and end
@@ -119,15 +112,13 @@ class Args:
     response_length: int | None = None  # token limit of a completion; None: 256, built-in policy 8
     temperature: float = 1.0  # divides the logits, in sampling and in every log-probability
     stop_token_id: int | None = None  # this token ends a completion as an EOS does
-    stop_string: str | None = None
-    """this text ends a completion as an EOS does, such as "</answer>"; a newline is $'\\n'"""
+    stop_string: str | None = None  # this text does, too, such as "</answer>"; a newline is $'\n'
     # algorithm
     num_generations: int = 4  # completions of each prompt; each is compared with their mean
     kl_coef: float = 0.0  # weight of the KL in the loss; 0: no KL and no reference model
     cliprange_high: float | None = None  # clips at 1 + this; None: --cliprange (2503.14476, eq. 8)
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """divide centred scores by the standard deviation of their group, of the batch, or not at all
-    (Dr. GRPO: a small deviation gives too easy and too hard prompts a large weight)"""
+    """divide centred scores by the standard deviation of their group, of the batch, or by 1"""
     loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = "grpo"
     """grpo: the mean over an episode's tokens, then over episodes (arXiv 2402.03300, eq. 3);
     dapo, TRL's default: the mean over all tokens of the mini-batch (arXiv 2503.14476, eq. 8);
@@ -206,18 +197,17 @@ def grpo_advantages(rewards, k, scale_rewards):
     no score: no mean counts it, and its advantage is 0.
     """
     groups = rewards.unflatten(0, (-1, k))  # [groups, k, actions]
-    no_score = groups.isnan()
-    advantages = groups - groups.nanmean(1, keepdim=True)
+    count = (~groups.isnan()).sum(1, keepdim=True)  # of scores, [groups, 1, actions]
+    # The mean of R_i - R_j over the group is R_i - mean, and exactly 0 where all rewards are equal.
+    differences = groups[:, :, None] - groups[:, None]  # [groups, k, k, actions]
+    advantages = differences.nansum(2) / count.clamp(min=1)
     if scale_rewards == "group":
-        others = (~no_score).sum(1, keepdim=True) - 1  # how many, [groups, 1, actions]
-        variance = advantages.square().nansum(1, keepdim=True) / others
+        variance = advantages.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)
         advantages = advantages / (variance.sqrt() + 1e-4)
-    elif scale_rewards == "batch":
-        advantages = advantages / (rewards[~rewards.isnan()].std() + 1e-4)
-    # Equal rewards must give exactly 0, but a mean is rounded. A group's only scored episode has no
-    # others: it gets 0, too.
-    is_zero = all_equal(groups) | no_score
-    return advantages.masked_fill(is_zero, 0.0).flatten(0, 1)
+    elif scale_rewards == "batch":  # The deviation of a single score is nan.
+        deviation = rewards[~rewards.isnan()].std().nan_to_num()
+        advantages = advantages / (deviation + 1e-4)
+    return advantages.flatten(0, 1)
 
 
 def token_weights(args, lengths, included):
@@ -263,7 +253,7 @@ def grpo_loss(args, logprobs, old_logprobs, advantages, mask):
 def k3_kl(logprobs, ref_logprobs):
     """exp(d) - d - 1 with d = ref_logprobs - logprobs, for each token (arXiv 2402.03300, eq. 4).
 
-    It is never negative, and unbiased if p_new sampled the token. Its gradient is biased.
+    Never negative; unbiased if p_new sampled the token, but its gradient is biased.
     """
     difference = ref_logprobs - logprobs
     return difference.exp() - difference - 1
@@ -313,8 +303,7 @@ def main(args):
     name = args.lr_scheduler_type
     scheduler = transformers.get_scheduler(name, optimizer, plan.warmup_steps, plan.steps)
     policy, optimizer = accelerator.prepare(policy, optimizer)
-    # What one iteration hands to the next, beside weights and optimizer. Random numbers need no
-    # state. A checkpoint has all of it, and with --resume `open_run` loads the newest one.
+    # What one iteration hands to the next. With --resume, `open_run` takes it from a checkpoint.
     state = {"iteration": 0, "step": 0, "jsonl_sizes": {}}
     progress = open_run(args, output_dir, plan, state)
     scheduler.last_epoch = state["step"]
@@ -412,7 +401,7 @@ def main(args):
         metrics["time/rollout_s"] = train_start - rollout_start
         metrics["time/train_s"] = now - train_start
         metrics |= rollout_metrics(batch, scores) | mean_metrics(parts) | mean_metrics(updates)
-        equal_scores = all_equal(scores.view(-1, args.k))  # [groups, 1]
+        equal_scores = all_equal(scores.view(-1, args.k))  # [groups]
         metrics["group/equal_scores_fraction"] = equal_scores.float().mean()
         if reference is not None:
             metrics["objective/kl"] = (batch.logprobs - ref_logprobs).sum(1).mean()
@@ -765,15 +754,18 @@ def load_reward_model(args, tokenizer):
                 _, tokens = tokenize(its_tokenizer, row | {"prompt": text})
                 if batch.ended[i] and eos not in (None, tokens[-1]):
                     tokens = tokens + [eos]
-            rows.append(tokens)
-        check_positions(path, model.config, max(map(len, rows)))
-        scores = []
+            rows.append(tuple(tokens))
+        # Equal rows get one score. Computed twice, it would differ by rounding.
+        different = sorted(set(rows), key=len)  # neighbours are of similar length: less padding
+        check_positions(path, model.config, len(different[-1]))
+        scores = {}  # of each row
         size = args.per_device_train_batch_size
-        for first in range(0, len(rows), size):
-            tokens = pad_left(rows[first : first + size]).to(accelerator.device)
+        for first in range(0, len(different), size):
+            some = different[first : first + size]
+            tokens = pad_left(some).to(accelerator.device)
             hidden = run_network(model.base_model, tokens)[:, -1]  # padding is on the left
-            scores += model.score(hidden).float().squeeze(-1).tolist()
-        return {"reward_model": scores}
+            scores |= zip(some, model.score(hidden).float().squeeze(-1).tolist())
+        return {"reward_model": [scores[row] for row in rows]}
 
     return reward_model
 
@@ -1036,7 +1028,7 @@ def in_pieces(function, head, *inputs):
         # ZeRO-3 gathers the head at every call, so all processes must make as many calls.
         pieces = max(gather_object([pieces]))
     if pieces > 1:
-        function = partial(checkpoint, function, use_reentrant=False)
+        function = partial(torch.utils.checkpoint.checkpoint, function, use_reentrant=False)
     return torch.cat(list(map(function, *(rows.tensor_split(pieces) for rows in inputs))))
 
 
@@ -1189,12 +1181,11 @@ def rollout_metrics(batch, scores):
 
 
 def all_equal(groups):
-    """True where the rewards of a group are all equal, those of unscored episodes left out.
+    """True where a group's scores are all equal. Missing ones, which are nan, do not count.
 
-    groups: [groups, k, ..]. Returns [groups, 1, ..].
+    groups: [groups, k]. Returns [groups].
     """
-    highest = groups.nan_to_num(nan=-inf).amax(1, keepdim=True)
-    return (groups.isnan() | (groups == highest)).all(1, keepdim=True)
+    return groups.nan_to_num(nan=-inf).amax(1) <= groups.nan_to_num(nan=inf).amin(1)
 
 
 def ratio_metrics(logratio, is_clipped, mask):

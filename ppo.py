@@ -31,16 +31,11 @@ How to run it:
     accelerate launch ppo.py              # with GPUs, on all of them
     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 ppo.py    # two processes without GPUs
 
-How to read it: first comes the lecture, sections 1 to 5. It explains the algorithm and the loop.
-Then comes the machinery, sections 6 to 11. You can skip it on a first reading. docs/nano/ makes the
-same run in few lines.
+How to read it: the lecture comes first, sections 1 to 5. You can skip the machinery after it on a
+first reading. docs/nano/ makes the same run in few lines.
 
-How to change it: write the reward as `def NAME(prompts, completions, **columns)`, and name it by
---reward FILE.py:NAME. The advantages are `gae`, the loss is `ppo_loss`. docs/variants.md
-has more places, and docs/coming_from.md has TRL's names of the flags.
-
-How it differs: rloo.py and grpo.py have no value model. They sample several completions of every
-prompt, and compare their scores.
+How to change it: for a reward, see --reward. The advantages are `gae`, the loss is `ppo_loss`.
+docs/variants.md has more places, docs/coming_from.md has TRL's names of the flags.
 
 Papers: Schulman et al. 2017, arXiv 1707.06347; Ziegler et al. 2019, arXiv 1909.08593; Huang et al.
 2024, The N+ Implementation Details of RLHF with PPO, arXiv 2403.17031.
@@ -74,7 +69,6 @@ import yaml
 from accelerate.utils import concatenate, gather_object, recursively_apply
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 DEFAULT = Path(__file__).resolve().parent / "benchmark" / "default"
@@ -101,8 +95,7 @@ class Args:
     ref_model_path: str | None = None  # reference model of the KL; None: --model-path
     dataset: str = str(DEFAULT / "train.jsonl")  # .jsonl file or Hub dataset NAME:SPLIT
     max_prompt_length: int | None = None  # drop prompts with more tokens than this; None: no limit
-    reward: str = "exact_match"
-    """exact_match (with the row's `answer`), FILE.py:FUNCTION, package.module:FUNCTION, or none"""
+    reward: str = "exact_match"  # or FILE.py:FUNCTION, package.module:FUNCTION, none
     reward_model_path: str | None = None  # one-label classifier; its score is added to --reward
     value_model_path: str | None = None
     """the value model before training; None: a copy of the reward model if that has the policy's
@@ -124,8 +117,7 @@ class Args:
     response_length: int | None = None  # token limit of a completion; None: 256, built-in policy 8
     temperature: float = 1.0  # divides the logits, in sampling and in every log-probability
     stop_token_id: int | None = None  # this token ends a completion as an EOS does
-    stop_string: str | None = None
-    """this text ends a completion as an EOS does, such as "</answer>"; a newline is $'\\n'"""
+    stop_string: str | None = None  # this text does, too, such as "</answer>"; a newline is $'\n'
     # algorithm
     kl_coef: float = 0.01  # weight of the KL in the reward; 0: no KL and no reference model
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
@@ -303,8 +295,7 @@ def main(args):
     name = args.lr_scheduler_type
     scheduler = transformers.get_scheduler(name, optimizer, plan.warmup_steps, plan.steps)
     policy, optimizer = accelerator.prepare(policy, optimizer)
-    # What one iteration hands to the next, beside weights and optimizer. Random numbers need no
-    # state. A checkpoint has all of it, and with --resume `open_run` loads the newest one.
+    # What one iteration hands to the next. With --resume, `open_run` takes it from a checkpoint.
     state = {"iteration": 0, "step": 0, "jsonl_sizes": {}}
     state |= {"kl_coef": args.kl_coef, "score_count": 0, "score_mean": 0.0, "score_squares": 0.0}
     progress = open_run(args, output_dir, plan, state)
@@ -791,15 +782,18 @@ def load_reward_model(args, tokenizer):
                 _, tokens = tokenize(its_tokenizer, row | {"prompt": text})
                 if batch.ended[i] and eos not in (None, tokens[-1]):
                     tokens = tokens + [eos]
-            rows.append(tokens)
-        check_positions(path, model.config, max(map(len, rows)))
-        scores = []
+            rows.append(tuple(tokens))
+        # Equal rows get one score. Computed twice, it would differ by rounding.
+        different = sorted(set(rows), key=len)  # neighbours are of similar length: less padding
+        check_positions(path, model.config, len(different[-1]))
+        scores = {}  # of each row
         size = args.per_device_train_batch_size
-        for first in range(0, len(rows), size):
-            tokens = pad_left(rows[first : first + size]).to(accelerator.device)
+        for first in range(0, len(different), size):
+            some = different[first : first + size]
+            tokens = pad_left(some).to(accelerator.device)
             hidden = run_network(model.base_model, tokens)[:, -1]  # padding is on the left
-            scores += model.score(hidden).float().squeeze(-1).tolist()
-        return {"reward_model": scores}
+            scores |= zip(some, model.score(hidden).float().squeeze(-1).tolist())
+        return {"reward_model": [scores[row] for row in rows]}
 
     return reward_model
 
@@ -1111,7 +1105,7 @@ def in_pieces(function, head, *inputs):
         # ZeRO-3 gathers the head at every call, so all processes must make as many calls.
         pieces = max(gather_object([pieces]))
     if pieces > 1:
-        function = partial(checkpoint, function, use_reentrant=False)
+        function = partial(torch.utils.checkpoint.checkpoint, function, use_reentrant=False)
     return torch.cat(list(map(function, *(rows.tensor_split(pieces) for rows in inputs))))
 
 

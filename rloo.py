@@ -31,16 +31,11 @@ How to run it:
     accelerate launch rloo.py              # with GPUs, on all of them
     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 rloo.py    # two processes without GPUs
 
-How to read it: first comes the lecture, sections 1 to 5. It explains the algorithm and the loop.
-Then comes the machinery, sections 6 to 11. You can skip it on a first reading. docs/nano/ makes the
-same run in few lines.
+How to read it: the lecture comes first, sections 1 to 5. You can skip the machinery after it on a
+first reading. docs/nano/ makes the same run in few lines.
 
-How to change it: write the reward as `def NAME(prompts, completions, **columns)`, and name it by
---reward FILE.py:NAME. The baseline is `rloo_advantages`, the loss is `rloo_loss`. docs/variants.md
-has more places, and docs/coming_from.md has TRL's names of the flags.
-
-How it differs: grpo.py divides advantages by a standard deviation, has a ratio for each token,
-with the KL in the loss. ppo.py trains a value model, and samples one completion for each prompt.
+How to change it: for a reward, see --reward. The baseline is `rloo_advantages`, the loss is
+`rloo_loss`. docs/variants.md has more places, docs/coming_from.md has TRL's names of the flags.
 
 Papers: Ahmadian et al. 2024, Back to Basics, arXiv 2402.14740; Kool et al. 2019, Buy 4 REINFORCE
 Samples, Get a Baseline for Free!
@@ -73,7 +68,6 @@ import tyro
 import yaml
 from accelerate.utils import concatenate, gather_object, recursively_apply
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 DEFAULT = Path(__file__).resolve().parent / "benchmark" / "default"
@@ -100,8 +94,7 @@ class Args:
     ref_model_path: str | None = None  # reference model of the KL; None: --model-path
     dataset: str = str(DEFAULT / "train.jsonl")  # .jsonl file or Hub dataset NAME:SPLIT
     max_prompt_length: int | None = None  # drop prompts with more tokens than this; None: no limit
-    reward: str = "exact_match"
-    """exact_match (with the row's `answer`), FILE.py:FUNCTION, package.module:FUNCTION, or none"""
+    reward: str = "exact_match"  # or FILE.py:FUNCTION, package.module:FUNCTION, none
     reward_model_path: str | None = None  # one-label classifier; its score is added to --reward
     eval_dataset: str | None = None  # held-out prompts; None: only the built-in task has some
     eval_every: int | None = None  # iterations between evaluations; None: only at start and end
@@ -120,8 +113,7 @@ class Args:
     response_length: int | None = None  # token limit of a completion; None: 256, built-in policy 8
     temperature: float = 1.0  # divides the logits, in sampling and in every log-probability
     stop_token_id: int | None = None  # this token ends a completion as an EOS does
-    stop_string: str | None = None
-    """this text ends a completion as an EOS does, such as "</answer>"; a newline is $'\\n'"""
+    stop_string: str | None = None  # this text does, too, such as "</answer>"; a newline is $'\n'
     # algorithm
     rloo_k: int = 4  # completions of each prompt; each is compared with the mean of the others
     kl_coef: float = 0.01  # weight of the KL in the reward; 0: no KL and no reference model
@@ -187,22 +179,19 @@ def batch_arithmetic(args, num_prompts, world_size):
 
 
 # ===================================== 3  the algorithm =====================================
-def rloo_advantages(rewards, k):
-    """A_i = R_i - mean of the other k - 1 rewards of the group (arXiv 2402.14740, section 2.3).
+def rloo_advantages(rewards, k, rounding):
+    """A_i = R_i - mean of the other rewards of the group (arXiv 2402.14740, section 2.3).
 
     rewards: [episodes, actions], the k episodes of a group side by side. Here a completion is one
     action, so there is one column. Returns the same shape. The reward nan means that an episode has
-    no score: no mean counts it, and its advantage is 0.
+    no score: no mean counts it, and its advantage is 0. A difference up to `rounding` is none.
     """
     groups = rewards.unflatten(0, (-1, k))  # [groups, k, actions]
-    no_score = groups.isnan()
-    # The own reward is left out: a baseline that depends on the own completion would add a bias.
-    others = (~no_score).sum(1, keepdim=True) - 1  # how many, [groups, 1, actions]
-    baselines = (groups.nan_to_num().sum(1, keepdim=True) - groups) / others
-    # Equal rewards must give exactly 0, but a mean is rounded. A group's only scored episode has no
-    # others: it gets 0, too.
-    is_zero = all_equal(groups) | no_score
-    return (groups - baselines).masked_fill(is_zero, 0.0).flatten(0, 1)
+    # The mean of R_i - R_j over the others is the same, and exactly 0 where all rewards are equal.
+    differences = groups[:, :, None] - groups[:, None]  # [groups, k, k, actions]
+    differences = differences.masked_fill(differences.abs() <= rounding, 0.0)
+    others = (~groups.isnan()).sum(1, keepdim=True) - 1  # how many, [groups, 1, actions]
+    return (differences.nansum(2) / others.clamp(min=1)).flatten(0, 1)
 
 
 def rloo_loss(args, logprobs, old_logprobs, advantages):
@@ -264,8 +253,7 @@ def main(args):
     name = args.lr_scheduler_type
     scheduler = transformers.get_scheduler(name, optimizer, plan.warmup_steps, plan.steps)
     policy, optimizer = accelerator.prepare(policy, optimizer)
-    # What one iteration hands to the next, beside weights and optimizer. Random numbers need no
-    # state. A checkpoint has all of it, and with --resume `open_run` loads the newest one.
+    # What one iteration hands to the next. With --resume, `open_run` takes it from a checkpoint.
     state = {"iteration": 0, "step": 0, "jsonl_sizes": {}}
     progress = open_run(args, output_dir, plan, state)
     scheduler.last_epoch = state["step"]
@@ -298,10 +286,9 @@ def main(args):
         rewards = scores[:, None]  # [episodes, 1]: a completion is one action
         if reference is not None:
             kl = (batch.logprobs - ref_logprobs).sum(1, keepdim=True)  # [episodes, 1], in nats
-            # While policy and reference are the same, the KL is only rounding. Beside a score that
-            # is not near 0, float32 loses it. So equal scores give equal rewards then.
-            rewards = (rewards - args.kl_coef * kl).float()
-        advantages = rloo_advantages(rewards, args.k)  # [episodes, 1]
+            rewards = rewards - args.kl_coef * kl  # in float64, as scores are
+        # Where completions or models are equal, KLs differ by rounding, which is below 1e-4 nats.
+        advantages = rloo_advantages(rewards, args.k, 1e-4 * args.kl_coef)  # [episodes, 1]
 
         # ---- 4d  optimize
         train_start = time.perf_counter()
@@ -359,7 +346,7 @@ def main(args):
         metrics["time/rollout_s"] = train_start - rollout_start
         metrics["time/train_s"] = now - train_start
         metrics |= rollout_metrics(batch, scores) | mean_metrics(parts) | mean_metrics(updates)
-        equal_scores = all_equal(scores.view(-1, args.k))  # [groups, 1]
+        equal_scores = all_equal(scores.view(-1, args.k))  # [groups]
         metrics["group/equal_scores_fraction"] = equal_scores.float().mean()
         if reference is not None:
             metrics["objective/kl"] = (batch.logprobs - ref_logprobs).sum(1).mean()
@@ -712,15 +699,18 @@ def load_reward_model(args, tokenizer):
                 _, tokens = tokenize(its_tokenizer, row | {"prompt": text})
                 if batch.ended[i] and eos not in (None, tokens[-1]):
                     tokens = tokens + [eos]
-            rows.append(tokens)
-        check_positions(path, model.config, max(map(len, rows)))
-        scores = []
+            rows.append(tuple(tokens))
+        # Equal rows get one score. Computed twice, it would differ by rounding.
+        different = sorted(set(rows), key=len)  # neighbours are of similar length: less padding
+        check_positions(path, model.config, len(different[-1]))
+        scores = {}  # of each row
         size = args.per_device_train_batch_size
-        for first in range(0, len(rows), size):
-            tokens = pad_left(rows[first : first + size]).to(accelerator.device)
+        for first in range(0, len(different), size):
+            some = different[first : first + size]
+            tokens = pad_left(some).to(accelerator.device)
             hidden = run_network(model.base_model, tokens)[:, -1]  # padding is on the left
-            scores += model.score(hidden).float().squeeze(-1).tolist()
-        return {"reward_model": scores}
+            scores |= zip(some, model.score(hidden).float().squeeze(-1).tolist())
+        return {"reward_model": [scores[row] for row in rows]}
 
     return reward_model
 
@@ -983,7 +973,7 @@ def in_pieces(function, head, *inputs):
         # ZeRO-3 gathers the head at every call, so all processes must make as many calls.
         pieces = max(gather_object([pieces]))
     if pieces > 1:
-        function = partial(checkpoint, function, use_reentrant=False)
+        function = partial(torch.utils.checkpoint.checkpoint, function, use_reentrant=False)
     return torch.cat(list(map(function, *(rows.tensor_split(pieces) for rows in inputs))))
 
 
@@ -1136,12 +1126,11 @@ def rollout_metrics(batch, scores):
 
 
 def all_equal(groups):
-    """True where the rewards of a group are all equal, those of unscored episodes left out.
+    """True where a group's scores are all equal. Missing ones, which are nan, do not count.
 
-    groups: [groups, k, ..]. Returns [groups, 1, ..].
+    groups: [groups, k]. Returns [groups].
     """
-    highest = groups.nan_to_num(nan=-inf).amax(1, keepdim=True)
-    return (groups.isnan() | (groups == highest)).all(1, keepdim=True)
+    return groups.nan_to_num(nan=-inf).amax(1) <= groups.nan_to_num(nan=inf).amin(1)
 
 
 def ratio_metrics(logratio, is_clipped, mask):
