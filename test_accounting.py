@@ -142,7 +142,9 @@ only an evaluation:
 
 
 def test_worked_cases(script):
-    """The script computes exactly the counts of the table. So does the count with cards below."""
+    """The script computes exactly the counts of the table. So does the count with cards below.
+
+    Bugs: trl#2515, #2433, #2516 (wrong counts)."""
     for case, worked in WORKED_CASES.items():
         flags = GIVEN | worked["given"]
         if (flags["k"] == 1) == (group_flag(script) is None):
@@ -212,7 +214,9 @@ def count_with_cards(args, num_prompts, world_size):
 
 
 def test_batch_arithmetic_equals_dealing_cards(script):
-    """The formulas give what counting one by one gives, in 400 random cases of odd sizes."""
+    """The formulas give what counting one by one gives, in 400 random cases of odd sizes.
+
+    Bug: trl 1.16 drops prompts that do not fill a batch."""
     draw = random.Random(0).choice
     for _ in range(400):
         k = draw([2, 3, 4, 5, 7])
@@ -275,7 +279,9 @@ fewer than mini-batches:
 @mark.parametrize("case", REAL_RUNS)
 def test_real_runs_train_on_exactly_what_was_asked(script, run, monkeypatch, updates, case):
     """The run makes the planned steps, and each episode takes exactly one training pass in each PPO
-    epoch."""
+    epoch.
+
+    Bug: trl#2531 (too few steps, ratios never written)."""
     flags = REAL_RUNS[case]
     calls = record_calls(monkeypatch, script, "token_logprobs")
     # With this reward no advantage is 0. An episode with advantage 0 may take no pass.
@@ -407,7 +413,9 @@ def test_schedule_is_transformers_own_over_exactly_the_steps(
 @mark.parametrize("name", MODULES)
 def test_processes_change_no_count(name, run, world, tmp_path):
     """A run on several processes is the run on one. Here they divide neither 5 prompts nor
-    mini-batches of 3 nor 6."""
+    mini-batches of 3 nor 6.
+
+    Bugs: accelerate#2926, LLaMA-Factory#424 (a schedule steps once per process)."""
     script = MODULES[name]
     processes = 3 if name == "rloo" else 2
     flags = dict(

@@ -44,7 +44,9 @@ def mean_of(rows, name):
 
 
 def test_metrics_of_the_rollout_are_those_of_its_episodes(script, run, world):
-    """KL, entropy and scores in metrics.jsonl are those of rollouts.jsonl, without padding."""
+    """KL, entropy and scores in metrics.jsonl are those of rollouts.jsonl, without padding.
+
+    Bug: trl PPOv2 (padding in the metrics)."""
     ran = run(script, ref_model_path="reference", kl_coef=0.1)
     for line in ran.metrics:
         rows = ran.rows_of(line["iteration"])
@@ -340,7 +342,10 @@ def test_ppo_values_and_returns_by_plain_passes(
     0.
 
     The reward of a token is -kl_coef * KL. The last token of the completion, which is never
-    padding, has the score. Without a value model, the policy's trunk gets a head of zeros."""
+    padding, has the score. Without a value model, the policy's trunk gets a head of zeros.
+
+    Bugs: trl#2596 (whitening on each process alone), #3750 (the score after the EOS; disputed
+    there)."""
     path, model = save_classifier(tmp_path / "value")
     flags = {source: path}
     if source is None:

@@ -22,7 +22,9 @@ from pytest import approx, mark, raises
 @mark.parametrize("policy", ["llama", "gpt2", "many_eos", "pad_is_eos", "emits_pad", *WINDOWS])
 def test_gradient_is_that_of_plain_passes(script, run, world, updates, tmp_path, policy):
     """The gradient of a single update is that of plain passes, which have no padding, no cache
-    and no dropout. So are the log-probabilities of the sampler and of the reference."""
+    and no dropout. So are the log-probabilities of the sampler and of the reference.
+
+    Bugs: trl#5619, #6024, #2881, verl#906 (wrong denominators)."""
     path = getattr(world, policy, None)
     if path is None:
         path = save_model(tmp_path / policy, policy, eos_ids=MANY_EOS)

@@ -113,7 +113,9 @@ def test_a_shared_prompt_gives_what_rows_of_their_own_give(script, architecture,
 @mark.parametrize("policy", ["gpt2", "dropout"])
 def test_ratio_is_one_while_the_weights_stand_still(script, run, policy):
     """At learning rate 0 every update of every iteration has ratio 1, at another temperature
-    than 1, too."""
+    than 1, too.
+
+    Bugs: trl#454, #3029, #6800 (a first ratio that is not 1)."""
     ran = run(
         script,
         model_path=policy,

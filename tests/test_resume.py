@@ -98,7 +98,9 @@ def whole_checkpoints(output_dir):
 
 
 def test_a_run_killed_in_every_phase(script, killed, out, flags, goes_on):
-    """One command is killed in each phase, and started again each time."""
+    """One command is killed in each phase, and started again each time.
+
+    Bug: trl 1.16 (resumed, some prompts came twice)."""
     for phase, call in (
         ("rollout", 1),  # of the first iteration
         ("training", 4),  # of the second iteration, which has made one of its two updates
@@ -243,7 +245,9 @@ def test_the_newest_two_checkpoints_are_kept(stopped_after, out):
 @one_text
 def test_a_finished_run_makes_no_step(script, run, capsys, caplog, updates):
     """A finished run that is started again says so, and changes nothing. Saving tied weights gives
-    no warning."""
+    no warning.
+
+    Bug: verl#6232 (resuming a finished run makes a step)."""
     flags = SAVING | dict(model_path="gpt2")
     output_dir = run(script, **flags).folder
     assert "shared" not in caplog.text

@@ -56,7 +56,9 @@ def test_a_reward_is_called_as_trl_calls_it(script, run, tmp_path, world):
     each other column.
 
     Every keyword has a list. completion_ids include the EOS. A column that a row lacks is None
-    there. Where the prompt of a row is a list of messages, its completion is one, too."""
+    there. Where the prompt of a row is a list of messages, its completion is one, too.
+
+    Bug: trl#3283 (one generation for every micro-batch)."""
     chat = {"prompt": messages("22"), "answer": 4, "level": "hard"}
     rows = [{"prompt": "1+1=", "answer": "2"}, chat]
     ran = run(
@@ -103,7 +105,9 @@ def test_exact_match(script):
 @only("rloo", "grpo")
 def test_a_reward_that_names_its_prompt_comes_back_to_it(script, run):
     """Every episode has the score of its own prompt, also where a prompt is drawn twice in an
-    iteration. A reward that depends on the prompt alone has advantage 0."""
+    iteration. A reward that depends on the prompt alone has advantage 0.
+
+    Bug: trl#6228 (advantages of other prompts)."""
     flags = dict(num_train_epochs=3, batch_size=24, per_device_rollout_batch_size=5, kl_coef=0)
     ran = run(script, reward="number", **flags)
     for row in ran.rollouts:
