@@ -215,8 +215,6 @@ ARCHITECTURES = {  # what a config needs; its model_type is this name, where not
     # Jamba cannot go on from the cache of a shared prompt.
     "jamba": GROUPED
     | dict(attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False, num_experts=2),
-    # This one draws experts at random in train mode.
-    "phimoe": GROUPED | dict(num_local_experts=2, router_jitter_noise=0.5),
     "bert": SHAPE,
     # These change what their head gives, each with the setting that does it. Its default may be 1.
     # MPT has None.
@@ -313,15 +311,6 @@ def bfloat16(prompts, completions, **_):
 def tensors(prompts, completions, **_):
     return list(torch.tensor(letters(prompts, completions)))
 
-def one_column(prompts, completions, **_):
-    return torch.tensor(letters(prompts, completions))[:, None]
-
-def array_column(prompts, completions, **_):
-    return numpy.array(letters(prompts, completions))[:, None]
-
-def list_of_columns(prompts, completions, **_):
-    return list(torch.tensor(letters(prompts, completions))[:, None])
-
 def silent(prompts, **_):
     return [None] * len(prompts)
 
@@ -371,6 +360,9 @@ FAULTS = {  # what a faulty reward returns in place of its scores
     "no_score": lambda scores: [*scores[1:], None],
     "text": lambda scores: [*scores[1:], "one"],
     "rows": lambda scores: [{"score": score} for score in scores],
+    "tensor_column": lambda scores: torch.tensor(scores)[:, None],
+    "array_column": lambda scores: numpy.array(scores)[:, None],
+    "list_of_columns": lambda scores: list(torch.tensor(scores)[:, None]),
     "wrong_count": lambda scores: scores[1:],
     "forgotten": lambda scores: None,
     "empty": lambda scores: {},

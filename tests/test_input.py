@@ -249,14 +249,14 @@ def test_a_run_without_eos_says_so(script, run, capsys):
         assert ("there is no EOS" in capsys.readouterr().out) != any(ended)
 
 
-@only("rloo", "ppo")
+@one_text
 @mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_must_give_the_same_in_padded_rows(script, run, refuses, tmp_path, capsys, dtype):
     """Another model is refused, in each role and type. Where only a shared prompt changes the
     results, every episode gets a row of its own, and one line says so."""
     bart = save_model(tmp_path / "bart", "bart")
     scaled = save_model(tmp_path / "scaled", logit_scale=3.0)  # which Llama does not use
-    for flag, path in (("model_path", bart), ("ref_model_path", bart), ("model_path", scaled)):
+    for flag, path in (("model_path", bart), ("model_path", scaled), ("ref_model_path", bart)):
         refuses(script, f"{option(flag)} {path} ", **{flag: path}, dtype=dtype)
     jamba = save_model(tmp_path / "jamba", "jamba", initializer_range=1.0)
     for path, needs_rows in (("gpt2", False), (jamba, True)):

@@ -9,6 +9,7 @@ import difflib
 import io
 import itertools
 import json
+import operator
 import os
 import re
 import subprocess
@@ -23,6 +24,7 @@ from conftest import (
     HERE,
     MODULES,
     SCRIPTS,
+    TIMES,
     base_flags,
     distance,
     group_flag,
@@ -164,16 +166,11 @@ def count_tokens(text):
 def test_a_script_is_short(name):
     lecture, banner, _ = source_of(name).partition("= MACHINERY =")
     assert banner, f"{name}.py has no banner MACHINERY, which ends its lecture"
-    tokens = count_tokens(source_of(name))
-    in_lecture = count_tokens(lecture)
-    limit, lecture_limit = LIMITS[name]
-    about = (
-        f"{name}.py has {tokens} tokens, and its limit is {limit}. Its lecture has {in_lecture},"
-        f" and the limit is {lecture_limit}. Write it shorter. If that makes it worse for a reader,"
-        " raise the limit in LIMITS, and say why in the commit."
+    tokens = count_tokens(source_of(name)), count_tokens(lecture)
+    assert all(map(operator.le, tokens, LIMITS[name])), (
+        f"{name}.py and its lecture have {tokens} tokens, and the limits are {LIMITS[name]}."
+        " Write it shorter. If that makes it worse for a reader, raise the limit, and say why."
     )
-    assert tokens <= limit, about
-    assert in_lecture <= lecture_limit, about
 
 
 def letters_of(text):
@@ -379,7 +376,6 @@ def test_what_a_run_writes(script, run, world, capsys):
     a few samples with the parts of their scores, and a last line that sums the run up."""
     ran = run(script, num_train_epochs=2, num_sample_generations=2, batch_size=6, reward="parts")
     rollouts = ran.rollouts
-    last_row = ran.metrics[-1]
     printed = capsys.readouterr().out
     columns = (
         "iteration index row prompt completion token_ids ended columns score reward/length"
@@ -399,32 +395,24 @@ def test_what_a_run_writes(script, run, world, capsys):
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     assert tokenizer.get_vocab() == make_tokenizer().get_vocab()
     for row in ran.metrics:
-        for name in ("time/rollout_s", "time/train_s", "eps"):
-            assert row[name] > 0
+        assert min(row[name] for name in TIMES) > 0
+    last_row = ran.metrics[-1]
     closing = printed.strip().splitlines()[-1]
-    counts = f"{last_row['episode']} episodes, {last_row['step']} steps, 2 epochs"
-    assert f"{counts}; objective/scores " in closing
+    assert f"{last_row['episode']} episodes, {last_row['step']} steps, 2 epochs" in closing
     assert str(model) in closing
-
     assert list(rollouts[0]) == columns.split()
-    assert len(rollouts) == last_row["episode"]
     for row in ran.rows_of(last_row["iteration"])[:: ran.args.k][:4]:
         sample = {name: row[name] for name in shown}
         assert f"episode {len(rollouts)}: {sample}" in printed
     assert len(set(re.findall(r"^episode \d+", printed, re.MULTILINE))) == 2
 
 
-def test_a_run_that_only_evaluates(script, run, capsys):
+def test_a_run_that_only_evaluates(script, run):
     """--total-episodes 0 writes the row of the evaluation before training, and no model."""
     ran = run(script, total_episodes=0, eval_dataset=5)
-    [row] = ran.metrics
-    assert row == run(script, eval_dataset=5).metrics[0]
-    for name in ("iteration", "step", "episode", "epoch"):
-        assert row[name] == 0
+    assert ran.metrics == run(script, eval_dataset=5).metrics[:1]
     files = {".lock", "args.yaml", "metrics.jsonl", "eval_rollouts.jsonl"}
     assert set(os.listdir(ran.folder)) == files
-    closing = r"\n0 episodes, 0 steps, 0 epochs; eval/scores \S+ -> \S+\n"
-    assert re.search(closing, capsys.readouterr().out)
 
 
 def test_trackers_get_every_metric(script, run, monkeypatch):
@@ -456,19 +444,17 @@ def test_wandb_offline(script, world, tmp_path):
         total_episodes=18,
         num_sample_generations=3,
     )
-    wandb = dict(
-        WANDB_MODE="offline", WANDB_NAME="my first sums", WANDB_RUN_ID="sums1", WANDB_RESUME="allow"
-    )
+    wandb = dict(WANDB_MODE="offline", WANDB_RUN_ID="sums1", WANDB_RESUME="allow")
     launch_twice(script, 1, tmp_path, base_flags(world, flags), start=launch, **wandb)
     first, second = sorted(tmp_path.glob("**/wandb/offline-run-*/*.wandb"))
     assert first.name == second.name  # the id of the run
-    assert b"my first sums" in first.read_bytes()
     assert b"total_episodes" in first.read_bytes()
     assert list(first.parent.glob("**/samples*.table.json"))
-    rows = read_jsonl(tmp_path / "out" / "metrics.jsonl")
-    scores = [json.dumps(row["objective/scores"]).encode() for row in rows]
-    assert [score in first.read_bytes() for score in scores] == [True, True, False]
-    assert [score in second.read_bytes() for score in scores] == [False, False, True]
+    places = []
+    for row in read_jsonl(tmp_path / "out" / "metrics.jsonl"):
+        score = json.dumps(row["objective/scores"]).encode()
+        places.append([score in file.read_bytes() for file in (first, second)])
+    assert places == [[True, False], [True, False], [False, True]]
 
 
 @one_text
