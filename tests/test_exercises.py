@@ -1,6 +1,5 @@
 """docs/exercises: the solutions pass, and typical wrong answers get the message for them."""
 
-import inspect
 import re
 from types import SimpleNamespace
 
@@ -13,7 +12,6 @@ from pytest import mark, raises
 pytest_plugins = ["pytester"]
 FOLDER = HERE / "docs/exercises"
 MEMBERS = vars(import_file(FOLDER / "test_answers.py"))
-TEMPLATE = import_file(FOLDER / "answers.py")
 TESTS = {}  # "1" to "7"
 for name, member in MEMBERS.items():
     if name.startswith("test_"):
@@ -141,14 +139,6 @@ def test_functions_of_the_scripts_pass():
         TESTS[exercise](answers)
 
 
-def test_the_template_asks_for_what_the_page_shows():
-    page = (FOLDER / "README.md").read_text(encoding="utf-8")
-    for name in FUNCTIONS.values():
-        [shown] = re.findall(rf"^    {name}\(([^)]*)\)", page, re.MULTILINE)
-        parameters = inspect.signature(getattr(TEMPLATE, name)).parameters
-        assert re.split(r",\s*", shown) == list(parameters)
-
-
 ANSWERS = """
 import torch
 from answers import *
@@ -180,10 +170,4 @@ def test_what_a_student_sees(pytester, answers, status, messages):
     assert ran.ret == status, output
     for message in messages:
         assert message in output, output
-    assert "INTERNAL" not in output
     assert "site-packages" not in output
-    assert len(ran.outlines) < 60
-    if answers == ANSWERS:
-        found = dict(re.findall(r"^exercise (\S+) .*?  +(.*)$", output, re.MULTILINE))
-        written = {"2": "wrong", "4a": "right", "5a": "wrong", "5b": "wrong"}
-        assert found == dict.fromkeys(TESTS, "not written yet") | written
