@@ -343,11 +343,6 @@ def changing(prompts, completions, completion_ids, tags, **_):
         own.pop()
     return [len(own) + score for own, score in zip(tags, letters(prompts, completions))]
 
-def moving(**inputs):
-    os.makedirs("inner")
-    os.chdir("inner")
-    return letters(**inputs)
-
 calls = 0
 
 async def answer():

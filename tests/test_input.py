@@ -158,17 +158,6 @@ def test_bad_data_is_refused_by_file_and_line(script, refuses, world, tmp_path):
         refuses(script, f"{name}: .*NAME:SPLIT", eval_dataset=name)
 
 
-@only("rloo")
-def test_a_line_may_hold_what_other_programs_take_for_its_end(script, tmp_path):
-    """Only a newline ends a line of a .jsonl file. The last line may end without one."""
-    text = '{"prompt": "a", "answer": "2\u20283\x85"}\n{"prompt": "d"}'
-    file = tmp_path / "data.jsonl"
-    for end in ("", "\n"):
-        file.write_text(text + end, encoding="utf-8")
-        prompts = script.load_prompts(script.Args(), str(file), "none", make_tokenizer())
-        assert [prompt.row["answer"] for prompt in prompts] == ["2\u20283\x85", None]
-
-
 @one_text
 def test_names_of_hub_datasets(script, run, monkeypatch):
     """NAME:SPLIT, or NAME:CONFIG:SPLIT. Colons in brackets belong to the split."""
@@ -343,7 +332,8 @@ def test_a_mistake_ends_with_one_line(script, world, tmp_path):
 
 @one_text
 def test_rows_of_text_and_of_chats_keep_their_order(script, tmp_path):
-    """A text gets the special tokens of its tokenizer. A rendered chat gets no more of them."""
+    """A text gets the special tokens of its tokenizer. A rendered chat gets no more of them. A line
+    may hold what other programs take for its end."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ messages[0]['content'] }}{{ mark or '=' }}"
     tokenizer._tokenizer.post_processor = TemplateProcessing(
@@ -351,14 +341,17 @@ def test_rows_of_text_and_of_chats_keep_their_order(script, tmp_path):
     )
     chat = [{"role": "user", "content": "1+1="}]
     rows = [
-        dict(prompt="22"),
+        dict(prompt="22", note="2\u20283\x85"),
         dict(prompt=chat),
         dict(prompt=chat, chat_template_kwargs=dict(mark="+")),
         dict(prompt="5"),
     ]
-    path = write_jsonl(tmp_path / "mixed.jsonl", rows)
-    found = script.load_prompts(script.Args(), path, "none", tokenizer)
+    path = tmp_path / "mixed.jsonl"
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    found = script.load_prompts(script.Args(), str(path), "none", tokenizer)
     assert [prompt.text for prompt in found] == ["22", "1+1==", "1+1=+", "5"]
+    assert found[0].row["note"] == rows[0]["note"]
     ends = [prompt.token_ids[-1] == EOS for prompt in found]
     assert ends == [True, False, False, True]
 

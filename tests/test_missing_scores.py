@@ -62,22 +62,16 @@ def test_a_part_that_is_none_adds_nothing(script, run):
     ran = run(script, **ONE_BATCH | dict(reward="unsure_parts", seed=3))
     rows = ran.rollouts
     for row in rows:
-        length = None
-        if len(row["completion"]) > 3:
-            length = 0.5 * len(row["completion"])
-        assert row["reward/length"] == length
-        score = None
-        parts = without_none([row["reward/letters"], length])
-        if parts:
-            score = approx(sum(parts), abs=1e-5)
-        assert row["score"] == score
+        count = len(row["completion"])
+        assert row["reward/length"] == (0.5 * count if count > 3 else None)
+        parts = without_none([row["reward/letters"], row["reward/length"]])
+        assert row["score"] == (approx(sum(parts), abs=1e-5) if parts else None)
     [line] = ran.metrics
     assert line["val/num_unscored"] == column(rows, "score").count(None) > 0
     assert "reward/never" not in line
-    line["score"] = line["objective/scores"]
-    for name in ("reward/letters", "reward/length", "score"):
-        values = without_none(column(rows, name))
-        assert line[name] == approx(statistics.mean(values), rel=1e-5)
+    for metric, name in (("reward/length", "reward/length"), ("objective/scores", "score")):
+        expected = statistics.mean(without_none(column(rows, name)))
+        assert line[metric] == approx(expected, rel=1e-5)
 
 
 @grouped
@@ -103,21 +97,14 @@ def test_a_run_without_any_score(script, run, world):
 def test_evaluation_without_some_scores(script, run):
     """eval/scores is the mean over the completions with a score, and eval/num_unscored counts the
     others. The best of k is that of the prompts whose completions all have one."""
-    flags = dict(eval_dataset=20, eval_k=2, eval_temperature=1.0)
-    ran = run(script, eval_reward="unsure", **flags)
-    rows = read_jsonl(ran.folder / "eval_rollouts.jsonl")[:40]  # of the first evaluation
-    scores = column(rows, "score")
-    best = []
-    for group in groups_of(scores, 2):
-        if None not in group:
-            best.append(max(group))
+    flags = dict(eval_dataset=20, eval_k=2, eval_temperature=1.0, total_episodes=0)
+    [line], folder = run(script, eval_reward="unsure", **flags)[1:]
+    scores = column(read_jsonl(folder / "eval_rollouts.jsonl"), "score")
+    best = [max(group) for group in groups_of(scores, 2) if None not in group]
     assert 0 < len(best) < 20
-    before, first, *_ = ran.metrics
-    assert before["eval/scores"] == approx(statistics.mean(without_none(scores)))
-    assert before["eval/best_of_2"] == approx(statistics.mean(best))
-    assert before["eval/num_unscored"] == scores.count(None)
-    assert "objective/scores" in first
-    assert first["val/num_unscored"] == 0
+    assert line["eval/scores"] == approx(statistics.mean(without_none(scores)))
+    assert line["eval/best_of_2"] == approx(statistics.mean(best))
+    assert line["eval/num_unscored"] == scores.count(None)
 
 
 @grouped

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -40,14 +41,13 @@ def test_a_row_of_the_dataset_can_be_joined(script, run, tmp_path):
         max_prompt_length=3,
         model_path="many_eos",
         missing_eos_penalty=100.0,
-        num_train_epochs=2.0,
         response_length=3,
     ).rollouts
     assert set(column(found, "row")) == {1, 3, 4}
     for row in found:
         assert rows[row["row"]] == {"prompt": row["prompt"]} | row["columns"]
         assert row["ended"] == (row["score"] > -50)
-    assert set(column(found, "ended")) == {True, False}
+    assert len(set(column(found, "ended"))) == 2
 
 
 def test_held_out_completions_are_written(script, run):
@@ -56,23 +56,18 @@ def test_held_out_completions_are_written(script, run):
     for ran in (run(script, **flags), run(script, **flags, total_episodes=0)):
         rows = read_jsonl(ran.folder / "eval_rollouts.jsonl")
         for line, group in zip(ran.metrics, groups_of(rows, 5), strict=True):
-            assert column(group, "iteration") == [line["iteration"]] * 5
-            assert sum(column(group, "score")) / 5 == approx(line["eval/scores"])
-    folder = run(script, **flags, save_rollouts=False).folder
-    assert not (folder / "eval_rollouts.jsonl").exists()
+            assert set(column(group, "iteration")) == {line["iteration"]}
+            assert np.mean(column(group, "score")) == approx(line["eval/scores"])
 
 
 @only("rloo", "grpo")
-def test_groups_with_equal_scores_are_counted(script, run, world):
+def test_groups_with_equal_scores_are_counted(script, run):
     """By scores, not by advantages, which the KL makes different."""
-    dataset = world.dataset(40, seed=2)
-    found = run(script, reward="seldom", dataset=dataset, kl_coef=0.5)
+    found = run(script, reward="seldom", dataset=40, kl_coef=0.5)
     fractions = set()
     for line in found.metrics:
-        scores = column(found.rows_of(line["iteration"]), "score")
-        groups = groups_of(scores)
-        equal = sum(len(set(group)) == 1 for group in groups)
-        fraction = equal / len(groups)
+        groups = groups_of(column(found.rows_of(line["iteration"]), "score"))
+        fraction = np.mean([len(set(group)) == 1 for group in groups])
         assert line["group/equal_scores_fraction"] == approx(fraction)
         fractions.add(fraction)
     assert len(fractions) > 1

@@ -196,19 +196,17 @@ def test_entropy_bonus(variant, world, updates):
     ).rows
     assert 0 in column(rows, "advantage")
     model = load_policy(world.llama)
-    for row in rows:
+    weights = token_weights(MODULES["grpo"], rows)
+    for row, weight in zip(rows, weights):
         prompt = encode(row["prompt"])
         logits = model(torch.tensor([prompt + row["token_ids"]])).logits[0]
-        p = (logits[len(prompt) - 1 : -1] / 0.7).softmax(-1)
-        entropies = -(p * p.log()).sum(-1)
-        (-0.3 / 12 * entropies.mean()).backward()
-    weights = token_weights(MODULES["grpo"], rows)
-    policy = plain_gradient(world.llama, rows, weights, 0.7)
-    both = []
-    for parameter, gradient in zip(model.parameters(), policy):
-        both.append(parameter.grad + gradient)
-    assert distance(both, updates[0].gradients) < 1e-4
-    assert distance(both, policy) > 0.1
+        log_p = (logits[len(prompt) - 1 : -1] / 0.7).log_softmax(-1)
+        entropies = -(log_p.exp() * log_p).sum(-1)
+        of_tokens = log_p.gather(-1, torch.tensor(row["token_ids"])[:, None]).squeeze(1)
+        loss = -weight @ of_tokens - 0.3 / 12 * entropies.mean()
+        loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert distance(gradients, updates[0].gradients) < 1e-4
 
 
 def test_every_patch_is_tested():
@@ -313,11 +311,12 @@ def test_losses_of_papers(papers):
         assert found.tolist() == approx(losses)
         [gradient] = torch.autograd.grad(found.sum(), logratio)
         assert gradient.tolist() == approx([-1, 1, 0, 0])
-    is_left = []
-    for second, advantage in (-3.2, -1.0), (-2.8, -1.0), (-3.2, 1.0):
-        loss, *_ = loss_and_gradient(papers.masked, [-2.0, second], advantage)
-        is_left.append(loss != 0)
-    assert is_left == [False, True, True]
+
+
+@mark.parametrize("second, advantage, loss", [(-3.2, -1.0, 0), (-2.8, -1.0, 1), (-3.2, 1.0, -1)])
+def test_masked(papers, second, advantage, loss):
+    found, *_ = loss_and_gradient(papers.masked, [-2.0, second], advantage)
+    assert np.sign(found) == loss
 
 
 def test_remax(papers, run, world, monkeypatch):
@@ -401,8 +400,6 @@ def test_the_engine_makes_the_plain_run(script, run, tmp_path):
     weights = weights_of(ran.folder / "model")
     assert distance(weights, weights_of(plain.folder / "model")) < 1e-5
     assert vllm.engines[0].is_shut_down
-    cut = run(module, **ENGINE_FLAGS | dict(num_train_epochs=1.0), weight_cap=1e-6)
-    assert cut.metrics[0]["grad_norm"] < 1e-4 * norm
 
 
 @mark.parametrize("forgotten", ["collective_rpc", "reset_prefix_cache"])
@@ -422,15 +419,6 @@ def train(module, flags, tmp_path):
     with fresh_imports():
         module.main(tyro.cli(module.Args, args=flags.split()))
     return read_jsonl(tmp_path / "run/metrics.jsonl")[1]
-
-
-def test_the_judge_of_long_answers_trains(tmp_path, monkeypatch):
-    """The command of docs/variants.md, with its patch."""
-    monkeypatch.chdir(HERE)
-    page = "\n".join(commands(HERE / "docs/variants.md"))
-    [flags] = re.findall("python grpo.py (.*long_judge.*)", page)
-    module = patched("grpo", ["benchmark/variants/overlong_punishment.patch"], tmp_path)
-    train(module, flags, tmp_path)
 
 
 SYMPTOMS = {  # of the broken functions that run to the end
