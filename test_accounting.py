@@ -420,7 +420,6 @@ def test_processes_change_no_count(name, run, world, tmp_path):
     start = launch if name == "rloo" else launch_forked  # torchrun itself, and what it does
     printed = launched(script, processes, tmp_path, flags, start=start)
     compare_runs(alone, tmp_path / "out")  # the same completions, metrics and final weights
-    assert printed.startswith(f"{processes} x cpu, float32")
     args = make_args(script, **flags)
     # The first row is the evaluation before training.
     before, *metrics = read_jsonl(tmp_path / "out" / "metrics.jsonl")
@@ -430,8 +429,7 @@ def test_processes_change_no_count(name, run, world, tmp_path):
     assert yaml.safe_dump(plan, sort_keys=False) in printed
     assert plan["steps"] == steps
     calls = read_jsonl(tmp_path / "calls.jsonl")
-    assert {call["rank"] for call in calls} == {str(rank) for rank in range(processes)}
-    assert {call["type"] for call in calls} == {"DistributedType.MULTI_CPU"}  # They are several.
+    assert {call["world_size"] for call in calls} == {processes}
     # Nothing is scored twice. There are two evaluations of 3 prompts.
     assert sum(call["count"] for call in calls) == plan["episodes"] + 2 * 3
     _, final = schedule_rates("cosine", args.learning_rate, 2, steps)

@@ -707,7 +707,6 @@ def probe(prompts, completions, **_):
     scored."""
     state = PartialState()
     call = dict(rank=rank, count=len(prompts), world_size=state.num_processes)
-    call["type"] = str(state.distributed_type)
     with open(folder / "calls.jsonl", "a") as file:
         file.write(json.dumps(call) + "\\n")
     return letters(prompts, completions)

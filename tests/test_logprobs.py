@@ -11,11 +11,9 @@ import torch
 from conftest import (
     CHANGED_LOGITS,
     EOS,
-    FSDP2,
     USUAL,
     VOCAB,
     WINDOWS,
-    changed_copy,
     column,
     distance,
     encode,
@@ -218,19 +216,3 @@ def test_pieces_change_nothing(script, monkeypatch, tied, rows):
         assert (24, len(VOCAB)) not in shapes
         torch.testing.assert_close(logprobs, expected, atol=1e-6, rtol=1e-6)
         assert distance(expected_gradients, gradients) < 1e-6
-
-
-@only("rloo", "ppo")
-@mark.slow
-def test_pieces_on_two_processes(script, same_on, tmp_path):
-    """Two processes, whose passes have other numbers of pieces, give the run of one process in one
-    piece. PPO's are of FSDP2."""
-    flags = dict(
-        per_device_train_batch_size=3,
-        kl_coef=0.1,
-        total_episodes=24,
-        model_path="many_eos",
-        ref_model_path="reference",
-    )
-    copy = changed_copy(script, tmp_path, "LOGITS_AT_ONCE = 2**25", "LOGITS_AT_ONCE = 64")
-    same_on(script, 2, flags, FSDP2 if script.__name__ == "ppo" else None, copy)

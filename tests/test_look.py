@@ -1,13 +1,10 @@
 """The page of benchmark/look.py: what it holds of rollouts, and how it works in a browser."""
 
-import html
 import json
 import math
 import os
 import random
 import re
-import shutil
-import subprocess
 
 import numpy as np
 import yaml
@@ -197,19 +194,17 @@ def test_a_large_run_is_cut_to_even_distances(save, open_page, monkeypatch, part
 def test_two_runs_and_held_out_prompts(save, open_page):
     """Groups of the same prompt share a card. A prompt that only one run has is there as well."""
     first = save([episode(1, i, "a") for i in range(4)], "first")
-    second = save([episode(1, i, "b", prompt=f"1, {i // 2 * 9}") for i in range(4)], "second")
+    second = save([episode(1, i, "b") for i in range(2, 6)], "second")
     save([episode(0, 0, "c")], "second", "eval_rollouts.jsonl")
     _, data = open_page(first, second)
-    assert [run["name"] for run in data["runs"]] == [str(first), str(second)]
     cards = []
     for card in data["cards"]:
-        sizes = list(map(len, card["groups"]))
-        cards.append((card["prompt"], card["heldOut"], sizes))
+        cards.append((card["prompt"], card["heldOut"], *map(len, card["groups"])))
     assert cards == [
-        ("1, 0", False, [2, 2]),
-        ("1, 1", False, [2, 0]),
-        ("1, 9", False, [0, 2]),
-        ("0, 0", True, [0, 1]),
+        ("1, 0", False, 2, 0),
+        ("1, 1", False, 2, 2),
+        ("1, 2", False, 0, 2),
+        ("0, 0", True, 0, 1),
     ]
 
 
@@ -226,72 +221,3 @@ def test_without_rollouts_it_says_what_to_do(save, tmp_path, monkeypatch):
     (new / "rollouts.jsonl").write_text("")
     with raises(SystemExit, match="runs/b .*--save-rollouts"):
         look.main(look.Args())
-
-
-BROWSER = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)
-FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync"
-FLAGS += " --disable-background-networking --disable-component-update --enable-logging=stderr"
-STEPS = """
-const steps = [], say = (...facts) => steps.push([$("where").textContent, ...facts]);
-const set = (id, value) => {
-  $(id).value = value;
-  $(id).dispatchEvent(new Event("input", { bubbles: true }));
-};
-const press = key => (document.activeElement ?? document.body).dispatchEvent(
-  new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
-const scoresOfCards = () => [...document.querySelectorAll("article")].map(card =>
-  [...card.querySelectorAll(".chip")].map(x => x.textContent).filter(x => x.startsWith("score")));
-say();
-set("slider", 1); say();
-press("ArrowRight"); say();
-set("sort", "score 1"); say(scoresOfCards()[0]);
-set("filter", "truncated"); say(scoresOfCards().length);
-set("filter", "equal scores"); say(document.querySelector(".runs p").textContent);
-set("filter", ""); set("find", "ONERROR"); say(document.querySelector(".completion").textContent);
-document.querySelector(".completion").focus(); press("ArrowRight"); say($("numbers").textContent);
-press("ArrowRight"); say(document.activeElement.textContent);
-set("find", ""); $("everywhere").click(); say();
-say(document.images.length, document.scripts.length, window.ran ?? "nothing ran");
-document.title = JSON.stringify(steps);
-"""
-
-
-IN_THE_BROWSER = """
-iteration 1: 4 of 4 groups
-iteration 2: 4 of 4 groups
-iteration 3: 4 of 4 groups
-iteration 3: 4 of 4 groups | ['score -3.5', 'score 0']
-iteration 3: 1 of 1 groups | 1
-iteration 3: 1 of 1 groups | ⚠ equal scores: every advantage is 0, so this group teaches nothing
-iteration 3: 1 of 1 groups | HOSTILE
-iteration 3: 1 of 1 groups | token 1: < | p 0.607 | -log p 0.5 | log p - log p_ref 0.25 \
-| advantage 0.25
-iteration 3: 1 of 1 groups | i
-all iterations: 12 of 12 groups
-all iterations: 12 of 12 groups | 0 | 3 | nothing ran
-"""
-
-
-@mark.slow
-@mark.skipif(BROWSER is None, reason="needs chromium, a package of the distribution")
-def test_the_page_in_a_browser(save, open_page, tmp_path, monkeypatch):
-    """The slider, the keys, sorting and filters work. Hostile text is text. The console is
-    empty."""
-    rows = []
-    for iteration in (1, 2, 3):
-        for i, text in enumerate(HOSTILE):
-            prompt = text + SURROGATES
-            rows.append(episode(iteration, 2 * i, text, prompt=prompt))
-            rows.append(episode(iteration, 2 * i + 1, text[::-1].strip(), prompt=prompt))
-    rows[-1].update(ended=False, score=-3.5)
-    rows[-3].update(score=None, advantage=0.0)
-    rows[-4].update(score=2.0, advantage=0.0)
-    page = f'{look.PAGE}<script nonce="NONCE">{STEPS}</script>'
-    monkeypatch.setattr(look, "PAGE", page)
-    path, _ = open_page(save(rows))
-    command = [BROWSER, *FLAGS.split(), f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
-    shown = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=120)
-    assert "CONSOLE" not in shown.stderr, shown.stderr
-    title = re.search("<title>(.*?)</title>", shown.stdout, re.S)[1]
-    shown = [" | ".join(map(str, facts)) for facts in json.loads(html.unescape(title))]
-    assert "\n".join(shown) == IN_THE_BROWSER.replace("HOSTILE", HOSTILE[1]).strip()

@@ -15,45 +15,35 @@ ONE_BATCH = dict(batch_size=24, total_episodes=24, seed=5)
 
 
 @grouped
-@mark.parametrize("kl_coef", [0.2, 0.0])
-def test_gradient_without_some_scores(script, run, world, updates, kl_coef):
+@mark.parametrize("kl_coef, path", [(0.2, "reference"), (0.0, None)])
+def test_gradient_without_some_scores(script, run, world, updates, kl_coef, path):
     """Advantages by a plain computation of each group, and gradients by plain passes. Denominators
     count all episodes.
 
     RLOO's KL is a part of the reward, so an episode without a score has no gradient. GRPO's KL is a
     part of the loss. Every episode has its gradient."""
-    is_grpo = script.__name__ == "grpo"
-    flags = dict(reward="unsure", kl_coef=kl_coef, per_device_train_batch_size=5)
-    if kl_coef:
-        flags["ref_model_path"] = "reference"
-    names = ["rloo"]
-    if is_grpo:
-        names = ["grpo", "dapo", "dr_grpo", "cispo"]
-    for name in names:
-        if is_grpo:
-            flags["loss_type"] = name
-        updates.clear()
-        rows = run(script, **flags, **ONE_BATCH).rollouts
-        rewards = []
-        slopes = []
-        for row in rows:
-            assert (row["score"] is None) == ("a" in row["completion"])
-            ref_logprobs = row["ref_logprobs"] if kl_coef else row["logprobs"]
-            difference = torch.tensor(ref_logprobs) - torch.tensor(row["logprobs"])
-            reward = row["score"]
-            slope = torch.full_like(difference, row["advantage"])
-            if is_grpo:
-                slope -= kl_coef * (1 - difference.exp())
-            elif reward is not None:
-                reward += kl_coef * difference.sum().item()
-            rewards.append(reward)
-            slopes.append(slope)
-        counts = {len(without_none(group)) for group in groups_of(rewards)}
-        assert counts == {0, 1, 2, 3}, "the test needs groups with 0 to 3 scores"
-        advantages = plain_advantages(script, rewards)
-        assert column(rows, "advantage") == approx(advantages, rel=1e-4, abs=1e-5)
-        weights = mean_weights(name, slopes)
-        assert distance(plain_gradient(world.llama, rows, weights), updates[0].gradients) < 1e-5
+    flags = dict(reward="unsure", kl_coef=kl_coef, ref_model_path=path)
+    rows = run(script, per_device_train_batch_size=5, **flags, **ONE_BATCH).rollouts
+    rewards = []
+    slopes = []
+    for row in rows:
+        assert (row["score"] is None) == ("a" in row["completion"])
+        ref_logprobs = row["ref_logprobs"] if path else row["logprobs"]
+        difference = torch.tensor(ref_logprobs) - torch.tensor(row["logprobs"])
+        reward = row["score"]
+        slope = torch.full_like(difference, row["advantage"])
+        if script.__name__ == "grpo":
+            slope -= kl_coef * (1 - difference.exp())
+        elif reward is not None:
+            reward += kl_coef * difference.sum().item()
+        rewards.append(reward)
+        slopes.append(slope)
+    counts = {len(without_none(group)) for group in groups_of(rewards)}
+    assert counts == {0, 1, 2, 3}, "the test needs groups with 0 to 3 scores"
+    advantages = plain_advantages(script, rewards)
+    assert column(rows, "advantage") == approx(advantages, rel=1e-4, abs=1e-5)
+    weights = mean_weights(script.__name__, slopes)
+    assert distance(plain_gradient(world.llama, rows, weights), updates[0].gradients) < 1e-5
 
 
 @only("rloo")
@@ -105,26 +95,6 @@ def test_evaluation_without_some_scores(script, run):
     assert line["eval/scores"] == approx(statistics.mean(without_none(scores)))
     assert line["eval/best_of_2"] == approx(statistics.mean(best))
     assert line["eval/num_unscored"] == scores.count(None)
-
-
-@grouped
-@mark.slow
-def test_two_processes_without_some_scores(script, same_on):
-    """Two processes give the run of one."""
-    flags = dict(
-        reward="unsure_parts",
-        num_train_epochs=2.0,
-        learning_rate=1e-3,
-        num_mini_batches=2,
-        num_ppo_epochs=2,
-        kl_coef=0.1,
-        eval_dataset=3,
-        eval_reward="unsure",
-    )
-    if script.__name__ == "grpo":
-        flags["scale_rewards"] = "batch"
-    metrics, _ = same_on(script, 2, flags, per_device_train_batch_size=3)
-    assert any(line.get("val/num_unscored") for line in metrics)
 
 
 @only("ppo")

@@ -3,7 +3,6 @@
 from functools import partial
 
 import numpy as np
-import pytest
 import torch
 from conftest import (
     EOS,
@@ -99,16 +98,6 @@ def test_checkpoints_stay_and_load(script, run, killed, tmp_path):
     check_kept(unbroken)
     check_kept(resumed)
     assert result_of(resumed) == result_of(unbroken)
-
-
-@one_text
-def test_a_kept_checkpoint_is_a_policy(script, run):
-    """A new run starts from it. With LoRA it holds the adapters, as `model/` does."""
-    earlier, *_ = models_of(run(script, **KEPT).folder)
-    run(script, model_path=earlier, total_episodes=12)
-    pytest.importorskip("peft")
-    for folder in models_of(run(script, **KEPT, lora_r=2).folder):
-        assert (folder / "adapter_model.safetensors").exists()
 
 
 @mark.slow

@@ -5,10 +5,10 @@ import torch
 from conftest import (
     FSDP2,
     base_flags,
+    changed_copy,
     column,
     compare_runs,
     distance,
-    flat,
     launch,
     launch_twice,
     launched,
@@ -34,15 +34,21 @@ STRADDLING = dict(
     learning_rate=1e-3,
 )
 MODELS = dict(model_path="many_eos", ref_model_path="reference")
-EVERYTHING = {  # the flags that compute something over the whole batch
-    "rloo": dict(missing_eos_penalty=1.0),
+EVERYTHING = {  # the flags that compute something over the whole batch, or leave episodes out
+    "rloo": dict(reward="unsure_parts", missing_eos_penalty=1.0),
     "grpo": dict(
-        importance_sampling_level="sequence", mask_truncated_completions=True, loss_type="dapo"
+        reward="unsure",
+        scale_rewards="batch",
+        importance_sampling_level="sequence",
+        mask_truncated_completions=True,
+        loss_type="dapo",
     ),
     "ppo": dict(
         score_norm=True, score_scaling=True, whiten_rewards=True, adaptive_kl=True, kl_horizon=50
     ),
 }
+# In a launch the head gets a few tokens at once. In this process it gets all.
+PIECES = ("LOGITS_AT_ONCE = 2**25", "LOGITS_AT_ONCE = 64")
 
 
 def test_memory_flags_give_the_same_run(script, run):
@@ -63,13 +69,13 @@ def test_memory_flags_give_the_same_run(script, run):
 
 
 @mark.slow
-def test_any_hardware_gives_the_same_run(script, same_on):
+def test_any_hardware_gives_the_same_run(script, same_on, tmp_path):
     """Two processes give the run of one. Everything that computes sums over the batch is on, and
     the prompts have 1 to 16 tokens."""
     sizes = STRADDLING | EVERYTHING[script.__name__] | MODELS
-    _, printed = same_on(
-        script, 2, sizes, per_device_train_batch_size=3, per_device_rollout_batch_size=1
-    )
+    own = dict(per_device_train_batch_size=3, per_device_rollout_batch_size=1)
+    copy = changed_copy(script, tmp_path, *PIECES)
+    _, printed = same_on(script, 2, sizes, copy=copy, **own)
     assert printed.startswith("2 x cpu")
 
 
@@ -136,7 +142,8 @@ def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
     alone = run(script, **flags)
     assert 1 in token_counts(alone.rollouts)
     flags = base_flags(world, flags | dict(output_dir="out"))
-    finished = launch_twice(script, 2, tmp_path, flags, program=FSDP2)
+    copy = changed_copy(script, tmp_path, *PIECES)
+    finished = launch_twice(copy, 2, tmp_path, flags, program=FSDP2)
     assert "--resume from" in finished.stdout
     compare_runs(alone.folder, tmp_path / "out")
 
@@ -145,22 +152,18 @@ def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
 @mark.slow
 def test_lora_on_two_processes(script, run, world, tmp_path):
     """The first weights of LoRA adapters are random. They are the same on every process, and on one
-    process. A resumed run is the run that never stopped."""
+    process."""
     pytest.importorskip("peft")
     flags = STRADDLING | dict(lora_r=2, learning_rate=0.01, model_path="mild")
-    alone = run(script, **flags).folder
+    alone = run(script, **flags)
     flags = base_flags(world, flags | dict(per_device_train_batch_size=3))
     launched(script, 2, tmp_path, flags)
-    rollouts = []
+    rows = read_jsonl(tmp_path / "out/rollouts.jsonl")
+    assert column(rows, "token_ids") == column(alone.rollouts, "token_ids")
     adapters = []
-    for folder in (alone, tmp_path / "out"):
-        rollouts.append(column(read_jsonl(folder / "rollouts.jsonl"), "token_ids"))
+    for folder in (alone.folder, tmp_path / "out"):
         adapters.append(load_file(folder / "model/adapter_model.safetensors").values())
-    assert rollouts[0] == rollouts[1]
-    assert flat(adapters[0]).norm() > 0.1
     assert distance(*adapters) < 1e-3
-    launch_twice(script, 2, tmp_path, flags | dict(save_every=1, output_dir="resumed"))
-    assert result_of(tmp_path / "resumed") == result_of(tmp_path / "out")
 
 
 @only("rloo")
