@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import sys
-from collections import Counter
 from types import SimpleNamespace
 
 import tyro
@@ -151,11 +150,9 @@ def test_bad_data_is_refused_by_file_and_line(script, refuses, world, tmp_path):
         refuses(script, "data.jsonl:2", dataset=file, model_path=policy, reward="exact_match")
     refuses(script, "data.jsonl:2", eval_dataset=file)
     file.write_text("")
-    refuses(script, "data.jsonl", dataset=file)
-    for flag in ("dataset", "eval_dataset"):
-        refuses(script, "no_such.jsonl", **{flag: tmp_path / "no_such.jsonl"})
-    for name in ("rows.csv", "someone/sums"):
-        refuses(script, f"{name}: .*NAME:SPLIT", eval_dataset=name)
+    for name in (file, tmp_path / "no_such.jsonl", "rows.csv", "someone/sums"):
+        for flag in ("dataset", "eval_dataset"):
+            refuses(script, str(name), **{flag: name})
 
 
 @one_text
@@ -182,10 +179,10 @@ def test_long_prompts_are_dropped_and_counted_aloud(script, run, refuses, capsys
     kept = [prompt for prompt in make_prompts(7) if len(prompt) <= 8]
     ran = run(script, max_prompt_length=8, num_train_epochs=2)
     assert f"{7 - len(kept)} of 7 prompts" in capsys.readouterr().out
-    used = Counter(row["prompt"] for row in ran.rollouts)
-    assert used == dict.fromkeys(kept, 2 * ran.args.k)
+    prompts = [row["prompt"] for row in ran.rollouts[:: ran.args.k]]
+    assert sorted(prompts) == sorted(kept * 2)
     assert ran.metrics[-1]["epoch"] == 2
-    refuses(script, "none within --max-prompt-length", max_prompt_length=1)
+    refuses(script, "--max-prompt-length", max_prompt_length=1)
 
 
 FEW = dict(total_episodes=3, batch_size=3)

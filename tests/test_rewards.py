@@ -129,12 +129,11 @@ def test_a_reward_may_change_what_it_gets(script, run, tmp_path):
     change."""
     rows = [{"prompt": prompt, "tags": ["a"] * 5} for prompt in ("1+1=", "2+2=")]
     dataset = write_jsonl(tmp_path / "tags.jsonl", rows)
-    flags = dict(dataset=dataset, total_episodes=24, batch_size=12)  # Each prompt is drawn twice.
+    flags = dict(dataset=dataset, total_episodes=24)  # Each prompt is drawn four times.
     expected = run(script, **flags).rollouts
     changed = run(script, reward="changing", **flags).rollouts
-    for row, other in zip(changed, expected, strict=True):
-        assert row["token_ids"] == other["token_ids"]
-        assert row["score"] == approx(4 + other["score"])
+    assert column(changed, "token_ids") == column(expected, "token_ids")
+    assert column(changed, "score") == approx([4 + row["score"] for row in expected])
 
 
 @only("rloo", "grpo")
@@ -264,20 +263,14 @@ def test_reward_model_reads_the_episode_with_its_eos(script, run, tmp_path, poli
     is added to that of --reward."""
     tokenizer = make_tokenizer(VOCAB[pad])
     path, model = save_classifier(tmp_path / "rm", pad_token_id=pad, tokenizer=tokenizer)
-    flags = dict(
-        reward_model_path=path,
-        model_path=policy,
-        kl_coef=0,
-        per_device_train_batch_size=5,
-        total_episodes=36,
-        batch_size=36,
-    )
-    ran = run(script, reward="five", **flags)
-    assert any(row["token_ids"][-1] == EOS for row in ran.rollouts)
-    for row in ran.rollouts:
+    flags = dict(model_path=policy, kl_coef=0, per_device_train_batch_size=5, total_episodes=24)
+    ends = set()
+    for row in run(script, reward="five", reward_model_path=path, **flags).rollouts:
         score = row["reward/reward_model"]
         assert score == plain_score(model, encode(row["prompt"]) + row["token_ids"])
         assert row["score"] == approx(score + 5, abs=1e-4)
+        ends.add(row["token_ids"][-1] == EOS)
+    assert len(ends) == 2
 
 
 @mark.parametrize("ends_with_eos", [False, True, None])
