@@ -80,17 +80,27 @@ def test_episodes_without_gradient_take_no_pass(
 
 
 @only("rloo", "grpo")
-def test_all_advantages_zero_is_a_step_of_zero_gradients(script, run, world, monkeypatch, updates):
-    """Each update takes one pass. Its gradients are 0 and not None, and its weights stay.
+@mark.parametrize("reward", ["five", "silent"])
+@mark.filterwarnings("ignore:--reward gave no score")
+def test_all_advantages_zero_is_a_step_of_zero_gradients(
+    script, run, world, monkeypatch, updates, reward
+):
+    """All scores are equal, or no completion has one. Each update takes one pass. Its gradients are
+    0 and not None, and its weights stay. Without scores no mean of them is logged.
 
     A gradient of None would stop the run: `updates` copies all gradients."""
     calls = record_calls(monkeypatch, script, "token_logprobs")
-    ran = run(script, reward="five", kl_coef=0.0, num_train_epochs=2)
+    ran = run(script, reward=reward, kl_coef=0.0, num_train_epochs=2, eval_dataset=5)
     assert len(updates) == ran.metrics[-1]["step"] == trained_episodes(calls)
     assert distance(weights_of(world.llama), weights_of(ran.folder / "model")) == 0
-    for line in ran.metrics:
+    before, *lines = ran.metrics
+    assert before["eval/num_unscored"] == (5 if reward == "silent" else 0)
+    for line in lines:
         assert line["grad_norm"] == line["loss/policy_avg"] == 0
         assert not line.keys() & {"val/ratio", "val/sampling_logprob_difference"}
+        assert ("objective/scores" in line) == (reward == "five")
+    score = None if reward == "silent" else 5.0
+    assert {row["score"] for row in ran.rollouts} == {score}
 
 
 @mark.parametrize("norm", [math.inf, math.nan])

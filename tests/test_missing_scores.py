@@ -6,7 +6,7 @@ import shutil
 import statistics
 
 import torch
-from conftest import column, distance, encode, load_policy, only, read_jsonl, weights_of
+from conftest import column, distance, encode, load_policy, only, read_jsonl
 from plain import groups_of, mean_weights, plain_advantages, plain_gradient, without_none
 from pytest import approx, mark, raises
 
@@ -62,26 +62,6 @@ def test_a_part_that_is_none_adds_nothing(script, run):
     for metric, name in (("reward/length", "reward/length"), ("objective/scores", "score")):
         expected = statistics.mean(without_none(column(rows, name)))
         assert line[metric] == approx(expected, rel=1e-5)
-
-
-@grouped
-@mark.filterwarnings("ignore:--reward gave no score")
-def test_a_run_without_any_score(script, run, world):
-    """It ends, and the weights are as before. No mean of scores is logged, and no file has nan."""
-    _, metrics, output_dir = run(
-        script, reward="silent", eval_dataset=5, kl_coef=0.0, num_mini_batches=2, num_ppo_epochs=2
-    )
-    assert distance(weights_of(world.llama), weights_of(output_dir / "model")) == 0
-    before, *lines = metrics
-    assert before.pop("eval/num_unscored") == 5
-    assert before == dict(iteration=0, step=0, episode=0, epoch=0.0)
-    assert column(lines, "val/num_unscored") == [12, 9]
-    for line in lines:
-        assert line["grad_norm"] == 0
-        assert not {"objective/scores", "reward/", "val/ratio", "eval/scores"} & line.keys()
-    text = (output_dir / "rollouts.jsonl").read_text()
-    assert '"score": null' in text
-    assert "NaN" not in text
 
 
 def test_evaluation_without_some_scores(script, run):

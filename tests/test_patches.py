@@ -31,7 +31,7 @@ from conftest import (
     reset_accelerate,
     weights_of,
 )
-from plain import plain_advantages, plain_gradient, token_weights
+from plain import groups_of, plain_advantages, plain_gradient, token_counts, token_weights
 from pytest import approx, fixture, mark, raises
 from test_pages import commands, diffs, patched
 
@@ -160,8 +160,7 @@ def test_dynamic_sampling(variant):
     prompts = make_prompts(7)
     stream = [prompts[number] for number in ran.module.draw_prompts(1, 7, 0, 1000)]
     place = -1
-    for i in range(0, 12, 3):
-        group = ran.rows[i : i + 3]
+    for group in groups_of(ran.rows):
         place = stream.index(group[0]["prompt"], place + 1)
         assert len(set(column(group, "score"))) > 1
     assert ran.line["generated_episodes"] == 3 * (place + 1) > 12
@@ -298,25 +297,23 @@ def test_advantages_of_papers(papers):
 def test_remax(papers, run, world, monkeypatch):
     rollouts = record_calls(monkeypatch, papers.remax, "generate")
     rows = run(papers.remax, kl_coef=0.0, total_episodes=12).rollouts
-    _, greedy = rollouts
+    greedy = rollouts[1]
     assert greedy.inputs["temperature"] == 0
     letters = import_file(world.folder / "rewards.py").letters
-    for i, row in enumerate(rows):
-        assert greedy.result.prompts[i // 3].text == row["prompt"]
-        [baseline] = letters([row["prompt"]], [greedy.result.completions[i // 3]])
-        assert row["advantage"] == approx(row["score"] - baseline, abs=1e-5)
+    prompts = column(rows[::3], "prompt")
+    baselines = np.repeat(letters(prompts, greedy.result.completions), 3)
+    expected = column(rows, "score") - baselines
+    assert column(rows, "advantage") == approx(expected, abs=1e-5)
 
 
 @mark.parametrize("name", ["rejected", "opo"])
 def test_baselines_of_papers(papers, run, name):
     rows = run(getattr(papers, name), reward="seldom", kl_coef=0.0, total_episodes=12).rollouts
-    for i in range(0, 12, 3):
-        group = rows[i : i + 3]
+    for group in groups_of(rows):
         scores = np.array(column(group, "score"))
         expected = scores * (scores.max() > scores.min())
         if name == "opo":
-            lengths = [len(row["token_ids"]) for row in group]
-            expected = scores - np.average(scores, weights=lengths)
+            expected = scores - np.average(scores, weights=token_counts(group))
         assert column(group, "advantage") == approx(expected, abs=1e-5)
 
 
@@ -334,9 +331,10 @@ def test_vapo(papers, run):
     """At the start, values are 0. Completions have at most 6 tokens, so lambda is 0."""
     ran = run(papers.ppo, kl_coef=0.0, whiten_advantages=False, total_episodes=12)
     for row in ran.rollouts:
-        count = len(row["token_ids"])
-        assert row["returns"] == approx([row["score"]] * count)
-        assert row["advantage"] == approx([0.0] * (count - 1) + [row["score"]])
+        *zeros, last = row["advantage"]
+        assert not any(zeros)
+        assert last == approx(row["score"])
+        assert set(row["returns"]) == {last}
 
 
 def test_top_entropy_tokens(papers, run, monkeypatch):

@@ -62,25 +62,20 @@ def source_of(name):
 
 
 def named_parts(name):
-    """The text of each function, class, constant and flag of a script, with the comments above it.
-
-    A flag has its docstring. The class Args is no part, but each name in it is one.
-    """
+    """The lines of each function, class, constant and flag of a script. The class Args is no part,
+    but each name in it is one."""
     lines = source_of(name).splitlines()
-    body = ast.parse(source_of(name)).body
-    [args] = [node for node in body if getattr(node, "name", None) == "Args"]
-    body.remove(args)
     parts = {}
-    for prefix, nodes in (("", body), ("Args.", args.body)):
+
+    def add(nodes, prefix=""):
         for node in nodes:
-            first = node.lineno - 1
-            if isinstance(node, ast.Expr) and prefix:  # the docstring of a flag
-                parts[[*parts][-1]] += "\n".join(lines[first : node.end_lineno])
-            if not isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr)):
-                key = prefix + getattr(node, "name", lines[first].split()[0].rstrip(":"))
-                while lines[first - 1].strip().startswith(("#", "@")):
-                    first -= 1
-                parts[key] = "\n".join(lines[first : node.end_lineno])
+            key = getattr(node, "name", lines[node.lineno - 1].split()[0].rstrip(":"))
+            if key == "Args":
+                add(node.body, "Args.")
+            elif not isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr)):
+                parts[prefix + key] = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+
+    add(ast.parse(source_of(name)).body)
     return parts
 
 
@@ -161,14 +156,17 @@ def test_help_documents_every_flag(script, capsys, monkeypatch):
         tyro.cli(script.Args, args=["--help"], description=script.__doc__)
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    parts = named_parts(script.__name__)
+    source = source_of(script.__name__)
     for field in dataclasses.fields(script.Args):
         name = field.name
-        comment = re.split('  # |"""', parts[f"Args.{name}"].rstrip('"'))[-1]
+        _, rest = source.split(f"\n    {name}: ", maxsplit=1)
+        before, rest = re.split('  # |"""', rest, maxsplit=1)
+        assert ":" not in before, f"{name} has neither a comment in its line nor a docstring below"
+        comment = re.split('\n    [a-z#]|"""', rest)[0]
         assert len(comment.split()) >= 3, f"{name}: what does it do?"
         assert letters_of(comment) in letters_of(text), name
         assert option(name) in text
-        is_read = re.search(rf"\b(args|self)\.{name}\b", source_of(script.__name__))
+        is_read = re.search(rf"\b(args|self)\.{name}\b", source)
         assert is_read, f"{script.__name__}.py has the flag {name}, and nothing reads args.{name}"
 
 
