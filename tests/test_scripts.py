@@ -427,4 +427,7 @@ assert not for_flags & set(sys.modules), set(sys.modules)
 
 
 if __name__ == "__main__":
-    STORED.write_text(differences(), encoding="utf-8")
+    text = differences()
+    is_same = STORED.read_text(encoding="utf-8") == text
+    print("docs/scripts.diff:", "nothing changes" if is_same else "written again")
+    STORED.write_text(text, encoding="utf-8")
