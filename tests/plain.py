@@ -42,10 +42,12 @@ def without_none(values):
     return [value for value in values if value is not None]
 
 
-def plain_advantages(script, rewards):
-    """The advantages of RLOO or GRPO, in groups of three. None is an episode without a score."""
+def plain_advantages(script, rewards, k=3, deviation=statistics.stdev):
+    """The advantages of RLOO or GRPO, in groups of k. None is an episode without a score.
+
+    deviation: what GRPO divides by, a function of the scores of a group"""
     advantages = []
-    for group in groups_of(rewards):
+    for group in groups_of(rewards, k):
         scored = without_none(group)
         for reward in group:
             advantage = 0.0
@@ -55,7 +57,7 @@ def plain_advantages(script, rewards):
                     # The mean of the others is further away than that of all.
                     advantage /= 1 - 1 / len(scored)
                 else:
-                    advantage /= statistics.stdev(scored) + 1e-4
+                    advantage /= deviation(scored) + 1e-4
             advantages.append(advantage)
     return advantages
 

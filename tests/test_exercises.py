@@ -1,19 +1,17 @@
 """docs/exercises: the solutions pass, and typical wrong answers get the message for them."""
 
-import inspect
 import re
 from types import SimpleNamespace
 
 import exercise_solutions as right
 import pytest
 import torch
-from conftest import HERE, MODULES, import_file
+from conftest import HERE, import_file
 from pytest import mark, raises
 
 pytest_plugins = ["pytester"]
 FOLDER = HERE / "docs/exercises"
 MEMBERS = vars(import_file(FOLDER / "test_answers.py"))
-TEMPLATE = import_file(FOLDER / "answers.py")
 TESTS = {}  # "1" to "7"
 for name, member in MEMBERS.items():
     if name.startswith("test_"):
@@ -128,27 +126,6 @@ def test_the_solutions_pass(exercise):
     TESTS[exercise](right)
 
 
-def test_functions_of_the_scripts_pass():
-    """Advantages of a completion have one column there."""
-    rloo = MODULES["rloo"]
-    grpo = MODULES["grpo"]
-    answers = SimpleNamespace(
-        pick_tokens=lambda log_p, u: rloo.pick_tokens(log_p.exp(), u),
-        leave_one_out_advantages=lambda r, k: rloo.rloo_advantages(r[:, None], k)[:, 0],
-        group_normalized_advantages=lambda r, k: grpo.grpo_advantages(r[:, None], k, "group")[:, 0],
-    )
-    for exercise in ("2", "4a", "4b"):
-        TESTS[exercise](answers)
-
-
-def test_the_template_asks_for_what_the_page_shows():
-    page = (FOLDER / "README.md").read_text(encoding="utf-8")
-    for name in FUNCTIONS.values():
-        [shown] = re.findall(rf"^    {name}\(([^)]*)\)", page, re.MULTILINE)
-        parameters = inspect.signature(getattr(TEMPLATE, name)).parameters
-        assert re.split(r",\s*", shown) == list(parameters)
-
-
 ANSWERS = """
 import torch
 from answers import *
@@ -180,9 +157,7 @@ def test_what_a_student_sees(pytester, answers, status, messages):
     assert ran.ret == status, output
     for message in messages:
         assert message in output, output
-    assert "INTERNAL" not in output
     assert "site-packages" not in output
-    assert len(ran.outlines) < 60
     if answers == ANSWERS:
         found = dict(re.findall(r"^exercise (\S+) .*?  +(.*)$", output, re.MULTILINE))
         written = {"2": "wrong", "4a": "right", "5a": "wrong", "5b": "wrong"}

@@ -1,14 +1,10 @@
 """The page of benchmark/look.py: what it holds of rollouts, and how it works in a browser."""
 
-import html
 import json
 import math
 import os
 import random
 import re
-import shutil
-import subprocess
-import sys
 
 import numpy as np
 import yaml
@@ -28,33 +24,12 @@ HOSTILE = [
 SURROGATES = "\ud800 alone, and \udc00"  # UTF-8 has none, so they are in prompts and columns only
 
 
-def without_merges(words, **settings):
-    """A tokenizer of these tokens."""
-    vocab = {word: i for i, word in enumerate(words)}
-    return Tokenizer(BPE(vocab, [], **settings))
-
-
 def byte_tokenizer():
     """One token for each byte, so most tokens end within a character."""
-    backend = without_merges(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {word: i for i, word in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    backend = Tokenizer(BPE(vocab, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
-
-
-def fallback_tokenizer():
-    """Bytes and words, as in Llama. An invalid byte changes how the bytes before it are decoded."""
-    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    words = ["<unk>", *bytes_, "▁", "▁a", "b", "▁▁"]
-    backend = without_merges(words, unk_token="<unk>")
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
@@ -126,38 +101,17 @@ def episodes_of(data):
     return episodes
 
 
-@mark.parametrize(
-    "tokenizer, last",
-    [
-        (make_tokenizer(), ["<eos>", "1"]),
-        # Whole characters, and one that is cut.
-        (TOKENIZER, TOKENIZER.tokenize("é😀a你😀")[:-1]),
-        (fallback_tokenizer(), [f"<0x{byte:02X}>" for byte in "é😀a你😀".encode()[:-1]]),
-    ],
-    ids=["characters", "bytes", "fallback"],
-)
-def test_the_texts_of_the_tokens_join_to_the_whole(tokenizer, last):
+def test_the_texts_of_the_tokens_join_to_the_whole():
+    """Also where a character has several tokens, or is cut. It belongs to its last token."""
     rng = random.Random(1)
-    last = tokenizer.convert_tokens_to_ids(last)
+    whole = TOKENIZER("a😀é")["input_ids"]
     for _ in range(400):
-        count = rng.randint(0, 12)
-        ids = rng.choices(range(len(tokenizer)), k=count) + last
-        texts = look.token_texts(lambda *ids: tokenizer.decode(ids), ids)
+        ids = rng.choices(range(len(TOKENIZER)), k=rng.randint(0, 12)) + whole[:-1]
+        texts = look.token_texts(lambda *ids: TOKENIZER.decode(ids), ids)
         assert len(texts) == len(ids)
-        assert "".join(texts) == tokenizer.decode(ids)
-
-
-def test_a_character_belongs_to_its_last_token():
-    """A long completion is not decoded from its beginning on for each token."""
-    sizes = []
-
-    def decode(*ids):
-        sizes.append(len(ids))
-        return TOKENIZER.decode(ids)
-
-    texts = look.token_texts(decode, TOKENIZER("a😀é" * 50)["input_ids"])
-    assert texts == ["a", "", "", "", "😀", "", "é"] * 50
-    assert sum(sizes) < 10 * len(texts)
+        assert "".join(texts) == TOKENIZER.decode(ids)
+    texts = look.token_texts(lambda *ids: TOKENIZER.decode(ids), whole)
+    assert texts == ["a", "", "", "", "😀", "", "é"]
 
 
 def test_the_page_shows_the_rollouts_of_a_run(script, run, open_page):
@@ -172,27 +126,25 @@ def test_the_page_shows_the_rollouts_of_a_run(script, run, open_page):
         assert numbers["advantage"] == approx(row["advantage"], rel=0.01)
         assert ("value" in numbers) == ("values" in row)
         assert ("⚠ truncated" in shown["notes"]) == (not row["ended"])
-    for card in data["cards"]:
-        assert len(card["groups"][0]) == ran.args.k
-    iterations, scores = zip(*data["runs"][0]["curves"]["objective/scores"])
-    assert iterations == (1, 2)
-    logged = [line["objective/scores"] for line in ran.metrics]
-    assert scores == approx(logged, rel=0.01)
+    assert {len(card["groups"][0]) for card in data["cards"]} == {ran.args.k}
+    logged = [(line["iteration"], line["objective/scores"]) for line in ran.metrics]
+    shown = data["runs"][0]["curves"]["objective/scores"]
+    assert np.allclose(shown, logged, rtol=0.01)
 
 
 def test_what_the_model_writes_is_data(save, open_page):
     """The data of the page is what was written."""
-    columns = {f"{text} {SURROGATES}": {"nested": [text, math.nan]} for text in HOSTILE}
+    column = f"{HOSTILE} {SURROGATES}"
     rows = []
     for i, text in enumerate(HOSTILE):
-        rows.append(episode(1, 2 * i, text, columns=columns, prompt=text + SURROGATES))
+        rows.append(episode(1, 2 * i, text, columns={column: text}, prompt=text + SURROGATES))
     _, data = open_page(save(rows))
-    for card, text in zip(data["cards"], HOSTILE, strict=True):
-        [shown] = card["groups"][0]
+    for i, text in enumerate(HOSTILE):
+        card = data["cards"][i]
+        [[shown]] = card["groups"]
         assert "".join(shown["texts"]) == text
         assert card["prompt"] == text + SURROGATES
-    shown = [f"{name}: {value}" for name, value in columns.items()]
-    assert data["cards"][0]["columns"] == ["row: 0", *shown]
+        assert card["columns"] == [f"row: {2 * i}", f"{column}: {text}"]
 
 
 def test_numbers_that_are_missing_or_not_finite(save, open_page):
@@ -202,81 +154,62 @@ def test_numbers_that_are_missing_or_not_finite(save, open_page):
         episode(1, 0, "abc", score=None, ref_logprobs=None),
         episode(1, 1, "abc", logprobs=[-math.inf, -1.0, math.nan], ended=False),
         episode(1, 2, "", completion=" ", advantage=[]),
-        episode(1, 3, "abc", advantage=[1.0, 2.0, 4.5], returns=[1.0, 2.0, 3.0]),
-        episode(1, 4, "abc", **{"reward/right": 1.0, "reward/long": None}),
+        episode(1, 3, "abc", advantage=[1.0, 2.0, 4.5]),
     ]
     folder = save(rows)
     for name in ("rollouts.jsonl", "metrics.jsonl"):
         with open(folder / name, "a") as file:
             file.write('{"iteration": 1, "in')
     shown = episodes_of(open_page(folder)[1])
-    notes = [["⚠ no score"], ["⚠ truncated"], ["⚠ empty"], [], []]
-    assert [episode["notes"] for episode in shown] == notes
-    assert [episode["kl"] for episode in shown] == [None, None, 0, 0.75, 0.75]
-    assert [episode["advantage"] for episode in shown] == [0.25, 0.25, 0, 2.5, 0.25]
+    found = [(episode["notes"], episode["kl"], episode["advantage"]) for episode in shown]
+    assert found == [
+        (["⚠ no score"], None, 0.25),
+        (["⚠ truncated"], None, 0.25),
+        (["⚠ empty"], 0, 0),
+        ([], 0.75, 2.5),
+    ]
     assert shown[1]["numbers"]["-log p"] == [None, 1, None]
     assert shown[2]["texts"] == []
-    assert shown[3]["numbers"]["return"] == [1, 2, 3]
-    assert shown[4]["numbers"]["log p - log p_ref"] == [0.25] * 3
-    assert shown[4]["parts"] == {"right": 1, "long": None}
-    # What the run writes while the page is made is not counted.
-    folder = save([*rows, episode(2, 0, "a")])
-    _, about = look.make_page([folder], {(1, False, i) for i in range(3)}, 3)
-    assert about == "5 of 5 episodes"
 
 
-@mark.parametrize("part, least", [(4, 15), (40, 4)])
-def test_a_large_run_is_cut_to_even_distances(save, open_page, monkeypatch, capsys, part, least):
+@mark.parametrize("part", [4, 40])
+def test_a_large_run_is_cut_to_even_distances(save, open_page, monkeypatch, part):
     """First iterations are left out. Of the last eight, it is groups."""
     rows = [episode(1 + i // 8, i % 8, "x" * 40) for i in range(800)]
     folder = save(rows)
     path, _ = open_page(folder)
-    assert "800 of 800 episodes;" in capsys.readouterr().out
     limit = len(look.PAGE) + path.stat().st_size // part
     monkeypatch.setattr(look, "LIMIT", limit)
     path, data = open_page(folder)
     assert limit / 2 < path.stat().st_size <= limit
     iterations = data["iterations"]
-    assert least <= len(iterations) < 40
     assert (iterations[0], iterations[-1]) == (1, 100)
     steps = np.diff(iterations)
     assert max(steps) - min(steps) <= 1
     assert {card["iteration"] for card in data["cards"]} == set(iterations)
-    said = f"{len(episodes_of(data))} of 800 episodes: {len(iterations)} of 100 iterations"
-    assert said in capsys.readouterr().out
-    assert said in data["about"]
+    assert f"{len(episodes_of(data))} of 800 episodes" in data["about"]
     assert ("one group in" in data["about"]) == (part == 40)
 
 
 def test_two_runs_and_held_out_prompts(save, open_page):
     """Groups of the same prompt share a card. A prompt that only one run has is there as well."""
     first = save([episode(1, i, "a") for i in range(4)], "first")
-    second = save([episode(1, i, "b", prompt=f"1, {i // 2 * 9}") for i in range(4)], "second")
-    held_out = [episode(0, i, "c") for i in range(2)]
-    for row in held_out:
-        del row["advantage"]
-        del row["ref_logprobs"]
-    save(held_out, "second", "eval_rollouts.jsonl")
+    second = save([episode(1, i, "b") for i in range(2, 6)], "second")
+    save([episode(0, 0, "c")], "second", "eval_rollouts.jsonl")
     _, data = open_page(first, second)
-    assert [run["name"] for run in data["runs"]] == [str(first), str(second)]
-    assert data["iterations"] == [0, 1]
     cards = []
     for card in data["cards"]:
-        texts = []
-        for group in card["groups"]:
-            texts.append("".join(shown["texts"][0] for shown in group))
-        cards.append((card["prompt"], card["heldOut"], *texts))
+        cards.append((card["prompt"], card["heldOut"], *map(len, card["groups"])))
     assert cards == [
-        ("1, 0", False, "aa", "bb"),
-        ("1, 1", False, "aa", ""),
-        ("1, 9", False, "", "bb"),
-        ("0, 0", True, "", "c"),
-        ("0, 0", True, "", "c"),
+        ("1, 0", False, 2, 0),
+        ("1, 1", False, 2, 2),
+        ("1, 2", False, 0, 2),
+        ("0, 0", True, 0, 1),
     ]
 
 
 def test_without_rollouts_it_says_what_to_do(save, tmp_path, monkeypatch):
-    """Without a name it takes the newest run. --help does not load transformers."""
+    """Without a name it takes the newest run."""
     monkeypatch.chdir(tmp_path)
     with raises(SystemExit, match="no run in runs/"):
         look.main(look.Args())
@@ -286,79 +219,5 @@ def test_without_rollouts_it_says_what_to_do(save, tmp_path, monkeypatch):
     look.main(look.Args())
     assert '"name":"runs/b"' in (tmp_path / "runs/look.html").read_text()
     (new / "rollouts.jsonl").write_text("")
-    with raises(SystemExit, match="runs/b has no rollouts; run it with --save-rollouts"):
+    with raises(SystemExit, match="runs/b .*--save-rollouts"):
         look.main(look.Args())
-    command = [sys.executable, "-X", "importtime", look.__file__, "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "--output" in shown.stdout
-    assert "transformers" not in shown.stderr
-
-
-BROWSER = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)
-FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync"
-FLAGS += " --disable-background-networking --disable-component-update --enable-logging=stderr"
-STEPS = """
-const steps = [], say = (...facts) => steps.push([$("where").textContent, ...facts]);
-const set = (id, value) => {
-  $(id).value = value;
-  $(id).dispatchEvent(new Event("input", { bubbles: true }));
-};
-const press = key => (document.activeElement ?? document.body).dispatchEvent(
-  new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
-const scoresOfCards = () => [...document.querySelectorAll("article")].map(card =>
-  [...card.querySelectorAll(".chip")].map(x => x.textContent).filter(x => x.startsWith("score")));
-say();
-set("slider", 1); say();
-press("ArrowRight"); say();
-set("sort", "score 1"); say(scoresOfCards()[0]);
-set("filter", "truncated"); say(scoresOfCards().length);
-set("filter", "equal scores"); say(document.querySelector(".runs p").textContent);
-set("filter", ""); set("find", "ONERROR"); say(document.querySelector(".completion").textContent);
-document.querySelector(".completion").focus(); press("ArrowRight"); say($("numbers").textContent);
-press("ArrowRight"); say(document.activeElement.textContent);
-set("find", ""); $("everywhere").click(); say();
-say(document.images.length, document.scripts.length, window.ran ?? "nothing ran");
-document.title = JSON.stringify(steps);
-"""
-
-
-@mark.slow
-@mark.skipif(BROWSER is None, reason="needs chromium, a package of the distribution")
-def test_the_page_in_a_browser(save, open_page, tmp_path, monkeypatch):
-    """The slider, the keys, sorting and filters work. Hostile text is text. The console is
-    empty."""
-    rows = []
-    for iteration in (1, 2, 3):
-        for i, text in enumerate(HOSTILE):
-            prompt = text + SURROGATES
-            rows.append(episode(iteration, 2 * i, text, prompt=prompt))
-            rows.append(episode(iteration, 2 * i + 1, text[::-1].strip(), prompt=prompt))
-    rows[-1].update(ended=False, score=-3.5)
-    rows[-3].update(score=None, advantage=0.0)
-    rows[-4].update(score=2.0, advantage=0.0)
-    page = f'{look.PAGE}<script nonce="NONCE">{STEPS}</script>'
-    monkeypatch.setattr(look, "PAGE", page)
-    path, _ = open_page(save(rows))
-    command = [BROWSER, *FLAGS.split(), f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
-    shown = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=120)
-    assert "CONSOLE" not in shown.stderr, shown.stderr
-    title = re.search("<title>(.*?)</title>", shown.stdout, re.S)[1]
-    assert json.loads(html.unescape(title)) == [
-        ["iteration 1: 4 of 4 groups"],
-        ["iteration 2: 4 of 4 groups"],
-        ["iteration 3: 4 of 4 groups"],
-        ["iteration 3: 4 of 4 groups", ["score -3.5", "score 0"]],
-        ["iteration 3: 1 of 1 groups", 1],
-        [
-            "iteration 3: 1 of 1 groups",
-            "⚠ equal scores: every advantage is 0, so this group teaches nothing",
-        ],
-        ["iteration 3: 1 of 1 groups", HOSTILE[1]],
-        [
-            "iteration 3: 1 of 1 groups",
-            "token 1: < | p 0.607 | -log p 0.5 | log p - log p_ref 0.25 | advantage 0.25",
-        ],
-        ["iteration 3: 1 of 1 groups", "i"],
-        ["all iterations: 12 of 12 groups"],
-        ["all iterations: 12 of 12 groups", 0, 3, "nothing ran"],
-    ]

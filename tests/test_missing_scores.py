@@ -5,85 +5,45 @@ import re
 import shutil
 import statistics
 
-import pytest
 import torch
-from conftest import column, distance, encode, load_policy, only, read_jsonl, weights_of
+from conftest import column, distance, encode, load_policy, only, read_jsonl
 from plain import groups_of, mean_weights, plain_advantages, plain_gradient, without_none
 from pytest import approx, mark, raises
 
 grouped = only("rloo", "grpo")
 ONE_BATCH = dict(batch_size=24, total_episodes=24, seed=5)
-NAN = math.nan
-
-
-@only("grpo")
-def test_grpo_advantages_without_some_scores(script):
-    """By hand. The deviation of the batch is that of the scores that are there. The last two groups
-    have no two different scores. A batch may have only one score."""
-    scores = [1.0, NAN, 2.0, 6.0, 5.0, NAN, NAN, 2.0, 0.1, 0.1, NAN, NAN, NAN, 7.0, NAN, NAN]
-    scores = torch.tensor(scores)
-    expected = [-2, 0, -1, 3, 1.5, 0, 0, -1.5] + [0] * 8
-    deviation = statistics.stdev([1, 2, 6, 5, 2, 0.1, 0.1, 7])
-    for scale, divisor in (("none", 1), ("batch", deviation)):
-        advantages = script.grpo_advantages(scores, 4, scale) * divisor
-        assert advantages.tolist() == approx(expected, rel=1e-4)
-        assert not script.grpo_advantages(scores[12:], 4, scale).any()
 
 
 @grouped
-@mark.parametrize("kl_coef", [0.2, 0.0])
-def test_gradient_without_some_scores(script, run, world, updates, kl_coef):
+@mark.parametrize("kl_coef, path", [(0.2, "reference"), (0.0, None)])
+def test_gradient_without_some_scores(script, run, world, updates, kl_coef, path):
     """Advantages by a plain computation of each group, and gradients by plain passes. Denominators
     count all episodes.
 
     RLOO's KL is a part of the reward, so an episode without a score has no gradient. GRPO's KL is a
     part of the loss. Every episode has its gradient."""
-    is_grpo = script.__name__ == "grpo"
-    flags = dict(reward="unsure", kl_coef=kl_coef, per_device_train_batch_size=5)
-    if kl_coef:
-        flags["ref_model_path"] = "reference"
-    names = ["rloo"]
-    if is_grpo:
-        names = ["grpo", "dapo", "dr_grpo", "cispo"]
-    for name in names:
-        if is_grpo:
-            flags["loss_type"] = name
-        updates.clear()
-        rows = run(script, **flags, **ONE_BATCH).rollouts
-        rewards = []
-        slopes = []
-        for row in rows:
-            assert (row["score"] is None) == ("a" in row["completion"])
-            ref_logprobs = row["ref_logprobs"] if kl_coef else row["logprobs"]
-            difference = torch.tensor(ref_logprobs) - torch.tensor(row["logprobs"])
-            reward = row["score"]
-            slope = torch.full_like(difference, row["advantage"])
-            if is_grpo:
-                slope -= kl_coef * (1 - difference.exp())
-            elif reward is not None:
-                reward += kl_coef * difference.sum().item()
-            rewards.append(reward)
-            slopes.append(slope)
-        counts = {len(without_none(group)) for group in groups_of(rewards)}
-        assert counts == {0, 1, 2, 3}, "the test needs groups with 0 to 3 scores"
-        advantages = plain_advantages(script, rewards)
-        assert column(rows, "advantage") == approx(advantages, rel=1e-4, abs=1e-5)
-        weights = mean_weights(name, slopes)
-        assert distance(plain_gradient(world.llama, rows, weights), updates[0].gradients) < 1e-5
-
-
-@only("rloo")
-def test_whitening_counts_only_scored_episodes(script, run):
-    """The population variance of the advantages of all episodes with a score is 1. Without any
-    score it stays 0."""
-    flags = dict(whiten_advantages=True, kl_coef=0.0, **ONE_BATCH)
-    rows = run(script, reward="unsure", **flags).rollouts
-    scored = [row["advantage"] for row in rows if row["score"] is not None]
-    assert 0 < len(scored) < 24
-    assert statistics.mean(scored) == approx(0, abs=1e-6)
-    assert statistics.pvariance(scored) == approx(1, abs=1e-5)
-    rows = run(script, reward="silent", **flags).rollouts
-    assert column(rows, "advantage") == [0.0] * 24
+    flags = dict(reward="unsure", kl_coef=kl_coef, ref_model_path=path)
+    rows = run(script, per_device_train_batch_size=5, **flags, **ONE_BATCH).rollouts
+    rewards = []
+    slopes = []
+    for row in rows:
+        assert (row["score"] is None) == ("a" in row["completion"])
+        ref_logprobs = row["ref_logprobs"] if path else row["logprobs"]
+        difference = torch.tensor(ref_logprobs) - torch.tensor(row["logprobs"])
+        reward = row["score"]
+        slope = torch.full_like(difference, row["advantage"])
+        if script.__name__ == "grpo":
+            slope -= kl_coef * (1 - difference.exp())
+        elif reward is not None:
+            reward += kl_coef * difference.sum().item()
+        rewards.append(reward)
+        slopes.append(slope)
+    counts = {len(without_none(group)) for group in groups_of(rewards)}
+    assert counts == {0, 1, 2, 3}, "the test needs groups with 0 to 3 scores"
+    advantages = plain_advantages(script, rewards)
+    assert column(rows, "advantage") == approx(advantages, rel=1e-4, abs=1e-5)
+    weights = mean_weights(script.__name__, slopes)
+    assert distance(plain_gradient(world.llama, rows, weights), updates[0].gradients) < 1e-5
 
 
 @only("rloo")
@@ -92,102 +52,37 @@ def test_a_part_that_is_none_adds_nothing(script, run):
     ran = run(script, **ONE_BATCH | dict(reward="unsure_parts", seed=3))
     rows = ran.rollouts
     for row in rows:
-        length = None
-        if len(row["completion"]) > 3:
-            length = 0.5 * len(row["completion"])
-        assert row["reward/length"] == length
-        score = None
-        parts = without_none([row["reward/letters"], length])
-        if parts:
-            score = approx(sum(parts), abs=1e-5)
-        assert row["score"] == score
+        count = len(row["completion"])
+        assert row["reward/length"] == (0.5 * count if count > 3 else None)
+        parts = without_none([row["reward/letters"], row["reward/length"]])
+        assert row["score"] == (approx(sum(parts), abs=1e-5) if parts else None)
     [line] = ran.metrics
     assert line["val/num_unscored"] == column(rows, "score").count(None) > 0
     assert "reward/never" not in line
-    line["score"] = line["objective/scores"]
-    for name in ("reward/letters", "reward/length", "score"):
-        values = without_none(column(rows, name))
-        assert line[name] == approx(statistics.mean(values), rel=1e-5)
-
-
-@grouped
-def test_a_run_without_any_score(script, run, world, capsys):
-    """It ends, and the weights are as before. No mean of scores is logged, and no file has nan."""
-    with pytest.warns(UserWarning, match="no score to any completion"):
-        _, metrics, output_dir = run(
-            script,
-            reward="silent",
-            eval_dataset=5,
-            kl_coef=0.0,
-            num_mini_batches=2,
-            num_ppo_epochs=2,
-        )
-    assert " score " not in capsys.readouterr().out.splitlines()[-1]
-    assert distance(weights_of(world.llama), weights_of(output_dir / "model")) == 0
-    before, *lines = metrics
-    assert before.pop("eval/num_unscored") == 5
-    assert before == dict(iteration=0, step=0, episode=0, epoch=0.0)
-    assert column(lines, "val/num_unscored") == [12, 9]
-    for line in lines:
-        assert line["grad_norm"] == 0
-        assert not {"objective/scores", "reward/", "val/ratio", "eval/scores"} & line.keys()
-    assert line["eval/num_unscored"] == 5
-    assert "eval/best_of_1" not in line
-    text = (output_dir / "rollouts.jsonl").read_text()
-    assert '"score": null' in text
-    assert "NaN" not in text
+    for metric, name in (("reward/length", "reward/length"), ("objective/scores", "score")):
+        expected = statistics.mean(without_none(column(rows, name)))
+        assert line[metric] == approx(expected, rel=1e-5)
 
 
 def test_evaluation_without_some_scores(script, run):
     """eval/scores is the mean over the completions with a score, and eval/num_unscored counts the
     others. The best of k is that of the prompts whose completions all have one."""
-    flags = dict(eval_dataset=20, eval_k=2, eval_temperature=1.0)
-    ran = run(script, eval_reward="unsure", **flags)
-    rows = read_jsonl(ran.folder / "eval_rollouts.jsonl")[:40]  # of the first evaluation
-    scores = column(rows, "score")
-    best = []
-    for group in groups_of(scores, 2):
-        if None not in group:
-            best.append(max(group))
+    flags = dict(eval_dataset=20, eval_k=2, eval_temperature=1.0, total_episodes=0)
+    [line], folder = run(script, eval_reward="unsure", **flags)[1:]
+    scores = column(read_jsonl(folder / "eval_rollouts.jsonl"), "score")
+    best = [max(group) for group in groups_of(scores, 2) if None not in group]
     assert 0 < len(best) < 20
-    before, first, *_ = ran.metrics
-    assert before["eval/scores"] == approx(statistics.mean(without_none(scores)))
-    assert before["eval/best_of_2"] == approx(statistics.mean(best))
-    assert before["eval/num_unscored"] == scores.count(None)
-    assert "objective/scores" in first
-    assert first["val/num_unscored"] == 0
-
-
-@grouped
-@mark.slow
-def test_two_processes_without_some_scores(script, same_on):
-    """Two processes give the run of one."""
-    flags = dict(
-        reward="unsure_parts",
-        num_train_epochs=2.0,
-        learning_rate=1e-3,
-        num_mini_batches=2,
-        num_ppo_epochs=2,
-        kl_coef=0.1,
-        eval_dataset=3,
-        eval_reward="unsure",
-    )
-    if script.__name__ == "rloo":
-        flags["whiten_advantages"] = True
-    else:
-        flags["scale_rewards"] = "batch"
-    metrics, _ = same_on(script, 2, flags, per_device_train_batch_size=3)
-    assert any(line.get("val/num_unscored") for line in metrics)
+    assert line["eval/scores"] == approx(statistics.mean(without_none(scores)))
+    assert line["eval/best_of_2"] == approx(statistics.mean(best))
+    assert line["eval/num_unscored"] == scores.count(None)
 
 
 @only("ppo")
-def test_ppo_refuses_an_episode_without_a_score(script, run, world, updates, tmp_path):
-    """The error names the prompt, and says what to return. No update of that iteration is made."""
-    prompts = column(read_jsonl(world.dataset(7)), "prompt")
-    message = "a completion of '(.+)' has no score: --reward gave None, and PPO needs a number"
-    with raises(script.UsageError, match=message) as raised:
+def test_ppo_refuses_an_episode_without_a_score(script, run, world, updates):
+    """The error names the prompt. No update of that iteration is made."""
+    prompts = "|".join(map(re.escape, column(read_jsonl(world.dataset(7)), "prompt")))
+    with raises(script.UsageError, match=f"'({prompts})' has no score"):
         run(script, reward="no_score", batch_size=6, num_train_epochs=2)
-    assert re.match(message, str(raised.value))[1] in prompts
     assert len(updates) == 1
 
 
@@ -198,6 +93,6 @@ def test_nan_of_a_model_is_not_a_missing_score(script, run, world, tmp_path, upd
     model = load_policy(broken)
     model.model.embed_tokens.weight.data[encode("=")] = math.inf
     model.save_pretrained(broken)
-    with raises(RuntimeError, match="a model gives nan or inf; are its weights whole"):
-        run(script, **{flag: str(broken)}, kl_coef=0.1)
+    with raises(RuntimeError, match="nan or inf"):
+        run(script, **{flag: broken}, kl_coef=0.1)
     assert not updates

@@ -61,33 +61,28 @@ def test_float32(script, run, world, tmp_path):
 
 
 def test_bfloat16(script, run, world, tmp_path):
-    """In bfloat16, with LoRA and gradient checkpointing, device and CPU differ by rounding."""
+    """In bfloat16, with LoRA and gradient checkpointing, device and CPU differ by rounding, which
+    may change a completion."""
     flags = dict(
         dtype="bfloat16",
         lora_r=4,
         gradient_checkpointing=True,
-        total_episodes=24,
+        total_episodes=12,
         model_path="mild",
         reward_model_path="classifier",
     )
     run_on_device(script, world, tmp_path, flags)
     expected = run(script, **flags)
-    metrics = read_jsonl(tmp_path / "out/metrics.jsonl")
-    for line, other in zip(metrics, expected.metrics, strict=True):
-        assert line.keys() == other.keys()
-        assert all(map(math.isfinite, line.values()))
-    # Rounding may change a completion. So only the first iteration is compared, where completions
-    # are the same.
+    [line] = read_jsonl(tmp_path / "out/metrics.jsonl")
+    assert line.keys() == expected.metrics[0].keys()
+    assert all(map(math.isfinite, line.values()))
     same = 0
     rollouts = read_jsonl(tmp_path / "out/rollouts.jsonl")
-    for row, other in zip(rollouts[:12], expected.rollouts[:12], strict=True):
+    for row, other in zip(rollouts, expected.rollouts, strict=True):
         if row["token_ids"] == other["token_ids"]:
             same += 1
             assert row["logprobs"] == approx(other["logprobs"], abs=0.03)
     assert same >= 9
-    if same == 12:
-        grad_norm = expected.metrics[0]["grad_norm"]
-        assert metrics[0]["grad_norm"] == approx(grad_norm, rel=0.05)
 
 
 @mark.parametrize("text", BUGS)

@@ -2,28 +2,24 @@
 
 import pytest
 import torch
-import transformers
 from conftest import (
     FSDP2,
     base_flags,
+    changed_copy,
     column,
     compare_runs,
     distance,
-    flat,
     launch,
-    launch_forked,
     launch_twice,
     launched,
     one_text,
     only,
     read_jsonl,
-    record_calls,
     result_of,
-    save_model,
-    weights_of,
 )
 from plain import token_counts
 from pytest import mark
+from safetensors.torch import load_file
 
 # Three processes cannot divide the batch or its mini-batches evenly, and groups are divided between
 # processes. The last batch has only two episodes. At three times this learning rate, rounding grows
@@ -38,15 +34,21 @@ STRADDLING = dict(
     learning_rate=1e-3,
 )
 MODELS = dict(model_path="many_eos", ref_model_path="reference")
-EVERYTHING = {  # the flags that compute something over the whole batch
-    "rloo": dict(whiten_advantages=True),
+EVERYTHING = {  # the flags that compute something over the whole batch, or leave episodes out
+    "rloo": dict(reward="unsure_parts", missing_eos_penalty=1.0),
     "grpo": dict(
-        importance_sampling_level="sequence", mask_truncated_completions=True, loss_type="dapo"
+        reward="unsure",
+        scale_rewards="batch",
+        importance_sampling_level="sequence",
+        mask_truncated_completions=True,
+        loss_type="dapo",
     ),
     "ppo": dict(
         score_norm=True, score_scaling=True, whiten_rewards=True, adaptive_kl=True, kl_horizon=50
     ),
 }
+# In a launch the head gets a few tokens at once. In this process it gets all.
+PIECES = ("LOGITS_AT_ONCE = 2**25", "LOGITS_AT_ONCE = 64")
 
 
 def test_memory_flags_give_the_same_run(script, run):
@@ -67,13 +69,13 @@ def test_memory_flags_give_the_same_run(script, run):
 
 
 @mark.slow
-def test_any_hardware_gives_the_same_run(script, same_on):
+def test_any_hardware_gives_the_same_run(script, same_on, tmp_path):
     """Two processes give the run of one. Everything that computes sums over the batch is on, and
     the prompts have 1 to 16 tokens."""
     sizes = STRADDLING | EVERYTHING[script.__name__] | MODELS
-    _, printed = same_on(
-        script, 2, sizes, per_device_train_batch_size=3, per_device_rollout_batch_size=1
-    )
+    own = dict(per_device_train_batch_size=3, per_device_rollout_batch_size=1)
+    copy = changed_copy(script, tmp_path, *PIECES)
+    _, printed = same_on(script, 2, sizes, copy=copy, **own)
     assert printed.startswith("2 x cpu")
 
 
@@ -135,84 +137,43 @@ def test_two_processes_drop_the_same_updates(script, same_on, program):
 @mark.slow
 def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
     """With weights sharded over two processes a run that was stopped and resumed is the same, and
-    its model/ loads."""
-    flags = STRADDLING | dict(per_device_train_batch_size=1, save_every=2)
-    alone = run(script, **flags).folder
+    its model/ loads. Some passes hold one completion of one token: no process waits for ever."""
+    flags = STRADDLING | dict(model_path="many_eos", per_device_train_batch_size=1, save_every=2)
+    alone = run(script, **flags)
+    assert 1 in token_counts(alone.rollouts)
     flags = base_flags(world, flags | dict(output_dir="out"))
-    finished = launch_twice(script, 2, tmp_path, flags, program=FSDP2)
-    assert "iteration_00000002; remove it if it is damaged" in finished.stdout
-    compare_runs(alone, tmp_path / "out")
-
-
-@only("rloo", "grpo")
-def test_short_completions_take_as_many_passes(script, run, monkeypatch):
-    """The processes gather sharded weights together in every pass of the network. So each episode
-    takes two of them, for every length of its completion."""
-    calls = record_calls(monkeypatch, transformers.LlamaModel, "forward")
-    passes = []
-    for episodes in (3, 21):
-        calls.clear()
-        ran = run(
-            script,
-            model_path="many_eos",
-            reward="squares",
-            total_episodes=episodes,
-            per_device_train_batch_size=1,
-        )
-        passes.append(sum(call.training for call in calls))
-    assert passes[1] - passes[0] == 2 * (21 - 3)  # The check of the model takes some, too.
-    assert 1 in token_counts(ran.rollouts)
-
-
-@only("rloo", "ppo")
-@mark.slow
-def test_weights_without_gradient_on_two_processes(script, same_on, tmp_path):
-    """A model with weights for images trains on text. DDP does not wait for their gradients."""
-    path = save_model(tmp_path / "images", "images")
-    same_on(script, 2, dict(model_path=path, num_ppo_epochs=2), per_device_train_batch_size=3)
+    copy = changed_copy(script, tmp_path, *PIECES)
+    finished = launch_twice(copy, 2, tmp_path, flags, program=FSDP2)
+    assert "--resume from" in finished.stdout
+    compare_runs(alone.folder, tmp_path / "out")
 
 
 @only("rloo")
 @mark.slow
 def test_lora_on_two_processes(script, run, world, tmp_path):
     """The first weights of LoRA adapters are random. They are the same on every process, and on one
-    process. A resumed run is the run that never stopped."""
-    peft = pytest.importorskip("peft")
+    process."""
+    pytest.importorskip("peft")
     flags = STRADDLING | dict(lora_r=2, learning_rate=0.01, model_path="mild")
-    alone = run(script, **flags).folder
+    alone = run(script, **flags)
     flags = base_flags(world, flags | dict(per_device_train_batch_size=3))
     launched(script, 2, tmp_path, flags)
-    rollouts = []
+    rows = read_jsonl(tmp_path / "out/rollouts.jsonl")
+    assert column(rows, "token_ids") == column(alone.rollouts, "token_ids")
     adapters = []
-    for folder in (alone, tmp_path / "out"):
-        rollouts.append(column(read_jsonl(folder / "rollouts.jsonl"), "token_ids"))
-        weights = peft.utils.load_peft_weights(str(folder / "model"), device="cpu")
-        adapters.append(weights.values())
-    assert rollouts[0] == rollouts[1]
-    assert flat(adapters[0]).norm() > 0.1
+    for folder in (alone.folder, tmp_path / "out"):
+        adapters.append(load_file(folder / "model/adapter_model.safetensors").values())
     assert distance(*adapters) < 1e-3
-    flags |= dict(save_every=1, output_dir="resumed")
-    finished = launch_twice(script, 2, tmp_path, flags)
-    assert "iteration_00000002; remove it if it is damaged" in finished.stdout
-    assert result_of(tmp_path / "resumed") == result_of(tmp_path / "out")
 
 
 @only("rloo")
 @mark.slow
-@mark.parametrize(
-    "fault, message, start",
-    [
-        ("fails_on_rank_1", "only here", launch),
-        ("names_of_rank", "the score has parts", launch_forked),
-    ],
-)
-def test_a_failing_process_ends_the_launch(script, world, tmp_path, fault, message, start):
-    """A reward raises on one of two processes, or its parts have other names there. The launch ends
-    without a model."""
-    flags = base_flags(world, dict(reward=f"probe.py:{fault}", output_dir="out"))
-    finished = start(script, 2, tmp_path, flags)
+def test_a_failing_process_ends_the_launch(script, world, tmp_path):
+    """A reward raises on one of two processes. The launch ends without a model."""
+    flags = base_flags(world, dict(reward="probe.py:fails_on_rank_1", output_dir="out"))
+    finished = launch(script, 2, tmp_path, flags)
     assert finished.returncode != 0
-    assert message in finished.stderr
+    assert "ValueError: only here" in finished.stderr
     assert not (tmp_path / "out" / "model").exists()
 
 
@@ -228,7 +189,6 @@ def test_processes_that_think_they_are_alone_are_refused(script, world, tmp_path
         calls = read_jsonl(tmp_path / "calls.jsonl")
         assert set(column(calls, "world_size")) == {2}
     else:
-        assert "fewer processes" in finished.stderr
         assert "ACCELERATE_USE_CPU=true torchrun" in finished.stderr
         assert not (tmp_path / "out").exists()
 
@@ -258,16 +218,10 @@ def test_the_launchers_gradient_accumulation_changes_nothing(script, run, monkey
 @one_text
 def test_the_launchers_mixed_precision_is_the_default_of_dtype(script, run, monkeypatch, capsys):
     """A launcher's bf16 makes --dtype bfloat16. The first line and args.yaml say so. A --dtype on
-    the command line is stronger. fp16 is not taken, and that is said."""
+    the command line is stronger."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     for flags, dtype in ((dict(), "bfloat16"), (dict(dtype="float32"), "float32")):
         capsys.readouterr()
         folder = run(script, **flags).folder
-        chosen = f"{dtype}, --learning-rate 0.003, --response-length 6"
-        first, *_ = capsys.readouterr().out.splitlines()
-        assert first == f"1 x cpu, {chosen}; writing to {folder}"
+        assert capsys.readouterr().out.startswith(f"1 x cpu, {dtype}")
         assert f"dtype: {dtype}\n" in (folder / "args.yaml").read_text()
-        assert {weights.dtype for weights in weights_of(folder / "model")} == {torch.float32}
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.warns(UserWarning, match="fp16 is not offered: passes are in float32"):
-        assert script.Args().dtype == "float32"

@@ -5,7 +5,6 @@ import pickle
 import shutil
 import sys
 import traceback
-from pathlib import Path
 
 import torch
 from conftest import (
@@ -13,19 +12,18 @@ from conftest import (
     MANY_EOS,
     PAD,
     VOCAB,
-    base_flags,
+    column,
     encode,
     fresh_imports,
-    make_args,
     make_prompts,
     make_tokenizer,
     one_text,
     only,
     read_jsonl,
-    reset_accelerate,
     save_classifier,
     write_jsonl,
 )
+from plain import plain_advantages
 from pytest import approx, mark, raises
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -75,6 +73,7 @@ def test_a_reward_is_called_as_trl_calls_it(script, run, tmp_path, world):
     for call in calls:
         for values in zip(*call.values(), strict=True):
             given.append(dict(zip(call, values)))
+    ends = set()
     for of_episode, row in zip(given, ran.rollouts, strict=True):
         expected = {
             "prompts": "1+1=",
@@ -83,13 +82,13 @@ def test_a_reward_is_called_as_trl_calls_it(script, run, tmp_path, world):
             "answer": "2",
             "level": None,
         }
-        if row["prompt"] == "22=-":
+        is_chat = row["prompt"] == "22=-"
+        if is_chat:
             expected |= {"prompts": messages("22"), "answer": 4, "level": "hard"}
             expected["completions"] = messages(row["completion"], "assistant")
         assert of_episode == expected
-        assert row["score"] == len(row["token_ids"])
-    assert {row["prompt"] for row in ran.rollouts} == {"1+1=", "22=-"}
-    assert any(row["token_ids"][-1] == EOS for row in ran.rollouts)
+        ends.add((is_chat, row["token_ids"][-1] == EOS))
+    assert len(ends) == 4
 
 
 @only("rloo")
@@ -120,17 +119,12 @@ def test_a_reward_that_names_its_prompt_comes_back_to_it(script, run):
 @one_text
 def test_rewards_may_be_lists_arrays_or_tensors(script, run):
     """They give the same scores. A tensor may have a gradient and any type, and a list may hold
-    tensors. But [n, 1] is refused: minus a penalty [n] it would be [n, n]."""
-    rows = run(script, total_episodes=12).rollouts
-    expected = [row["score"] for row in rows]
+    tensors."""
+    expected = column(run(script, total_episodes=12).rollouts, "score")
     for name in ("numpy_array", "tensor", "tensors", "bfloat16"):
         rows = run(script, reward=name, total_episodes=12).rollouts
         rounding = 2**-8 if name == "bfloat16" else 1e-6
-        assert [row["score"] for row in rows] == approx(expected, rel=rounding), name
-    for name in ("one_column", "array_column", "list_of_columns"):
-        message = r"the score .*\[.*; it must be one finite number, or None"
-        with raises(script.UsageError, match=message):
-            run(script, reward=name, total_episodes=12)
+        assert column(rows, "score") == approx(expected, rel=rounding), name
 
 
 @one_text
@@ -139,39 +133,11 @@ def test_a_reward_may_change_what_it_gets(script, run, tmp_path):
     change."""
     rows = [{"prompt": prompt, "tags": ["a"] * 5} for prompt in ("1+1=", "2+2=")]
     dataset = write_jsonl(tmp_path / "tags.jsonl", rows)
-    flags = dict(dataset=dataset, total_episodes=24, batch_size=12)  # Each prompt is drawn twice.
+    flags = dict(dataset=dataset, total_episodes=24)  # Each prompt is drawn four times.
     expected = run(script, **flags).rollouts
     changed = run(script, reward="changing", **flags).rollouts
-    for row, other in zip(changed, expected, strict=True):
-        assert row["token_ids"] == other["token_ids"]
-        assert row["score"] == approx(4 + other["score"])
-
-
-@one_text
-def test_a_reward_may_change_the_folder(script, world, tmp_path, monkeypatch):
-    """The output folder is still the one that was given."""
-    monkeypatch.chdir(tmp_path)
-    reset_accelerate()
-    flags = dict(output_dir="out", reward="moving")
-    with fresh_imports():
-        script.main(make_args(script, **base_flags(world, flags)))
-    assert Path.cwd() == tmp_path / "inner" / "inner"
-    assert (tmp_path / "out" / "model").exists()
-
-
-@one_text
-def test_what_a_reward_is_called_with_is_named(script, run, tmp_path):
-    """A function that needs another column is refused before it is called. A TypeError of its own
-    stays as it is."""
-    columns = "prompts, completions, completion_ids, answer, number"
-    called = f"--reward, which is called with {columns}: "
-    for name, error, message in (
-        ("missing", script.UsageError, called + "missing a required argument: 'solution'"),
-        ("surplus", script.UsageError, called + "got an unexpected keyword argument"),
-        ("own", TypeError, "^mine$"),
-    ):
-        with raises(error, match=message):
-            run(script, reward=name)
+    assert column(changed, "token_ids") == column(expected, "token_ids")
+    assert column(changed, "score") == approx([4 + row["score"] for row in expected])
 
 
 @only("rloo", "grpo")
@@ -186,63 +152,46 @@ def test_large_scores_keep_their_differences(script, run):
 def test_the_kl_alone_may_be_the_reward(script, run):
     """--reward none with a --ref-model-path: all scores are 0."""
     rows = run(script, reward="none", ref_model_path="reference").rollouts
-    assert {row["score"] for row in rows} == {0.0}
-    kl = torch.tensor([sum(row["logprobs"]) - sum(row["ref_logprobs"]) for row in rows])
-    assert kl.std() > 0.5
-    advantages = script.rloo_advantages(-0.05 * kl, 3).tolist()
-    assert [row["advantage"] for row in rows] == approx(advantages, abs=1e-5)
+    assert set(column(rows, "score")) == {0.0}
+    rewards = []
+    for row in rows:
+        rewards.append(-0.05 * (sum(row["logprobs"]) - sum(row["ref_logprobs"])))
+    expected = plain_advantages(script, rewards)
+    assert column(rows, "advantage") == approx(expected, abs=1e-5)
 
 
-GAVE = "--reward gave a completion of '[^']+' the score {}.*; .* return one dict of lists"
-RETURNED = "--reward {} for 6 completions"
-FAULTS = {  # words of the message, of each faulty reward
-    "wrong_count": RETURNED.format("returned 5 scores"),
-    "forgotten": RETURNED.format("returned None"),
-    "coroutine": RETURNED.format("returned <coroutine .*"),
-    "unequal": RETURNED.format("b returned 5 scores"),
-    "nan": GAVE.format("nan"),
-    "inf": GAVE.format("inf"),
-    "huge": GAVE.format(r"1e\+39"),  # In float32 it would be inf.
-    "text": GAVE.format("'one'"),
-    "rows": GAVE.format("{'score': "),
-    "reserved": "--reward: .* none may be named reward_model",
-    "empty": "--reward: .* must have parts",
-    "raises": "the verifier is gone",
-}
+FAULTS = """
+wrong_count forgotten coroutine unequal nan inf huge text rows tensor_column array_column
+list_of_columns reserved empty
+""".split()
 
 
 @one_text
 @mark.filterwarnings("ignore:coroutine")
-def test_a_faulty_reward_stops_the_run(script, run, world, updates, tmp_path):
-    """What the reward raises is raised as it is. What it returns is named, with the iteration. No
-    update of that iteration is made."""
-    for fault, message in FAULTS.items():
-        updates.clear()
-        out = tmp_path / fault
-        with raises(Exception, match=message) as raised:
-            run(script, reward=fault, output_dir=out, batch_size=6, num_train_epochs=2)
-        assert len(updates) == len(read_jsonl(out / "metrics.jsonl")) == 1
-        assert not (out / "model").exists()
-        if "completion" in message:
-            assert str(raised.value).startswith("iteration 2: ")
-        if fault == "raises":
-            assert raised.type is KeyError
-            frame = traceback.extract_tb(raised.value.__traceback__)[-1]
-            assert frame.filename == str(world.folder / "rewards.py")
-        else:
-            assert raised.type is script.UsageError
+@mark.parametrize("fault", [*FAULTS, "raises"])
+def test_a_faulty_reward_stops_the_run(script, run, world, updates, tmp_path, fault):
+    """No update of that iteration is made. A score [n, 1] minus a penalty [n] would be [n, n]. What
+    the reward raises is raised as it is."""
+    with raises(Exception) as raised:
+        run(script, reward=fault, output_dir=tmp_path, batch_size=6, num_train_epochs=2)
+    assert len(updates) == len(read_jsonl(tmp_path / "metrics.jsonl")) == 1
+    assert not (tmp_path / "model").exists()
+    if fault == "raises":
+        assert raised.type is KeyError
+        frame = traceback.extract_tb(raised.value.__traceback__)[-1]
+        assert frame.filename == str(world.folder / "rewards.py")
+    else:
+        assert raised.type is script.UsageError
+        assert "--reward" in str(raised.value)
 
 
-MINE = "import colorsys, neighbour\ndef score(**_): return neighbour.VALUE, colorsys.ONE_SIXTH"
 REWARD_FILES = {
-    "mine.py": MINE,
+    "mine.py": "import colorsys, neighbour\ndef score(**_): return neighbour.VALUE",
     "neighbour.py": "VALUE = 7",
-    # named like a library that is not yet imported, and like one that is
     "colorsys.py": "raise AssertionError('not the library')",
-    "json.py": "raise AssertionError('not the library')",
     # named like another reward, and like a library
-    "other/mine.py": "import colorsys\ndef score(**_): return 3",
-    "other/json.py": "import colorsys\ndef score(**_): return 4",
+    "other/mine.py": "def score(**_): return 3",
+    "other/json.py": "def score(**_): return 4",
     "pack/inner.py": "def score(**_): return 1",
 }
 
@@ -256,24 +205,18 @@ def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    monkeypatch.syspath_prepend(tmp_path / "pack")
     load = script.load_reward
     with fresh_imports():
         mine = load(f"{tmp_path}/mine.py:score")
-        assert mine() == (7, 1 / 6)
+        assert mine() == 7
         assert pickle.loads(pickle.dumps(mine)) is mine  # as a pool of processes needs it
         assert load(f"{tmp_path}/other/mine.py:score")() == 3
         assert load(f"{tmp_path}/other/json.py:score")() == 4
         assert sys.modules["json"] is json
-        assert load(f"{tmp_path}/mine.py:score") is mine
-        monkeypatch.syspath_prepend(tmp_path / "pack")
         assert load("inner:score")() == 1
-        for name, error, message in (
-            (f"{tmp_path}/mine.py:no_such", script.UsageError, "--reward: .*no_such"),
-            (f"{tmp_path}/no_such_file.py:score", script.UsageError, "--reward: .*no_such_file.py"),
-            ("no_such_module.inner:score", ModuleNotFoundError, "no_such_module"),
-            (f"{tmp_path}/json.py:score", AssertionError, "not the library"),
-        ):
-            with raises(error, match=message):
+        for name in (f"{tmp_path}/mine.py:nothing", f"{tmp_path}/nothing.py:score", "nothing"):
+            with raises(script.UsageError, match="--reward.*nothing"):
                 load(name)
 
 
@@ -293,25 +236,18 @@ def test_order_of_a_score(script, run):
     ran = run(script, **flags, eval_dataset=5)
     for row in ran.rollouts:
         assert row["score"] == (score if row["token_ids"][-1] in MANY_EOS else 2.0)
-    assert {row["score"] for row in ran.rollouts} == {score, 2.0}
-    before, *_, last = ran.metrics
-    assert before["eval/scores"] == last["eval/scores"] == 5.0
+    assert set(column(ran.rollouts, "score")) == {score, 2.0}
+    assert ran.metrics[0]["eval/scores"] == 5.0
 
 
 @one_text
 def test_evaluation_has_a_reward_of_its_own(script, run):
     """--eval-reward replaces --reward and the reward model."""
-    flags = dict(
-        eval_dataset=5,
-        total_episodes=3,
-        learning_rate=0.0,
-        reward="five",
-        reward_model_path="classifier",
-    )
-    before, *_ = run(script, **flags).metrics
-    assert before["eval/scores"] != approx(5.0, abs=1e-3)
-    before, *_ = run(script, **flags, eval_reward="number").metrics
-    assert before["eval/scores"] == 2.0  # of 0 to 4
+    flags = dict(eval_dataset=5, total_episodes=0, reward="five", reward_model_path="classifier")
+    [line] = run(script, **flags).metrics
+    assert line["eval/scores"] != approx(5.0, abs=1e-3)
+    [line] = run(script, **flags, eval_reward="number").metrics
+    assert line["eval/scores"] == 2.0  # of 0 to 4
 
 
 @torch.no_grad()
@@ -331,20 +267,14 @@ def test_reward_model_reads_the_episode_with_its_eos(script, run, tmp_path, poli
     is added to that of --reward."""
     tokenizer = make_tokenizer(VOCAB[pad])
     path, model = save_classifier(tmp_path / "rm", pad_token_id=pad, tokenizer=tokenizer)
-    flags = dict(
-        reward_model_path=path,
-        model_path=policy,
-        kl_coef=0,
-        per_device_train_batch_size=5,
-        total_episodes=36,
-        batch_size=36,
-    )
-    ran = run(script, reward="five", **flags)
-    assert any(row["token_ids"][-1] == EOS for row in ran.rollouts)
-    for row in ran.rollouts:
+    flags = dict(model_path=policy, kl_coef=0, per_device_train_batch_size=5, total_episodes=24)
+    ends = set()
+    for row in run(script, reward="five", reward_model_path=path, **flags).rollouts:
         score = row["reward/reward_model"]
         assert score == plain_score(model, encode(row["prompt"]) + row["token_ids"])
         assert row["score"] == approx(score + 5, abs=1e-4)
+        ends.add(row["token_ids"][-1] == EOS)
+    assert len(ends) == 2
 
 
 @mark.parametrize("ends_with_eos", [False, True, None])
@@ -356,7 +286,7 @@ def test_reward_model_of_another_vocabulary_reads_the_text(
 
     The policy's template turns chat messages into its prompt. The reward model uses its own
     template, which may end with its EOS. None: its tokenizer has no EOS."""
-    vocab = {token: i for i, token in enumerate(["<eos>", "<pad>", *reversed(VOCAB[2:])])}
+    vocab = {token: i for i, token in enumerate(reversed(VOCAB))}
     backend = Tokenizer(WordLevel(vocab))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"<eos>|[\s\S]"), "isolated")
     eos = None if ends_with_eos is None else "<eos>"
@@ -393,12 +323,9 @@ def test_reward_model_of_another_vocabulary_reads_the_text(
 
 @one_text
 def test_a_reward_model_without_a_head_of_one_label_is_refused(script, refuses, world, tmp_path):
-    """The error names the head, and nothing is written. BERT's head has another name."""
+    """BERT's head has another name, and reads the first token."""
     three, _ = save_classifier(tmp_path / "three", labels=3)
     bert, _ = save_classifier(tmp_path / "bert", architecture="bert")
-    for path, message in (
-        (three, "score.weight"),
-        (world.reference, "score.weight"),  # a model without a head
-        (bert, "--reward-model-path .*no attribute 'score'"),
-    ):
-        refuses(script, message, reward="none", reward_model_path=path)
+    headless = world.reference
+    for path in (three, bert, headless):
+        refuses(script, "score", reward="none", reward_model_path=path, error=Exception)

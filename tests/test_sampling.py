@@ -4,7 +4,6 @@ random numbers, and evaluations.
 
 import itertools
 import math
-import random
 
 import numpy as np
 import pytest
@@ -26,16 +25,13 @@ from conftest import (
 )
 from plain import groups_of, sample, token_counts
 from pytest import approx, mark
+from torch.distributions import Categorical
 
 PROMPTS = ["1", "23+45=", "0000-1111=22", "7="]
 
 
 def random_uniforms(*shape, seed=0):
     return torch.from_numpy(np.random.default_rng(seed).random(shape))
-
-
-def lengths_of(samples):
-    return (samples["tokens"] >= 0).sum(1).tolist()
 
 
 def greedy_tokens(model, prompt, length, eos_ids):
@@ -96,56 +92,45 @@ def test_sampling_follows_the_exact_distribution(script, architecture):
     model.generation_config.update(do_sample=True, top_k=2, top_p=0.5, temperature=0.1)
     grid = (torch.arange(64, dtype=torch.float64) + 0.5) / 64
     uniforms = torch.cartesian_prod(grid, grid)
-    for prompt in ("7=", "0000-1111=22"):
-        tokens = sample(script, model, [prompt] * 4096, uniforms, 0.7, [EOS])["tokens"]
-        pairs = tokens.clamp(min=0) @ torch.tensor([len(VOCAB), 1])
-        shares = np.bincount(pairs, minlength=len(VOCAB) ** 2) / 4096
-        expected = first_two_tokens(model, prompt, 0.7)
-        assert np.abs(shares - expected).max() < 1 / 64
-        # The test can fail: these are not the shares of temperature 1.
-        others = first_two_tokens(model, prompt, 1.0)
-        assert np.abs(shares - others).max() > 2 / 64
+    prompt = "0000-1111=22"
+    tokens = sample(script, model, [prompt] * 4096, uniforms, 0.7, [EOS])["tokens"]
+    pairs = tokens.clamp(min=0) @ torch.tensor([len(VOCAB), 1])
+    shares = np.bincount(pairs, minlength=len(VOCAB) ** 2) / 4096
+    for temperature in (0.7, 1.0):
+        expected = first_two_tokens(model, prompt, temperature)
+        assert (np.abs(shares - expected).max() < 1 / 64) == (temperature == 0.7)
 
 
 @one_text
 def test_no_token_of_probability_zero_is_ever_drawn(script):
     """The uniform numbers 0 and just below 1 pick the first and the last token whose probability is
-    not 0."""
-
-    def pick(logits, *uniforms):
-        p = logits.softmax(-1).expand(len(uniforms), -1)
-        uniforms = torch.tensor(uniforms, dtype=torch.float64)
-        return script.pick_tokens(p, uniforms).tolist()
-
+    not 0. A float32 sum of the last logits would give the first token all of it."""
     below_one = math.nextafter(1, 0)
     nothing = -math.inf
-    logits = torch.tensor([nothing, 0.0, 1.0, nothing, 2.0, nothing, nothing])
-    for temperature in (0.3, 1.0, 3.0):
-        picked = pick(logits / temperature, 0.0, 1e-300, 1 - 1e-12, below_one)
-        assert picked == [1, 1, 4, 4]
-    # A float32 sum would give the first token all of it.
-    assert pick(torch.tensor([20.0, 0.0, -20.0]), 1 - 1e-9) == [1]
     torch.manual_seed(0)
     wide = 3 * torch.randn(50_000)
-    wide[:100] = nothing  # These rows pad a vocabulary.
-    wide[-100:] = nothing
-    first, last = pick(wide, 0.0, below_one)
-    assert 100 <= first < last < 49_900
+    wide[[0, -1]] = nothing
+    for logits, uniform, first, last in (
+        (torch.tensor([nothing, 0.0, nothing, 2.0, nothing]), below_one, 1, 3),
+        (wide, below_one, 1, 49_998),
+        (torch.tensor([20.0, 0.0, -20.0]), 1 - 1e-9, 0, 1),
+    ):
+        p = logits.softmax(-1).expand(2, -1)
+        uniforms = torch.tensor([0.0, uniform], dtype=torch.float64)
+        assert script.pick_tokens(p, uniforms).tolist() == [first, last]
 
 
 @one_text
 def test_entropies_are_exact_also_beside_tokens_of_probability_zero(script):
-    """The entropy is -sum p log p. A token with p = 0 adds 0 to it, not NaN."""
+    """A token with p = 0 adds 0 to -sum p log p, not NaN."""
     model = make_model("llama", tie_word_embeddings=False)
     head = model.lm_head.forward
     zero = torch.tensor([3, 7])
     model.lm_head.forward = lambda hidden: head(hidden).index_fill(-1, zero, -math.inf)
-    result = sample(script, model, ["7="], random_uniforms(1, 1), 0.7, [EOS])
-    [[entropy]] = result["entropies"]
+    [[entropy]] = sample(script, model, ["7="], random_uniforms(1, 1), 1.0, [EOS])["entropies"]
     logits = model(torch.tensor([encode("7=")])).logits[0, -1]
-    p = (logits / 0.7).softmax(-1)
-    assert (p == 0).sum() == 2
-    assert entropy.item() == approx(-torch.xlogy(p, p).sum().item(), rel=1e-5)
+    assert logits.isinf().sum() == 2
+    assert entropy.item() == approx(Categorical(logits=logits).entropy().item(), rel=1e-5)
 
 
 @one_text
@@ -154,50 +139,16 @@ def test_a_prompt_runs_once_and_finished_rows_leave(script):
     not ended do."""
     model = make_model("llama")
     rows_in = []
-
-    def count_rows(module, args):
-        rows_in.append(len(args[0]))
-
-    model.register_forward_pre_hook(count_rows)
+    model.register_forward_pre_hook(lambda _, args: rows_in.append(len(args[0])))
     eos_ids = [*MANY_EOS, 17]
     episodes = np.repeat(PROMPTS, 5)
     result = sample(script, model, episodes, random_uniforms(20, 8), 1.0, eos_ids)
-    lengths = lengths_of(result)
-    assert len(set(lengths)) > 4
+    lengths = (result["tokens"] >= 0).sum(1)
     expected = [4]
     for t in range(1, max(lengths)):
-        expected.append(sum(length > t for length in lengths))
+        expected.append((lengths > t).sum())
     assert rows_in == expected
-    tokens = result["tokens"]
-    logprobs = result["logprobs"]
-    for i, length in enumerate(lengths):
-        assert result["ended"][i] == (tokens[i, length - 1].item() in eos_ids)
-        assert (tokens[i, length:] == -1).all()
-        assert (logprobs[i, length:] == 0).all()
-        assert (result["entropies"][i, length:] == 0).all()
-        assert (logprobs[i, :length] < 0).all()
-
-
-@one_text
-def test_an_episode_does_not_depend_on_its_neighbours(script):
-    """The same prompt and uniform numbers give the same completion alone, in a group, and in any
-    order."""
-    model = make_model("gpt2")
-    uniforms = random_uniforms(12, 8, seed=1)
-    episodes = np.repeat(PROMPTS, 3)
-
-    def sample_these(indices):
-        prompts = episodes[indices]
-        return sample(script, model, prompts, uniforms[indices], 0.7, [EOS, 5])
-
-    together = sample_these(list(range(12)))
-    assert len(set(lengths_of(together))) > 2
-    orders = [[i] for i in range(12)]
-    orders.append([7, 0, 3, 11, 1, 5])
-    for indices in orders:
-        found = sample_these(indices)
-        for name, rows in together.items():
-            torch.testing.assert_close(found[name], rows[indices], atol=1e-5, rtol=0)
+    assert len(set(expected)) > 4
 
 
 @mark.parametrize(
@@ -220,21 +171,20 @@ def test_an_episode_ends_with_its_first_eos(script, run, policy, stop_token_id, 
     )
     rows = ran.rollouts
     ends = []
+    others = set()
     for row in rows:
         *tokens, last = row["token_ids"]
-        assert not eos_ids & set(tokens)
-        assert len(row["logprobs"]) == len(tokens) + 1
+        others.update(tokens)
         if last in eos_ids:
             ends.append(last)
         else:
             assert len(tokens) == 5
+    assert not eos_ids & others
     assert 0 < len(ends) < 48
-    assert len(set(ends)) > 1 or len(eos_ids) == 1 or policy == "emits_pad"
+    assert PAD in others  # They may emit pad.
     [line] = ran.metrics
     assert line["val/num_eos_tokens"] == len(ends)
     assert line["response_length_mean"] == approx(np.mean(token_counts(rows)))
-    if policy == "emits_pad":
-        assert any(PAD in row["token_ids"][:-1] for row in rows)
 
 
 @one_text
@@ -244,16 +194,9 @@ def test_random_numbers_are_functions_of_their_key(script):
     purposes = [script.PROMPT_ORDER, script.SAMPLING, script.MINI_BATCHES]
     purposes += [script.EVALUATION, script.NEW_WEIGHTS]
     keys = list(itertools.product([1, 2, 3], purposes, [1, 2]))
-
-    def draw():
-        return np.stack([script.keyed_rng(*key).random(4) for key in keys])
-
-    drawn = draw()
-    assert len(np.unique(drawn)) == 3 * 5 * 2 * 4
-    np.random.seed(5)
-    torch.manual_seed(5)
-    random.seed(5)
-    assert (draw() == drawn).all()
+    drawn = [script.keyed_rng(*key).random() for key in keys]
+    assert len(set(drawn)) == len(keys)
+    assert drawn == [script.keyed_rng(*key).random() for key in keys]
 
 
 @one_text
@@ -275,17 +218,13 @@ def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
     the mean of their scores."""
     _, metrics, folder = run(script, eval_dataset=5, eval_every=2, batch_size=3)
     last = metrics[-1]["iteration"]
-    expected = {*range(0, last, 2), last}
-    assert {line["iteration"] for line in metrics if "eval/scores" in line} == expected
-    counts = {"iteration", "step", "episode", "epoch"}
-    scores = {"eval/scores", "eval/best_of_1", "eval/num_unscored"}
-    assert set(metrics[0]) == counts | scores
+    expected = [*range(0, last, 2), last]
+    assert column([line for line in metrics if "eval/scores" in line], "iteration") == expected
     rows = read_jsonl(folder / "eval_rollouts.jsonl")
     for path, its_rows in ((world.llama, rows[:5]), (folder / "model", rows[-5:])):
         model = load_policy(path)
         for row in its_rows:
-            tokens = greedy_tokens(model, row["prompt"], 6, EOS)
-            assert row["token_ids"] == tokens
+            assert row["token_ids"] == greedy_tokens(model, row["prompt"], 6, EOS)
 
 
 @one_text

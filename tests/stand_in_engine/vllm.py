@@ -63,9 +63,7 @@ class LLM:
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", (
             "weights are handed over in this process"
         )
-        is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-        backend = "uni" if is_alone else "external_launcher"
-        assert others["distributed_executor_backend"] == backend
+        assert others["distributed_executor_backend"] == "uni"  # One process asks.
         assert others["logprobs_mode"] == "processed_logprobs", (
             "log-probabilities are at the temperature"
         )
@@ -120,7 +118,6 @@ class LLM:
         self.has_prompts = True
         uniforms = []
         for prompt, request in zip(prompts, requests, strict=True):
-            assert all(type(token) is int for token in prompt)
             assert len(prompt) + request.max_tokens <= self.max_model_len
             # So the log-probabilities of the sampled tokens come in one list.
             assert request.flat_logprobs
