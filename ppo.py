@@ -257,7 +257,7 @@ def clipped_policy_loss(logratio, advantages, low, high):
     advantage, below 1 - low for a negative one. There the gradient is 0. Shapes: as logratio.
     """
     # exp(89) is inf, and 0 * inf would be a gradient of nan. With a positive advantage the ratio is
-    # clipped in any case, so it is clamped here. With a negative one inf stops the run in stage 5d.
+    # clipped in any case, so it is clamped here. With a negative one inf stops the run in stage 4d.
     ratio = torch.where(advantages < 0, logratio, logratio.clamp(max=80)).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
