@@ -73,6 +73,11 @@ DEFAULT = Path(__file__).resolve().parent / "benchmark" / "default"
 
 
 # ========================================= 1  flags =========================================
+Schedule = Literal[
+    "linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt"
+]
+
+
 @dataclass
 class Args:
     # run
@@ -131,14 +136,7 @@ class Args:
     missing_eos_penalty: float = 0.0
     """subtracted from the score of a completion that has not ended (arXiv 2403.17031, detail 23)"""
     # optimizer
-    lr_scheduler_type: Literal[
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "constant",
-        "constant_with_warmup",
-        "inverse_sqrt",
-    ] = "linear"  # over all optimizer steps, as in transformers
+    lr_scheduler_type: Schedule = "linear"  # over all optimizer steps, as in transformers
     learning_rate: float | None = None  # of AdamW; None: 1e-6, LoRA 1e-5, built-in policy 1e-4
     weight_decay: float = 0.0  # weight decay of AdamW, on all parameters
     warmup_steps: float = 0  # optimizer steps of linear warm-up; below 1: their share of all steps
@@ -382,7 +380,8 @@ def main(args):
                         difference = new_logprobs - batch.logprobs[to_train]
                         update |= compare_with_sampler(args, difference[mask])
                 if not isfinite(grad_norm):
-                    raise RuntimeError(f"iteration {iteration}: the gradient norm is {grad_norm}")
+                    where = f"iteration {iteration}, step {state['step'] + 1}"
+                    raise RuntimeError(f"{where}: gradient norm {grad_norm}")
                 learning_rate = optimizer.param_groups[0]["lr"]
                 optimizer.step()
                 scheduler.step()
@@ -706,6 +705,8 @@ def score_episodes(batch, scorers, where):
     for scorer in scorers if prompts else []:
         for name, values in scorer(batch, share).items():
             with blaming(f"{where}: --reward {name} must give one number or None a completion"):
+                if f"reward/{name}" in rows[0]:
+                    raise ValueError("another part of the score has this name")
                 if len(values) != len(prompts):
                     raise ValueError(f"{len(values)} scores for {len(prompts)} completions")
                 for i, row in enumerate(rows):
@@ -740,7 +741,8 @@ def load_reward_model(args, tokenizer):
     its_tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     same_vocabulary = its_tokenizer.get_vocab() == tokenizer.get_vocab()
     auto_class = transformers.AutoModelForSequenceClassification
-    model = load_model(path, args.dtype, auto_class, num_labels=1)
+    model = load_model(path, args.dtype, 0, auto_class, num_labels=1)
+    head = model.score  # of the last token; a model that scores its first token has no `score`
     eos = its_tokenizer.eos_token_id
 
     @torch.no_grad()
@@ -764,7 +766,7 @@ def load_reward_model(args, tokenizer):
             some = different[first : first + size]
             tokens = pad_left(some).to(accelerator.device)
             hidden = run_network(model.base_model, tokens)[:, -1]  # padding is on the left
-            scores |= zip(some, model.score(hidden).float().squeeze(-1).tolist())
+            scores |= zip(some, head(hidden).float().squeeze(-1).tolist())
         return {"reward_model": [scores[row] for row in rows]}
 
     return reward_model
@@ -1018,12 +1020,15 @@ def head_logits(language_model, hidden):
     return logits
 
 
+LOGITS_AT_ONCE = 2**25  # in a training pass; 128 MiB of float32
+
+
 def in_pieces(function, head, *inputs):
     """function(*inputs) in pieces of rows, where logits are many. Backward computes them again.
 
     head: of the language model, which `function` calls
     """
-    pieces = ceil(len(inputs[0]) * head.out_features / 2**25)  # 128 MiB of float32
+    pieces = ceil(len(inputs[0]) * head.out_features / LOGITS_AT_ONCE)
     if hasattr(head.weight, "ds_id"):
         # ZeRO-3 gathers the head at every call, so all processes must make as many calls.
         pieces = max(gather_object([pieces]))
@@ -1032,9 +1037,13 @@ def in_pieces(function, head, *inputs):
     return torch.cat(list(map(function, *(rows.tensor_split(pieces) for rows in inputs))))
 
 
-def load_model(path, dtype, auto_class=transformers.AutoModelForCausalLM, **changes):
-    """`from_pretrained` with all dropout off, on the device. changes: of its config"""
+def load_model(path, dtype, positions, auto_class=transformers.AutoModelForCausalLM, **changes):
+    """`from_pretrained` with all dropout off, on the device.
+
+    positions: that it must have, at least; changes: of its config
+    """
     config = transformers.AutoConfig.from_pretrained(path, **changes)
+    check_positions(path, config, positions)
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)
@@ -1082,12 +1091,14 @@ def check_model(path, model):
 
 def load_policy(args, tokenizer, prompts):
     """The model that is trained. It must have a position for each token of the longest row."""
-    model = load_model(args.model_path, "float32" if args.lora_r is None else args.dtype)
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    # The last token is no input.
-    check_positions(args.model_path, model.config, longest + args.response_length - 1)
+    positions = longest + args.response_length - 1  # The last token is no input.
+    dtype = "float32" if args.lora_r is None else args.dtype
+    model = load_model(args.model_path, dtype, positions)
     eos_ids = find_eos_ids(model, tokenizer, args.stop_token_id)
-    return CompletionModel(prepare_for_training(args, model, 1), tokenizer, eos_ids, args)
+    policy = CompletionModel(prepare_for_training(args, model, 1), tokenizer, eos_ids, args)
+    policy.positions = positions  # The models beside it need as many.
+    return policy
 
 
 def prepare_for_training(args, model, index):
@@ -1118,7 +1129,7 @@ def load_reference(args, policy):
                 return policy(call)
 
         return policy_without_adapters
-    model = load_model(args.ref_model_path or args.model_path, args.dtype)
+    model = load_model(args.ref_model_path or args.model_path, args.dtype, policy.positions)
     sizes = {m.config.get_text_config().vocab_size for m in (model, policy.language_model)}
     if len(sizes) > 1:
         raise UsageError("--ref-model-path must have the vocabulary of --model-path")
@@ -1344,7 +1355,8 @@ def finish(args, policy, output_dir, plan):
     if accelerator.is_main_process:
         (output_dir / "model.tmp").rename(output_dir / "model")
         if args.keep_checkpoints is None:
-            shutil.rmtree(output_dir / "checkpoints", ignore_errors=True)
+            for folder in output_dir.glob("checkpoints/iteration_*"):
+                shutil.rmtree(folder)
     accelerator.print(
         f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs;"
         f" model in {output_dir / 'model'}"
@@ -1502,7 +1514,8 @@ def choose_output_dir(args, prompts):
     for name, its in (vars(Args()) | theirs).items():  # An older script had fewer flags.
         mine = getattr(args, name, None)
         if name not in FREE_FLAGS and its != mine:
-            raise UsageError(f"--resume: {name} is {mine}, but {its} in {output_dir}")
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"--resume: {flag} is {mine}, but {its} in {output_dir}")
     if (output_dir / "model").exists():  # It is written last of all.
         accelerator.print(f"nothing to do: the run in {output_dir} is finished")
         accelerator.end_training()

@@ -75,6 +75,11 @@ DEFAULT = Path(__file__).resolve().parent / "benchmark" / "default"
 
 
 # ========================================= 1  flags =========================================
+Schedule = Literal[
+    "linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt"
+]
+
+
 @dataclass
 class Args:
     # run
@@ -146,14 +151,7 @@ class Args:
     missing_eos_penalty: float = 0.0
     """subtracted from the score of a completion that has not ended (arXiv 2403.17031, detail 23)"""
     # optimizer
-    lr_scheduler_type: Literal[
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "constant",
-        "constant_with_warmup",
-        "inverse_sqrt",
-    ] = "linear"  # over all optimizer steps, as in transformers
+    lr_scheduler_type: Schedule = "linear"  # over all optimizer steps, as in transformers
     learning_rate: float | None = None  # of AdamW; None: 3e-6, LoRA 1e-5, built-in policy 5e-5
     weight_decay: float = 0.0  # weight decay of AdamW, on all parameters
     warmup_steps: float = 0  # optimizer steps of linear warm-up; below 1: their share of all steps
@@ -393,9 +391,8 @@ def main(args):
                     grad_norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                     update["grad_norm"] = grad_norm
                     if not isfinite(grad_norm):
-                        raise RuntimeError(
-                            f"iteration {iteration}: the gradient norm is {grad_norm}"
-                        )
+                        where = f"iteration {iteration}, step {state['step'] + 1}"
+                        raise RuntimeError(f"{where}: gradient norm {grad_norm}")
                     optimizer.step()
                 scheduler.step()
                 updates.append(update)
@@ -734,6 +731,8 @@ def score_episodes(batch, scorers, where):
     for scorer in scorers if prompts else []:
         for name, values in scorer(batch, share).items():
             with blaming(f"{where}: --reward {name} must give one number or None a completion"):
+                if f"reward/{name}" in rows[0]:
+                    raise ValueError("another part of the score has this name")
                 if len(values) != len(prompts):
                     raise ValueError(f"{len(values)} scores for {len(prompts)} completions")
                 for i, row in enumerate(rows):
@@ -768,7 +767,8 @@ def load_reward_model(args, tokenizer):
     its_tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     same_vocabulary = its_tokenizer.get_vocab() == tokenizer.get_vocab()
     auto_class = transformers.AutoModelForSequenceClassification
-    model = load_model(path, args.dtype, auto_class, num_labels=1)
+    model = load_model(path, args.dtype, 0, auto_class, num_labels=1)
+    head = model.score  # of the last token; a model that scores its first token has no `score`
     eos = its_tokenizer.eos_token_id
 
     @torch.no_grad()
@@ -792,7 +792,7 @@ def load_reward_model(args, tokenizer):
             some = different[first : first + size]
             tokens = pad_left(some).to(accelerator.device)
             hidden = run_network(model.base_model, tokens)[:, -1]  # padding is on the left
-            scores |= zip(some, model.score(hidden).float().squeeze(-1).tolist())
+            scores |= zip(some, head(hidden).float().squeeze(-1).tolist())
         return {"reward_model": [scores[row] for row in rows]}
 
     return reward_model
@@ -1095,12 +1095,15 @@ def head_logits(language_model, hidden):
     return logits
 
 
+LOGITS_AT_ONCE = 2**25  # in a training pass; 128 MiB of float32
+
+
 def in_pieces(function, head, *inputs):
     """function(*inputs) in pieces of rows, where logits are many. Backward computes them again.
 
     head: of the language model, which `function` calls
     """
-    pieces = ceil(len(inputs[0]) * head.out_features / 2**25)  # 128 MiB of float32
+    pieces = ceil(len(inputs[0]) * head.out_features / LOGITS_AT_ONCE)
     if hasattr(head.weight, "ds_id"):
         # ZeRO-3 gathers the head at every call, so all processes must make as many calls.
         pieces = max(gather_object([pieces]))
@@ -1109,9 +1112,13 @@ def in_pieces(function, head, *inputs):
     return torch.cat(list(map(function, *(rows.tensor_split(pieces) for rows in inputs))))
 
 
-def load_model(path, dtype, auto_class=transformers.AutoModelForCausalLM, **changes):
-    """`from_pretrained` with all dropout off, on the device. changes: of its config"""
+def load_model(path, dtype, positions, auto_class=transformers.AutoModelForCausalLM, **changes):
+    """`from_pretrained` with all dropout off, on the device.
+
+    positions: that it must have, at least; changes: of its config
+    """
     config = transformers.AutoConfig.from_pretrained(path, **changes)
+    check_positions(path, config, positions)
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)
@@ -1159,12 +1166,14 @@ def check_model(path, model):
 
 def load_policy(args, tokenizer, prompts):
     """The model that is trained. It must have a position for each token of the longest row."""
-    model = load_model(args.model_path, "float32" if args.lora_r is None else args.dtype)
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    # The last token is no input.
-    check_positions(args.model_path, model.config, longest + args.response_length - 1)
+    positions = longest + args.response_length - 1  # The last token is no input.
+    dtype = "float32" if args.lora_r is None else args.dtype
+    model = load_model(args.model_path, dtype, positions)
     eos_ids = find_eos_ids(model, tokenizer, args.stop_token_id)
-    return CompletionModel(prepare_for_training(args, model, 1), tokenizer, eos_ids, args)
+    policy = CompletionModel(prepare_for_training(args, model, 1), tokenizer, eos_ids, args)
+    policy.positions = positions  # The models beside it need as many.
+    return policy
 
 
 def prepare_for_training(args, model, index):
@@ -1195,7 +1204,7 @@ def load_reference(args, policy):
                 return policy(call)
 
         return policy_without_adapters
-    model = load_model(args.ref_model_path or args.model_path, args.dtype)
+    model = load_model(args.ref_model_path or args.model_path, args.dtype, policy.positions)
     sizes = {m.config.get_text_config().vocab_size for m in (model, policy.language_model)}
     if len(sizes) > 1:
         raise UsageError("--ref-model-path must have the vocabulary of --model-path")
@@ -1225,7 +1234,7 @@ def add_value_model(args, policy):
     architectures = transformers.AutoConfig.from_pretrained(path).architectures or [""]
     if architectures[0].endswith("ForSequenceClassification"):
         auto_class = transformers.AutoModelForSequenceClassification
-    model = load_model(path, "float32", auto_class, num_labels=1)
+    model = load_model(path, "float32", policy.positions, auto_class, num_labels=1)
     trunk = model.base_model
     token = torch.ones((1, 1), dtype=torch.long, device=accelerator.device)
     with torch.no_grad():
@@ -1447,7 +1456,8 @@ def finish(args, policy, output_dir, plan):
     if accelerator.is_main_process:
         (output_dir / "model.tmp").rename(output_dir / "model")
         if args.keep_checkpoints is None:
-            shutil.rmtree(output_dir / "checkpoints", ignore_errors=True)
+            for folder in output_dir.glob("checkpoints/iteration_*"):
+                shutil.rmtree(folder)
     accelerator.print(
         f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs;"
         f" model in {output_dir / 'model'}"
@@ -1628,7 +1638,8 @@ def choose_output_dir(args, prompts):
     for name, its in (vars(Args()) | theirs).items():  # An older script had fewer flags.
         mine = getattr(args, name, None)
         if name not in FREE_FLAGS and its != mine:
-            raise UsageError(f"--resume: {name} is {mine}, but {its} in {output_dir}")
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"--resume: {flag} is {mine}, but {its} in {output_dir}")
     if (output_dir / "model").exists():  # It is written last of all.
         accelerator.print(f"nothing to do: the run in {output_dir} is finished")
         accelerator.end_training()

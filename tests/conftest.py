@@ -355,13 +355,9 @@ FAULTS = {  # what a faulty reward returns in place of its scores
     "no_score": lambda scores: [*scores[1:], None],
     "text": lambda scores: [*scores[1:], "one"],
     "rows": lambda scores: [{"score": score} for score in scores],
-    "tensor_column": lambda scores: torch.tensor(scores)[:, None],
     "array_column": lambda scores: numpy.array(scores)[:, None],
-    "list_of_columns": lambda scores: list(torch.tensor(scores)[:, None]),
     "wrong_count": lambda scores: scores[1:],
     "forgotten": lambda scores: None,
-    "empty": lambda scores: {},
-    "reserved": lambda scores: {"reward_model": scores},
     "unequal": lambda scores: {"a": scores, "b": scores[1:]},
     "coroutine": lambda scores: answer(),
 }

@@ -52,7 +52,6 @@ plan: -1
 num_train_epochs: -1.0
 warmup_steps: -1
 stop_token_id: -1
-stop_string: ""
 num_sample_generations: -1
 seed: -1
 temperature: 0.0
@@ -152,7 +151,7 @@ def test_bad_data_is_refused_by_file_and_line(script, refuses, world, tmp_path):
     file.write_text("")
     for name in (file, tmp_path / "no_such.jsonl", "rows.csv", "someone/sums"):
         for flag in ("dataset", "eval_dataset"):
-            refuses(script, str(name), **{flag: name})
+            refuses(script, str(name), error=(ValueError, OSError), **{flag: name})
 
 
 @one_text
@@ -167,9 +166,9 @@ def test_names_of_hub_datasets(script, run, monkeypatch):
         "sums:train[2:5]": ("sums", "train[2:5]"),
         "sums:main:test": ("sums", "main", "test"),
     }.items():
-        with raises(LookupError) as raised:
+        with raises(script.UsageError, match=re.escape(f"{name} ")) as raised:
             run(script, dataset=name)
-        assert raised.value.args == words
+        assert raised.value.__cause__.args == words
 
 
 @one_text
@@ -190,14 +189,14 @@ LONGEST = max(map(len, make_prompts(7)))  # of the prompts of a run
 
 
 @only("rloo", "ppo")
-def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, tmp_path):
+def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, world, tmp_path):
     """The longest prompt and its response, without the last token, must fit into each model that
     computes them. Evaluation prompts count, too. A run that just fits is not refused.
 
     A reward model reads the last token, too. With RoPE it would read on beyond its positions, and
     nobody would notice."""
     room = 65 - LONGEST
-    refuses(script, "--model-path .* 64 positions, .* 65", response_length=room + 1)
+    refuses(script, f"{world.llama} .* 64 positions, .* 65", response_length=room + 1)
     run(script, response_length=room, **FEW)
     longer = write_jsonl(tmp_path / "longer.jsonl", make_rows(["1" * (66 - room)]))
     refuses(script, "64 positions, .* 65", response_length=room, eval_dataset=longer)
@@ -213,26 +212,11 @@ def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, tmp_
 
 
 @one_text
-def test_tokens_that_the_model_does_not_have(script, run, refuses, tmp_path):
-    """A prompt, an EOS or the stop token outside of the vocabulary is refused. A tokenizer may have
-    more tokens than the model, as long as no prompt has one."""
-    tokenizer = make_tokenizer()
-    tokenizer.add_tokens(["@"])
-    more = save_model(tmp_path / "more", tokenizer=tokenizer)
-    run(script, model_path=more, **FEW)
-    dataset = write_jsonl(tmp_path / "at.jsonl", make_rows(["1+1=", "1@1="]))
-    refuses(script, f"{len(tokenizer) - 1}", model_path=more, dataset=dataset)
-    refuses(script, "--stop-token-id 99", stop_token_id=99)
-    refuses(script, "99", model_path=save_model(tmp_path / "never", eos_ids=[EOS, 99]))
-
-
-@one_text
-def test_a_run_without_eos_says_so(script, run, capsys):
+def test_a_run_without_eos(script, run):
     """Neither the tokenizer nor the model has an EOS. Then every completion runs to its limit."""
     for path in ("llama", "endless"):
         ended = [row["ended"] for row in run(script, model_path=path).rollouts]
         assert any(ended) == (path == "llama")
-        assert ("there is no EOS" in capsys.readouterr().out) != any(ended)
 
 
 @one_text
@@ -243,7 +227,7 @@ def test_a_model_must_give_the_same_in_padded_rows(script, run, refuses, tmp_pat
     bart = save_model(tmp_path / "bart", "bart")
     scaled = save_model(tmp_path / "scaled", logit_scale=3.0)  # which Llama does not use
     for flag, path in (("model_path", bart), ("model_path", scaled), ("ref_model_path", bart)):
-        refuses(script, f"{option(flag)} {path} ", **{flag: path}, dtype=dtype)
+        refuses(script, f"{path} ", **{flag: path}, dtype=dtype)
     jamba = save_model(tmp_path / "jamba", "jamba", initializer_range=1.0)
     for path, needs_rows in (("gpt2", False), (jamba, True)):
         capsys.readouterr()

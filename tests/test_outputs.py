@@ -13,7 +13,6 @@ from conftest import (
     flat,
     import_file,
     launched,
-    one_text,
     only,
     read_jsonl,
     result_of,
@@ -168,16 +167,3 @@ def test_a_stop_string_ends_a_completion(script, run, stopping):
 @only("grpo")
 def test_a_stop_string_on_two_processes(script, stopping, same_on):
     same_on(script, 2, stopping)
-
-
-@one_text
-def test_a_tokenizer_may_not_allow_a_stop_string(script, refuses):
-    """The built-in tokenizer has no token for most letters."""
-    default = script.Args
-    refuses(
-        script,
-        "--stop-string",
-        model_path=default.model_path,
-        dataset=default.dataset,
-        stop_string="9",
-    )

@@ -240,14 +240,14 @@ def test_another_run_is_refused(script, run, stopped_after, world, tmp_path, out
     older = yaml.safe_load(args_file.read_text())
     del older["weight_decay"]
     args_file.write_text(yaml.safe_dump(older | {"flag_of_another": 1}))
-    is_refused("flag_of_another")
+    is_refused("--flag-of-another")
     args_file.write_text(yaml.safe_dump(older))
     others = dict(seed=9, reward="exact_match", lora_r=2, num_train_epochs=5.0, weight_decay=0.5)
     for flag, value in others.items():
         is_refused(option(flag), **{flag: value})
     text = dataset.read_text()
     dataset.write_text(text.replace('"1"', '"2"'))
-    is_refused("rows of --dataset")
+    is_refused("--dataset-rows")
     dataset.write_text(text)
     # The same rows are the same dataset.
     goes_on(dataset=dataset.rename(tmp_path / "moved.jsonl"))

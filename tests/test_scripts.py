@@ -48,7 +48,6 @@ DIFFERENT = {
     "start_accelerator": "PPO can drop updates, which DeepSpeed cannot",
     "Args.k": "the flag has the name from each paper; in PPO a group is one episode",
     "Args.kl_coef": "in GRPO the KL is in the loss, and it is off by default",
-    "Args.whiten_advantages": "PPO whitens by default, and also subtracts the mean",
     "Args.num_ppo_epochs": "PPO's value model needs more updates with a rollout",
     "Args.learning_rate": "it names RATES",
     "RATES": "at RLOO's rate, rounding grows faster in PPO, and changes more completions",

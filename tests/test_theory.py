@@ -107,7 +107,7 @@ def test_a_baseline_of_the_others_has_no_bias(k):
     assert same(mean_of_grad_log_p, 0 * TRUE)
     episodes, p = groups_of(k, P)
     rewards = REWARDS[episodes]
-    advantages = rloo.rloo_advantages(rewards, k)
+    advantages = rloo.rloo_advantages(rewards, k, 0)
     assert same(ascent(advantages, p, episodes), TRUE)
     centred = grpo.grpo_advantages(rewards, k, "none")
     assert same(ascent(centred, p, episodes), (k - 1) / k * TRUE)
@@ -185,7 +185,7 @@ def test_training_ends_at_the_optimum_under_the_kl(scores, beta):
         log_p = token_logprobs(logits).sum(1).detach()
         rewards = scores - beta * (log_p - ref)
         episodes, p = groups_of(2, log_p.exp())
-        advantages = rloo.rloo_advantages(rewards[episodes], 2)
+        advantages = rloo.rloo_advantages(rewards[episodes], 2, 0)
         logits.data += 2 / beta * ascent(advantages, p, episodes, logits)
     assert torch.allclose(log_p, optimum, atol=0.01)
     assert advantages.abs().max() < 0.02
