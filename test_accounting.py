@@ -349,13 +349,13 @@ def test_processes_share_every_episode_once(script, monkeypatch):
         for rank in range(processes):
             process = SimpleNamespace(num_processes=processes, process_index=rank, device="cpu")
             monkeypatch.setattr(script, "accelerator", process, raising=False)
-            passes = script.micro_batches(episodes, lengths, size)
+            passes = list(script.micro_batches(episodes, lengths, size))
             assert len(passes) == plan.gradient_accumulation_steps
             for number, (chosen, is_real, is_last) in enumerate(passes, start=1):
                 assert len(chosen) <= size
                 assert is_last == (number == len(passes))
                 # A repeated episode, which is not real, does not count.
-                times_counted.update(chosen[is_real.squeeze(1)].tolist())
+                times_counted.update(chosen[is_real].tolist())
         assert times_counted == Counter(episodes.tolist())
 
 
