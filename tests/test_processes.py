@@ -225,3 +225,31 @@ def test_the_launchers_mixed_precision_is_the_default_of_dtype(script, run, monk
         folder = run(script, **flags).folder
         assert capsys.readouterr().out.startswith(f"1 x cpu, {dtype}")
         assert f"dtype: {dtype}\n" in (folder / "args.yaml").read_text()
+
+
+@mark.slow
+@only("rloo", "grpo")
+@mark.parametrize("seed", [1, 2, 3])
+@mark.parametrize("processes", [2, 3])
+def test_rounding_does_not_choose_what_is_trained(script, same_on, processes, seed):
+    """Equal completions of a group get KLs, or scores of a reward model, that differ by rounding.
+    Their advantages stay 0, so the same episodes are trained on any number of processes."""
+    flags = dict(
+        seed=seed,
+        k=2,
+        batch_size=30,
+        num_mini_batches=3,
+        num_ppo_epochs=2,
+        per_device_train_batch_size=3,
+        total_episodes=100,
+        kl_coef=script.Args.kl_coef,
+        model_path=script.Args.model_path,
+        dataset=script.Args.dataset,
+        learning_rate=1e-4,
+        response_length=8,
+    )
+    if script.__name__ == "grpo":
+        flags |= dict(reward="none", reward_model_path=str(script.DEFAULT / "reward_model"))
+    else:
+        flags["reward"] = "exact_match"
+    same_on(script, processes, flags)
