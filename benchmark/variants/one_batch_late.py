@@ -25,13 +25,15 @@ KINDS = {  # the script, and its flags
     "in time, rate 7e-5": (IN_TIME, "--learning-rate 7e-5"),
     "in time, rate 1.5e-4": (IN_TIME, "--learning-rate 1.5e-4"),
 }
+
+
+def held_out(result: dict) -> dict:
+    return curves(result, ["eval/scores"])
+
+
 PARTS = {}
 for kind, (script, own) in KINDS.items():
-    jobs = {}
-    for seed in range(1, 11):
-        flags = " ".join(f"--seed {seed} {FLAGS} {own}".split())
-        jobs[script, flags] = dict(flags=flags, seed=seed)
-    PARTS[kind] = Part(jobs, lambda _, result: curves(result, ["eval/scores"]))
+    PARTS[kind] = Part([({}, script, own)], FLAGS, range(1, 11), held_out)
 
 
 if __name__ == "__main__":
