@@ -276,11 +276,12 @@ def test_mirrored_questions_are_one_cluster():
 @mark.slow
 @mark.parametrize("name", SCRIPTS)
 def test_the_recipe_of_tldr_runs(name, run, tmp_path, monkeypatch):
-    """Each command runs for one iteration on tiny models of the same architecture, which lie where
+    """The command runs for one iteration on tiny models of the same architecture, which lie where
     the Hub has them."""
     text = (HERE / "benchmark" / "tldr" / "README.md").read_text().replace("\\\n", " ")
-    shown = "rloo" if name == "grpo" else name  # The page has one command for both.
-    words = shlex.split(re.search(rf" {shown}\.py (.*)", text)[1])
+    words = shlex.split(re.search(r" rloo\.py (.*)", text)[1])
+    if name == "ppo":
+        words += re.search(r"`(--num-ppo-epochs [^`]*)`", text)[1].split()
     flags = vars(tyro.cli(MODULES[name].Args, args=words))
     monkeypatch.chdir(tmp_path)
     model = dict(max_position_embeddings=128, initializer_range=0.3)

@@ -105,6 +105,29 @@ def test_the_tables_are_up_to_date():
     assert {words.split()[0] for words in used} == set(tables.TABLES)
 
 
+def section(page: Path, anchor: str) -> str:
+    """The text under a heading, up to the next one. Without an anchor, the whole page."""
+    if not anchor:
+        return read(page)
+    for part in re.split(r"^(?=#)", read(page), flags=re.M):
+        words = re.sub(r"[^\w\- ]", "", part.split("\n")[0].lower())
+        if words.strip().replace(" ", "-") == anchor:
+            return part
+    raise KeyError(anchor)
+
+
+def test_the_evidence_of_the_readme_is_that_of_the_pages():
+    """A number with a decimal point, or a power of ten, stands where the row's last cell links."""
+    rows = section(README, "evidence").split("|---|---|---|\n")[1].split("\n\n")[0]
+    for row in rows.splitlines():
+        *_, measured, where, _ = row.split("|")
+        found = ""
+        for path, anchor in re.findall(r"\]\(([^)#]+)#?([^)]*)\)", where):
+            found += section(HERE / path, anchor)
+        for number in re.findall(r"\d+\.\d+(?:e-\d+)?|\de-\d", measured):
+            assert number in found, number
+
+
 PROGRAM = r"(?:[A-Z_]+=\S+ )*(?:pip|python|accelerate|torchrun|srun|git|pytest|cp) "
 LAUNCHERS = {"torchrun": get_args_parser(), "launch": launch_command_parser()}
 
@@ -291,27 +314,21 @@ def test_the_ported_configuration_makes_the_steps_of_trl(capsys):
 
 
 def test_the_fields_of_trl_are_in_the_tables():
-    """The page has each field of PPOConfig (TRL 1.12), with its default where ours differs. What it
-    says about RLOO and has no counterpart is in TRL 1.16. The stored list was read from TRL's
-    sources: what each class itself defines."""
+    """The page has each default of PPOConfig (TRL 1.12) that differs from ours. What it says about
+    RLOO and has no counterpart is in TRL 1.16. The stored list was read from TRL's sources: what
+    each class itself defines."""
     text = read(HERE / "docs/coming_from.md")
     fields = json.loads(read(HERE / "benchmark/parity/trl_fields.json"))
-    of_ppo = fields["PPOConfig"]
     args = vars(MODULES["ppo"].Args(model_path="your/model"))
-    table = re.search(r"PPOConfig`.*?\n\n(.*?)\n\n", text, re.S)[1]
-    named = []
-    for line in table.splitlines()[2:]:
-        _, theirs, here, _ = line.split("|")
-        flag = re.search(r"`--([\w-]+)`", here)
-        for name, trl, ours in re.findall(r"`(\w+)`(?: \((\S+), here (\S+)\))?", theirs):
-            named.append(name)
-            mine = args.get(flag[1].replace("-", "_") if flag else name)
-            if trl:
-                assert trl == str(of_ppo[name])
-                assert ours == str(mine).removesuffix(".0")
-            elif "same name" in here:
-                assert mine == of_ppo[name]
-    assert sorted(named) == sorted(of_ppo)
+    args["local_rollout_forward_batch_size"] = args["per_device_rollout_batch_size"]
+    paragraph = re.search(r"Defaults that differ: (.*?)\n\n", text, re.S)[1]
+    shown = re.findall(r"`(\w+)`\s\((\S+),\shere\s(\S+)\)", paragraph)
+    differ = []
+    for name, trl in fields["PPOConfig"].items():
+        ours = args.get(name, trl)
+        if ours != trl and not name.endswith("_path"):
+            differ.append((name, str(trl), str(ours).removesuffix(".0")))
+    assert sorted(shown) == sorted(differ)
     of_rloo = fields["RLOOConfig"]
     without = re.search(r"no counterpart: (.*?)\n\n", text, re.S)[1]
     names = set(re.findall(r"`(\w+)`", without))

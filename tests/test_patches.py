@@ -232,7 +232,7 @@ def test_every_patch_is_tested():
 
 
 # ---- the lines of docs/papers.md
-PAPERS = "remax rejected opo maxrl pass_at_4 gdpo two_sided sapo dppo gmpo vespo masked ppo entropy"
+PAPERS = "remax rejected opo pass_at_4 gdpo two_sided sapo dppo gmpo vespo masked entropy"
 
 
 @fixture(scope="module")
@@ -304,8 +304,6 @@ def test_vespo(papers, advantage, power, rate):
 
 
 def test_advantages_of_papers(papers):
-    advantages = papers.maxrl.grpo_advantages(torch.eye(8)[0], 4, "group")
-    assert advantages.tolist() == [3, -1, -1, -1, 0, 0, 0, 0]
     # Of 6 answers 1 is right: it is in 10 of the 15 sets of 4, and in 6 of the 10 that hold a
     # certain wrong answer.
     advantages = papers.pass_at_4.grpo_advantages(torch.eye(6)[0], 6, "none")
@@ -364,15 +362,6 @@ def test_gdpo(papers, run):
         advantages += MODULES["grpo"].grpo_advantages(part, 3, "group")
     expected = advantages / advantages.std()
     assert column(rows, "advantage") == approx(expected.tolist(), abs=1e-3)
-
-
-def test_vapo(papers, run):
-    """At the start, values are 0. Completions have at most 6 tokens, so lambda is 0."""
-    ran = run(papers.ppo, kl_coef=0.0, whiten_advantages=False, total_episodes=12)
-    for row in ran.rollouts:
-        count = len(row["token_ids"])
-        assert row["returns"] == approx([row["score"]] * count)
-        assert row["advantage"] == approx([0.0] * (count - 1) + [row["score"]])
 
 
 def test_top_entropy_tokens(papers, run, monkeypatch):
@@ -450,7 +439,12 @@ SYMPTOMS = {  # of the broken functions that run to the end
     "interleaved": lambda row: row["group/equal_scores_fraction"] == 0,
 }
 FAILURES = HERE / "docs/failures.md"
-BROKEN = re.findall(r"broken.py (.*) (\w+)\.py (.*)", "\n".join(commands(FAILURES)))
+BROKEN = []
+for words in re.findall(r"broken.py (.*) (\w+)\.py (.*)", "\n".join(commands(FAILURES))):
+    BROKEN.append(words)
+    unchecked = f"{words[0]} no_check"
+    if unchecked in SYMPTOMS:
+        BROKEN.append((unchecked, *words[1:]))
 
 
 @mark.parametrize("breaks, script, flags", BROKEN)
