@@ -17,8 +17,8 @@ fields:
 
     {script}                     an entry that is equal in the group
     {score:.3f}                  the mean of the group's numbers
-    {score:± .3f}                with half of its 95 % interval; others: min, max, interval
-    {eval/scores[-1]:.2f}        of lists the last number; with [4:] the mean from the fifth one on
+    {score:± .3f}                with half of its 95 % interval; or interval, min, max, sum, count
+    {eval/scores[-1]:.2f}        of lists the last number
     {score@method=PPO:.2f}       of the rows that fit this, in place of the group's own entry
     {after - before:± .3f}       the differences, row by row
 
@@ -78,14 +78,17 @@ def interval(middle: float, band: float, form: str = ".3f") -> str:
     return f"{middle:{form}} ({low:{form}} to {high:{form}})"
 
 
-FUNCTIONS = {
-    "": lambda values, form: pretty(mean(values), form),
-    "min": lambda values, form: pretty(min(values), form),
-    "max": lambda values, form: pretty(max(values), form),
-    "count": lambda values, form: len(values),
-    "±": with_band,
-    "interval": lambda values, form: interval(*mean_and_band(values), form),
-}
+FUNCTIONS = {"": mean, "min": min, "max": max, "sum": sum, "count": len}
+
+
+def show(values: list[float], how: str) -> str:
+    """The values of a field, as the words after its colon say."""
+    function, form = re.fullmatch(r"([a-z±]*) ?(.*)", how).groups()
+    if function == "±":
+        return with_band(values, form)
+    if function == "interval":
+        return interval(*mean_and_band(values), form)
+    return pretty(FUNCTIONS[function](values), form)
 
 
 def fitting(rows: list[dict], patterns: dict[str, str]) -> list[dict]:
@@ -109,12 +112,9 @@ def values_of(rows: list[dict], group: dict, words: str) -> list:
         if value is None:
             continue
         for place in index:
-            if isinstance(value, dict):
-                value = value[place]
-            elif place.endswith(":"):
-                value = mean(value[int(place[:-1]) :])
-            else:
-                value = value[int(place)]
+            if isinstance(value, list):
+                place = int(place)
+            value = value[place]
         values.append(value)
     return values
 
@@ -122,16 +122,15 @@ def values_of(rows: list[dict], group: dict, words: str) -> list:
 def fill(cell: str, rows: list[dict], group: dict) -> str:
     """A cell with its fields filled in, for a group of rows."""
     for field in re.findall(r"\{(.*?)\}", cell):
-        words, how = re.fullmatch(r"(.*?)(?::([^]]*))?", field).groups()
+        words, _, how = field.partition(":")
         values, *others = (values_of(rows, group, words) for words in words.split(" - "))
         for other in others:
             values = [a - b for a, b in zip(values, other, strict=True)]
         if not values:
             return ""
         text = values[0]
-        if how is not None:
-            function, form = re.fullmatch(r"([a-z±]*) ?(.*)", how).groups()
-            text = FUNCTIONS[function](values, form)
+        if how:
+            text = show(values, how)
         cell = cell.replace(f"{{{field}}}", str(text))
     return cell
 

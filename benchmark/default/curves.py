@@ -1,13 +1,10 @@
-"""The three scripts on the default task: as they come, with other bounds of gradient clipping, and
-with a reward model.
+"""The three scripts on the default task: as they come, and with other bounds of gradient clipping.
 
     python benchmark/default/curves.py                                # all of them
     python benchmark/default/curves.py --plot                         # only the figures again
 
 curves.png shows the score of sampled training completions, mean of ten iterations, and that of
 held-out prompts at temperature 0, against episodes and against seconds of rollout and training.
-With a reward model GRPO does not divide scores by the deviation of their group, so that its
-coefficient weighs the KL against scores of the same size as in the other scripts.
 """
 
 import sys
@@ -18,19 +15,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-from run import SCRIPTS, Part, column, curves, having, logged, main
+from run import SCRIPTS, Part, column, having, logged, main
 
 RESULT = Path(__file__).with_suffix(".json")
 SEEDS = range(1, 11)
-MODEL = "--reward none --reward-model-path benchmark/default/reward_model --total-episodes 12288"
-MODEL += " --eval-every 8 --eval-reward exact_match --eval-temperature 1"
-MODEL += " --num-sample-generations 0"
-MODEL_RUNS = {
-    "rloo": "",
-    "grpo": "--scale-rewards none",
-    "ppo": "--num-ppo-epochs 4 --learning-rate 1e-4",
-}
-KEPT = ("objective/scores", "objective/kl", "eval/scores")
 
 
 def to_curve(result: dict) -> dict:
@@ -98,14 +86,10 @@ def with_bounds(*bounds: str) -> list[tuple]:
     return runs
 
 
-WITH_MODEL = []
-for (script, own), kl_coef in product(MODEL_RUNS.items(), (0.01, 0.3)):
-    WITH_MODEL.append((dict(kl_coef=kl_coef), script, f"{own} --kl-coef {kl_coef}"))
 EVALUATED = "--eval-every 16"
 PARTS = {
     "default": Part(with_bounds("1"), EVALUATED, SEEDS, to_curve),  # All scripts have this bound.
     "clipping": Part(with_bounds("10", "inf"), EVALUATED, SEEDS, clipped),
-    "reward_model": Part(WITH_MODEL, MODEL, range(1, 4), lambda result: curves(result, KEPT)),
 }
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ JUDGES = "--reward benchmark/failures/judges.py"
 TRUTH = "--eval-reward exact_match"
 MODEL = f"--reward none --reward-model-path benchmark/default/reward_model {TRUTH}"
 MODEL += " --eval-temperature 1"
-EIGHT_EPOCHS = "--num-ppo-epochs 8 --num-mini-batches 2"
 COLORS = {"failure": draw.OTHERS[4], "healthy": draw.OTHERS[0]}
 METRICS = {  # those of the figure; after the bar, those that stand in the page's table alone
     "learning_rate": "eval/scores objective/kl grad_norm",
@@ -40,8 +39,6 @@ METRICS = {  # those of the figure; after the bar, those that stand in the page'
     "eos_masked": "eval/scores response_length_mean"
     " | val/sampling_logprob_difference objective/scores",
     "interleaved": "eval/scores group/equal_scores_fraction policy/entropy_avg",
-    "no_clip": "eval/scores policy/approxkl_avg grad_norm"
-    " | val/ratio_var policy/clipfrac_avg objective/scores",
     "equal_scores": "objective/scores eval/scores response_length_mean | val/num_eos_tokens",
 }
 
@@ -89,7 +86,6 @@ FAILURES = [
     ("temperature", "ppo", 4096, "", "", "--temperature 2", "temperature no_check"),
     ("eos_masked", "rloo", 12288, SHORT_ANSWERS, "", "", "eos_masked no_check"),
     ("interleaved", "grpo", 4096, KINDER, "", "", "interleaved"),
-    ("no_clip", "grpo", 4096, EIGHT_EPOCHS, "--cliprange 10"),
     ("equal_scores", "grpo", 8192, LITTLE_LENGTH, "", "--scale-rewards none"),
 ]
 PARTS = {name: compare(name, *settings) for name, *settings in FAILURES}

@@ -303,7 +303,7 @@ def noise_band(products: np.ndarray) -> float:
     return 1.96 * np.sqrt((n - 1) * np.var(without_one))
 
 
-# ---- tables
+# ---- the table, and what sentences say
 
 
 def noise(row: dict) -> float:
@@ -334,20 +334,25 @@ def fresh():
         yield [rung, *(interval(noise(row), row["noise_band"], ".1f") for row in some)]
 
 
-def gradients():
-    """The relative noise of each rung at the start and half-way, and the cosine at the start."""
-    for rung in GRADIENTS:
-        cells = [rung]
-        for weights in ("start", "half-way"):
-            cell = ""
-            if gradients_of(rung, weights):  # Some rungs were measured half-way only.
-                low, middle, high = relative_noise(rung, weights)
-                cell = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-            cells.append(cell)
-        cosine = ""
-        if rows := gradients_of(rung, "start"):
-            cosine = interval(*draw.mean_and_band(column(rows, "cosine")))
-        yield [*cells, cosine]
+def best_baseline(weights: str) -> float:
+    """The variance with a constant baseline is a parabola in it. Its values at -1, 0 and 1 were
+    measured."""
+    rungs = ("REINFORCE, scores + 1", "REINFORCE", "REINFORCE, scores - 1")
+    variances = [np.mean(column(gradients_of(rung, weights), "variance")) for rung in rungs]
+    bend, slope, _ = np.polyfit((-1, 0, 1), variances, 2)
+    return -slope / bend / 2
+
+
+def cited():
+    """What docs/ladder.md says in sentences."""
+    numbers = []
+    for weights in ("start", "half-way"):
+        score = np.mean(column(gradients_of("RLOO", weights), "score"))
+        numbers += [score, best_baseline(weights)]
+    yield [
+        "mean score, {:.2f}, is near the best baseline, {:.2f},".format(*numbers),
+        "it is {2:.2f}, far above the best one, {3:.2f},".format(*numbers),
+    ]
 
 
 # ---- figure
