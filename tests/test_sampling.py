@@ -214,7 +214,7 @@ def test_an_episode_ends_with_its_first_eos(script, run, policy, stop_token_id, 
     """The first EOS is the last token, whichever EOS it is: of the generation config, or
     --stop-token-id. Only the longest length ends an episode without one.
 
-    A bug of many trainers: no loss for an EOS that equals padding."""
+    Bug: many trainers have no loss for an EOS that equals padding."""
     ran = run(
         script, model_path=policy, total_episodes=48, batch_size=48, stop_token_id=stop_token_id
     )
