@@ -114,22 +114,24 @@ def coin_ends(result: dict) -> dict:
             [(_, count)] = Counter(column(some, "completion")).most_common(1)
             most.append(count / len(some))
         shares.append(rounded(most))
-    sure = dict(entropy=[rounded(entropy[0]), rounded(entropy[-10:])], mode=[shares[0], shares[-1]])
-    return ends(result) | sure
+    kept = ends(result)
+    kept["entropy"] = [rounded(entropy[0]), rounded(entropy[-10:])]
+    kept["mode"] = [shares[0], shares[-1]]
+    return kept
 
 
-COINS = []  # The clip cannot act, it acts, and it is off.
-for updates, own in {
+UPDATES = {  # The clip cannot act, it acts, and it is off.
     "1": "",
     "4": "--num-mini-batches 4",
     "4, no clip": "--num-mini-batches 4 --cliprange 1000",
-}.items():
-    for script in ("rloo", "grpo"):
-        names = dict(reward="coin", updates=updates)
-        COINS.append((names, script, f"--reward {REWARDS}:coin {own}"))
+}
+COINS = []
 for script in ("rloo", "grpo"):
     names = dict(reward="exact_match", updates="1")
     COINS.append((names, script, "--reward exact_match"))
+    for updates, own in UPDATES.items():
+        names = dict(reward="coin", updates=updates)
+        COINS.append((names, script, f"--reward {REWARDS}:coin {own}"))
 
 FORMS = []
 for reward, judge in product(("digits", "exactly"), ("exact_match", "exactly")):
@@ -256,10 +258,11 @@ def unseen_pairs(seed: int) -> set[tuple]:
 
 def write_pairs(seed: int, folder: Path):
     """The prompts of training without some pairs. All prompts with these pairs are held out."""
+    unseen = unseen_pairs(seed)
     seen = []
     held_out = read_rows(BENCHMARK / "default/eval.jsonl")
     for row in read_rows(BENCHMARK / "default/train.jsonl"):
-        if last_digits(row["prompt"]) in unseen_pairs(seed):
+        if last_digits(row["prompt"]) in unseen:
             held_out.append(row)
         else:
             seen.append(row)
@@ -481,31 +484,25 @@ def seeds_needed(values, runs: int = 2) -> list[int]:
 
 def cited():
     """What docs/claims.md says in sentences."""
-    one, many = ({"start": passes_of_start(m)} for m in (1, 16))
-    for script in SCRIPTS:
-        trained = dict(model=script, prompts="eval", temperature=1.0)
-        one[script] = passes(1, **trained)
-        many[script] = passes(16, **trained)
-    yield [
-        "from {start:.2f} to {rloo:.2f} (RLOO, GRPO) and {ppo:.2f} (PPO)".format(**one),
-        "{start:.2f} before, and {rloo:.2f} to {ppo:.2f} after".format(**many),
-    ]
-    leaders = {"PPO", "filtered, k = 1"}
-    p_values = []
-    pairs = {}
-    for start, methods in of_starts().items():
-        pairs[start] = differences(methods)
-        corrected = holm({pair: sign_flips(x) for pair, x in pairs[start].items()})
-        p_values += [p for pair, p in corrected.items() if len(leaders.intersection(pair)) == 1]
+    for m, words in ((1, "from {:.2f} to {:.2f}"), (16, "{:.2f} before, and {:.2f} to")):
+        rloo = passes(m, model="rloo", prompts="eval", temperature=1.0)
+        ppo = passes(m, model="ppo", prompts="eval", temperature=1.0)
+        yield [words.format(passes_of_start(m), rloo), f"{ppo:.2f}"]
+    pairs = {start: differences(methods) for start, methods in of_starts().items()}
     lead = -np.mean(pairs["policy 3"]["filtered, k = 1", "PPO"])
-    yield [f"lead the three others (p = {max(p_values):.3f})", f"policy 3 alone, by {lead:.3f}"]
-    right = {name: column(rows, "right") for name, rows in of_starts()["built-in policy"].items()}
-    yield [
-        "RLOO {} (95 % interval: {} to {})".format(*seeds_needed(right["RLOO"])),
-        "GRPO {}, ".format(*seeds_needed(right["GRPO"])),
-        "PPO {} ".format(*seeds_needed(right["PPO"])),
-        "GRPO and RLOO {}.".format(*seeds_needed(pairs["built-in policy"]["GRPO", "RLOO"], 1)),
-    ]
+    yield [f"policy 3 alone, by {lead:.3f}"]
+    leaders = {"PPO", "filtered, k = 1"}
+    for some in pairs.values():
+        corrected = holm({pair: sign_flips(some[pair]) for pair in some})
+        for pair, p in corrected.items():
+            if len(leaders.intersection(pair)) == 1:
+                yield [f"(p = {p:.3f})"]
+    methods = grouped(measured("methods"), "method")
+    needed = {name: seeds_needed(column(rows, "right")) for name, rows in methods.items()}
+    yield ["{} seeds".format(*needed["RLOO"]), "{1} to {2})".format(*needed["RLOO"])]
+    yield ["like GRPO {},".format(*needed["GRPO"]), "like PPO {} ".format(*needed["PPO"])]
+    paired = seeds_needed(pairs["built-in policy"]["GRPO", "RLOO"], 1)
+    yield ["RLOO and GRPO need {}.".format(*paired)]
 
 
 def smollm2_shares(runs: list[dict]) -> tuple:
