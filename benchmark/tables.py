@@ -5,7 +5,7 @@
 A table stands in a page below a comment that says where its rows come from. Its head is written by
 hand. Each line of the comment makes rows:
 
-    <!-- table: default/curves.json part=default each=script: {script} | {greedy_after:± .3f} -->
+    <!-- table: default/curves.json part=default each=script: {script}|{greedy_after:±.3f} -->
     | script | right answers |
     |---|---|
     <!-- end of table -->
@@ -17,10 +17,10 @@ fields:
 
     {script}                     an entry that is equal in the group
     {score:.3f}                  the mean of the group's numbers
-    {score:± .3f}                with half of its 95 % interval; or interval, min, max, sum, count
+    {score:±.3f}                 with half of its 95 % interval; or interval, min, max, sum, count
     {eval/scores[-1]:.2f}        of lists the last number
     {score@method=PPO:.2f}       of the rows that fit this, in place of the group's own entry
-    {after - before:± .3f}       the differences, row by row
+    {after - before:±.3f}        the differences, row by row
 
 A cell is empty where a number is missing. Where a line names a program and one of its functions,
 this function yields the cells of each row: `<!-- table: ladder/ladder.py fresh -->`.
@@ -83,7 +83,7 @@ FUNCTIONS = {"": mean, "min": min, "max": max, "sum": sum, "count": len}
 
 def show(values: list[float], how: str) -> str:
     """The values of a field, as the words after its colon say."""
-    function, form = re.fullmatch(r"([a-z±]*) ?(.*)", how).groups()
+    function, form = re.fullmatch(r"([a-z±]*)(.*)", how).groups()
     if function == "±":
         return with_band(values, form)
     if function == "interval":
@@ -152,7 +152,7 @@ def rows_of(line: str):
         if group not in groups:
             groups.append(group)
     for group in groups:
-        yield [fill(cell, rows, group) for cell in template.split(" | ")]
+        yield [fill(cell.strip(), rows, group) for cell in template.split("|")]
 
 
 def write_tables(text: str) -> str:

@@ -140,8 +140,8 @@ def test_a_row_of_a_table():
         "{x[-1]:max}": "3",
         "{x[-1]@seed=[12]:.1f}": "1.5",
         "{x[-1]@script=b:count} of 4": "1 of 4",
-        "{x[-1]:± .2f}": f"2.00 ± {band:.2f}",
-        "{x[-1] - y:interval .2f}": f"0.50 {ends}",
+        "{x[-1]:±.2f}": f"2.00 ± {band:.2f}",
+        "{x[-1] - y:interval.2f}": f"0.50 {ends}",
         "{y@script=b}, {script}": "",
     }.items():
         assert tables.fill(cell, rows, group) == expected

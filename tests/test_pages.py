@@ -107,36 +107,36 @@ README.md
 default/curves.json part=default: {greedy_before:.3f} before
 default/curves.json part=default each=script: {greedy_after:.3f}
 claims/claims.json part=pairs each=script: {unseen_after:.3f}
-parity/mini_batch.json part=same: {gradient:max .0e} from TRL
-parity/mini_batch.json part=ppo undone_by= update=.+: {gradient:max .0e} from torchrl
-parity/mini_batch.json what=GRPO.with.KL.+: to {gradient:max .2f} of a tiny
-parity/replay.json: within {distance:max .1e} of the distance
-hardware/sharded.json: at most {relative_distance:max .1e} of
+parity/mini_batch.json part=same: {gradient:max.0e} from TRL
+parity/mini_batch.json part=ppo undone_by= update=.+: {gradient:max.0e} from torchrl
+parity/mini_batch.json what=GRPO.with.KL.+: to {gradient:max.2f} of a tiny
+parity/replay.json: within {distance:max.1e} of the distance
+hardware/sharded.json: at most {relative_distance:max.1e} of
 hardware/kill_and_resume.json: {kills:sum} kills
-throughput/throughput.json part=[ach]: {lowest:min .1f} to {highest:max .1f} times
+throughput/throughput.json part=[ach]: {lowest:min.1f} to {highest:max.1f} times
 throughput/throughput.json part=d: {ratio:.1f} with 300 to 400
-throughput/throughput.json part=gpu: H100 {lowest:min .1f} to {highest:max .1f}
+throughput/throughput.json part=gpu: H100 {lowest:min.1f} to {highest:max.1f}
 docs/claims.md
 claims/claims.json part=coin: training {scores[0]:.2f} are | pass@16 is {best_of_k[0]:.2f}
-claims/claims.json part=coin updates=1 script=rloo each=reward: {scores[1]:± .2f}
-claims/claims.json part=coin updates=1 script=rloo each=reward: {best_of_k[1]:± .2f}
-claims/claims.json part=gold rate=0.0001 seed=[4-9]|1.: {held_out:± .3f} of the held-out
+claims/claims.json part=coin updates=1 script=rloo each=reward: {scores[1]:±.2f}
+claims/claims.json part=coin updates=1 script=rloo each=reward: {best_of_k[1]:±.2f}
+claims/claims.json part=gold rate=0.0001 seed=[4-9]|1.: {held_out:±.3f} of the held-out
 claims/claims.py cited
 docs/ladder.md
 ladder/ladder.json part=learning rung=REINFORCE equal=episodes k=[14] each=k: {held_out[-1]:.3f}
 ladder/ladder.json part=learning rung=RLOO|GRPO k=4 each=rung,equal: {held_out[-1]:.3f}
-ladder/ladder.json part=gradients rung=GRPO weights=start prompts=.: {cosine:interval .3f}
+ladder/ladder.json part=gradients rung=GRPO weights=start prompts=.: {cosine:interval.3f}
 ladder/ladder.py cited
 benchmark/README.md
-hardware/rounding.json part=rloo.in.bfloat16: {completions_that_differ:sum ,} of RLOO's
+hardware/rounding.json part=rloo.in.bfloat16: {completions_that_differ:sum,} of RLOO's
 hardware/rounding.json part=SmolLM2: {completions_that_differ} of {completions} differs
 hardware/rounding.json part=PPO,.shift.+: iteration {first_iteration:min}
 hardware/rounding.json part=PPO,.shift.+: most {completions_that_differ:max} of
-hardware/kill_and_resume.json: within {relative_distance:max .1e} of the distance
+hardware/kill_and_resume.json: within {relative_distance:max.1e} of the distance
 benchmark/engine/README.md
 engine/measure.json part=smollm2 run=rloo.py: {sampled[0]:.2f} -> {sampled[-1]:.2f} of the answers
 docs/variants.md
-variants/one_batch_late.json each=part: {eval/scores[-1]:± .3f}
+variants/one_batch_late.json each=part: {eval/scores[-1]:±.3f}
 """
 
 
