@@ -47,6 +47,12 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in open(path, encoding="utf-8")]
 
 
+def write_rows(path: Path, rows: list[dict]):
+    """Write a .jsonl file."""
+    lines = [json.dumps(row) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
 def having(rows: list[dict], **wanted) -> list[dict]:
     """The rows that have these entries."""
     return [row for row in rows if all(row.get(name) == x for name, x in wanted.items())]

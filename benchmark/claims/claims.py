@@ -8,7 +8,6 @@ At the end of the file stand the table, the numbers of sentences, and the figure
 """
 
 import importlib
-import json
 import math
 import os
 import subprocess
@@ -39,6 +38,7 @@ from run import (
     read_result,
     read_rows,
     run_all,
+    write_rows,
 )
 from tables import with_band
 
@@ -266,9 +266,8 @@ def write_pairs(seed: int, folder: Path):
             held_out.append(row)
         else:
             seen.append(row)
-    for name, some in (("train", seen), ("eval", held_out)):
-        text = "".join(json.dumps(row) + "\n" for row in some)
-        (folder / f"{seed}_{name}.jsonl").write_text(text)
+    write_rows(folder / f"{seed}_train.jsonl", seen)
+    write_rows(folder / f"{seed}_eval.jsonl", held_out)
 
 
 def run_pairs(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:

@@ -13,7 +13,6 @@ samples anew. "fresh" has other prompts in each iteration, as a training run has
 """
 
 import importlib
-import json
 import math
 import multiprocessing
 import os
@@ -40,6 +39,7 @@ from run import (
     read_rows,
     run,
     run_forked,
+    write_rows,
 )
 from tables import interval
 
@@ -217,9 +217,8 @@ def write_datasets(
     files = {}
     for name, copies in (("groups", 1), ("ppo", GROUP)):  # ppo.py samples a prompt once.
         files[name] = folder / f"{prompts}_{name}.jsonl"
-        with open(files[name], "w") as file:
-            for position in positions:
-                file.write(copies * f"{json.dumps(rows[position])}\n")
+        chosen = np.repeat(positions, copies)
+        write_rows(files[name], [rows[position] for position in chosen])
     return files, epochs
 
 

@@ -16,7 +16,6 @@ unexplained difference above 1e-5. In a smoke run Tally alone makes updates.
 import contextlib
 import functools
 import io
-import json
 import math
 import random
 import tempfile
@@ -29,7 +28,7 @@ from unittest.mock import patch
 import torch
 import trl_trainer  # first: it makes the modules below importable
 import tyro
-from run import Part, copy_script, import_script, main, read_run
+from run import Part, copy_script, import_script, main, read_run, write_rows
 
 RESULT = Path(__file__).with_suffix(".json")
 TOLERANCE = 1e-5
@@ -93,9 +92,7 @@ def make_world(folder: Path):
     """Models, and prompts of 1 to 9 characters."""
     rng = random.Random(0)
     prompts = ["".join(rng.choices("0123456789+-=", k=length)) for length in (1, 3, 9, 4, 3, 7)]
-    (folder / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": p}) + "\n" for p in prompts)
-    )
+    write_rows(folder / "prompts.jsonl", [dict(prompt=prompt) for prompt in prompts])
     llama = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
     save_model(folder / "policy", 1, **llama)
     save_model(folder / "reference", 2, **llama)

@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import BENCHMARK, DEFAULTS, K_FLAGS, POLICY, Part, main, read_rows, run
+from run import BENCHMARK, DEFAULTS, K_FLAGS, POLICY, Part, main, read_rows, run, write_rows
 
 RESULT = Path(__file__).with_suffix(".json")
 DROPPED_STEPS = 2
@@ -180,9 +180,7 @@ def make_world(case: Case, world: Path) -> Path:
         for _ in range(count):
             words = draw_words.choices(range(2, sizes["vocab_size"]), k=case.prompt_tokens[0])
             rows.append(dict(prompt=" ".join(f"w{word}" for word in words)))
-    (world / "prompts.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-    )
+    write_rows(world / "prompts.jsonl", rows)
     return model
 
 
