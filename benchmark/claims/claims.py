@@ -475,7 +475,7 @@ def seeds_needed(values, runs: int = 2) -> list[int]:
     runs: 2 for two methods with this deviation, 1 for differences that are paired by seed
     """
     needed = runs * (2.8 * np.std(values, ddof=1) / 0.02) ** 2
-    # its quantiles at 2.5 % and 97.5 % with 9 degrees of freedom
+    # its quantiles at 2.5 % and 97.5 %, with 9 degrees of freedom
     chi_squared = (2.700, 19.023)
     low, high = (9 * needed / quantile for quantile in reversed(chi_squared))
     return [math.ceil(x) for x in (needed, low, high)]
