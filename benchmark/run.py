@@ -3,7 +3,7 @@ way.
 
 run("rloo", "--kl-coef 0 --seed 3")["metrics"]        # in a folder that is gone afterwards
 run_all([("rloo", "--seed 1"), ("ppo", "--seed 1")])  # as many at once as there are cores
-main(__doc__, path, {"seeds": Part(jobs, keep)})      # the command line of a program that measures
+main(__doc__, path, {"name": Part(runs)})             # the command line of a program that measures
 """
 
 import gc
@@ -20,10 +20,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ ROOT = BENCHMARK.parent
 POLICY = BENCHMARK / "default" / "policy"
 BUILT_IN = f"--model-path {POLICY} --dataset benchmark/default/train.jsonl --reward exact_match"
 SCRIPTS = ("rloo", "grpo", "ppo")
+K_FLAGS = {"rloo": "--rloo-k", "grpo": "--num-generations"}
 DEFAULTS = dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 LIBRARIES = ("accelerate", "transformers.models.llama.modeling_llama", "transformers.optimization")
 
@@ -43,6 +45,30 @@ LIBRARIES = ("accelerate", "transformers.models.llama.modeling_llama", "transfor
 def read_rows(path: Path) -> list[dict]:
     """The rows of a .jsonl file."""
     return [json.loads(line) for line in open(path, encoding="utf-8")]
+
+
+def write_rows(path: Path, rows: list[dict]):
+    """Write a .jsonl file."""
+    lines = [json.dumps(row) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def having(rows: list[dict], **wanted) -> list[dict]:
+    """The rows that have these entries."""
+    return [row for row in rows if all(row.get(name) == x for name, x in wanted.items())]
+
+
+def column(rows: list[dict], name: str) -> list:
+    """The entries of this name."""
+    return [row[name] for row in rows]
+
+
+def grouped(rows: list[dict], name: str) -> dict[str, list[dict]]:
+    """The rows by their entry of this name."""
+    groups = {}
+    for row in rows:
+        groups.setdefault(row[name], []).append(row)
+    return groups
 
 
 def read_run(folder: Path) -> dict:
@@ -189,7 +215,7 @@ def run_forked(job: tuple) -> dict:
                     extra(module)
                 else:
                     output_dir = extra
-            words = [*flags.split(), "--output-dir", output_dir]
+            words = [*flags.split(), "--output-dir", str(output_dir)]
             module.main(tyro.cli(module.Args, args=words))
         except (Exception, SystemExit):
             printed = Path(log.name).read_text()[-4000:]
@@ -215,15 +241,13 @@ def run_and_finish(job: tuple):
     return FINISH[-1](job, run_forked(job))
 
 
-def run_all(
-    jobs: list[tuple], finish=lambda job, result: result, processes: int | None = None
-) -> list:
+def run_all(jobs: list[tuple], finish=lambda job, result: result) -> list:
     """`run_forked` of every job, as many at once as there are cores: what `finish(job, result)`
     makes of each."""
     prepare_forks()
     FINISH.append(finish)
     results = []
-    with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
+    with multiprocessing.get_context("fork").Pool(maxtasksperchild=1) as pool:
         for job, result in zip(jobs, pool.imap(run_and_finish, jobs, chunksize=1)):
             results.append(result)
             print(f"{' '.join(job[:2])}: done", file=sys.stderr, flush=True)
@@ -258,47 +282,49 @@ def machine() -> str:
 
 @dataclass
 class Part:
-    """One measurement of a program. Its rows and its minutes are kept apart from those of the other
-    parts."""
+    """One measurement of a program: a set of runs, and what is kept of each. Its rows and its
+    minutes are kept apart from those of the other parts."""
 
-    jobs: dict[tuple, dict]
-    """each job, as `run_forked` takes it, with the entries that name its row"""
-    keep: Callable[[dict, dict], dict] = lambda names, result: {}
-    """keep(names, result) returns the other entries of the row"""
+    runs: list[tuple]
+    """of each: the entries that name its row, the script, its flags, and functions that change the
+    script before it starts"""
+    flags: str = ""
+    """flags of all runs"""
+    seeds: Iterable[int] = (1,)
+    """each run is made with each of them"""
+    keep: Callable[[dict], dict] = lambda result: {}
+    """keep(what `read_run` reads) returns the other entries of the row"""
     measure: Callable[[dict, bool], list[dict]] | None = None
     """measure(jobs, smoke) returns the rows, where a row is not what is kept of one job"""
     prepare: Callable[[], None] | None = None
     """what must be made before, if this is no smoke run"""
     short: str = "--total-episodes 128 --eval-every 2"
     """flags that make a smoke run of each job: the last of two equal flags counts"""
-    smoke: Callable[[dict], bool] = lambda names: True
-    """which jobs a smoke run has"""
-    processes: int | None = None
-    """jobs at once; None: as many as there are cores"""
     needs: str = ""
     """what must be installed beside requirements.txt; a smoke run needs nothing"""
 
+    def jobs(self, smoke: bool = False) -> dict[tuple, dict]:
+        """Each job, as `run_forked` takes it, with the entries that name its row. A smoke run has
+        the first of each script, also of each that is changed by functions."""
+        jobs = {}
+        seen = set()
+        for seed, (names, script, own, *edits) in product(self.seeds, self.runs):
+            words = f"{self.flags} {own} --seed {seed}".split()
+            if smoke:
+                words += self.short.split()
+                if (script, *edits) in seen:
+                    continue
+                seen.add((script, *edits))
+            row = dict(script=script, flags=own.strip(), seed=seed) | names
+            jobs[script, " ".join(words), *edits] = row
+        return jobs
+
     def rows(self, smoke: bool = False) -> list[dict]:
         """Run the jobs, or those of a smoke run."""
-        jobs = self.jobs
-        if smoke:
-            jobs = self.smoke_jobs()
+        jobs = self.jobs(smoke)
         if self.measure:
             return self.measure(jobs, smoke)
-
-        def finish(job, result):
-            return jobs[job] | self.keep(jobs[job], result)
-
-        return run_all(list(jobs), finish, self.processes)
-
-    def smoke_jobs(self) -> dict[tuple, dict]:
-        """The jobs with the first seed alone, with the flags of `short`."""
-        first = next((names.get("seed") for names in self.jobs.values()), None)
-        jobs = {}
-        for (script, flags, *more), names in self.jobs.items():
-            if names.get("seed", first) == first and self.smoke(names):
-                jobs[script, f"{flags} {self.short}", *more] = names
-        return jobs
+        return run_all(list(jobs), lambda job, result: jobs[job] | self.keep(result))
 
 
 @dataclass
@@ -306,7 +332,7 @@ class Options:
     parts: tyro.conf.Positional[tuple[str, ...]] = ()
     """parts to measure; the results of the others stay. Without a name all parts are measured"""
     smoke: bool = False
-    """run a short version of each part, print its fingerprint, and write nothing"""
+    """run a short version of each part, and write nothing"""
     plot: bool = False
     """measure nothing, only draw the figures again"""
 
@@ -336,8 +362,7 @@ def main(
         chosen = ()
     for name in chosen:
         if options.smoke:
-            numbers = fingerprint(parts[name].rows(smoke=True))
-            print(json.dumps({name: numbers}), flush=True)
+            parts[name].rows(smoke=True)
         else:
             measure_part(result, name, parts)
     if plot:
@@ -366,31 +391,11 @@ def measure_part(path: Path, name: str, parts: dict[str, Part]):
         date=date.today().isoformat(),
         minutes=round((time.time() - start) / 60, 1),
         machine=machine(),
-        fingerprint=fingerprint(part.rows(smoke=True)),
     )
     old = read_result(path)
     stamps = old["parts"] | {name: stamp}
     rows += [row for row in old["rows"] if row["part"] != name]
     write_result(path, {name: stamps[name] for name in parts if name in stamps}, rows)
-
-
-def fingerprint(rows: list[dict]) -> dict[str, float]:
-    """The mean of each number in the rows, with three digits, without times and memory."""
-    found = {}
-    left_out = re.compile("seconds|_s$|minutes|gib|seed")
-
-    def collect(name, value):
-        if isinstance(value, dict):
-            for inner in value:
-                collect(inner, value[inner])
-        elif isinstance(value, list):
-            for inner in value:
-                collect(name, inner)
-        elif isinstance(value, (int, float)) and not left_out.search(name):
-            found.setdefault(name, []).append(value)
-
-    collect("", rows)
-    return {name: float(f"{np.mean(values):.3g}") for name, values in found.items()}
 
 
 def git(*words: str) -> str:

@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from itertools import combinations
 from types import SimpleNamespace
@@ -44,6 +45,7 @@ gsm8k = import_file(HERE / "benchmark" / "gsm8k" / "gsm8k.py")
 ladder = import_file(HERE / "benchmark" / "ladder" / "ladder.py")
 claims = import_file(HERE / "benchmark" / "claims" / "claims.py")
 everything = import_file(HERE / "benchmark" / "all.py")
+of_each_program = mark.parametrize("program", everything.PROGRAMS, ids=str)
 WITH_MAIN = [
     path
     for path in sorted(HERE.glob("benchmark/**/*.py"))
@@ -65,11 +67,11 @@ def test_help_helps(path, monkeypatch, capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@mark.parametrize("program", everything.PROGRAMS)
+@of_each_program
 def test_every_job_parses(program, tmp_path, monkeypatch):
     """Every run that a program would start has flags that its script knows. Each result belongs to
-    a part."""
-    path = HERE / "benchmark" / f"{program}.py"
+    a part, and names its commit."""
+    path = HERE / "benchmark" / program
     monkeypatch.syspath_prepend(path.parent)
     monkeypatch.syspath_prepend(HERE / "tests/stand_in_engine")
     for name in (*SCRIPTS, path.stem, "vllm"):  # Afterwards each name is its module again.
@@ -78,7 +80,7 @@ def test_every_job_parses(program, tmp_path, monkeypatch):
     parts = import_file(path).PARTS
     scripts = {}
     for part in parts.values():
-        jobs = {(job[0], re.sub(r"--seed \d+", "", job[1])) for job in part.jobs}
+        jobs = {(job[0], re.sub(r"--seed \d+", "", job[1])) for job in part.jobs()}
         for script, flags in jobs:
             if script not in scripts:
                 folder = tmp_path / str(len(scripts))
@@ -87,79 +89,64 @@ def test_every_job_parses(program, tmp_path, monkeypatch):
             tyro.cli(scripts[script].Args, args=words)
     result = launcher.read_result(path.with_suffix(".json"))
     assert result["parts"].keys() <= parts.keys()
+    for stamp in result["parts"].values():
+        assert re.match("[0-9a-f]{7}", stamp["commit"])
 
 
 @mark.slow
-@mark.parametrize("program", everything.PROGRAMS)
-def test_a_smoke_run(program, tmp_path, monkeypatch):
-    """A short version of each part runs to its end, and its fingerprint has numbers. On a CPU the
-    program is forked from this one: it need not import the libraries."""
-
-    def fork(command, env, **_):
-        return fork_programs([str(word) for word in command[1:]], tmp_path, [env])
-
-    if not torch.accelerator.is_available():  # see `launch_forked`
-        monkeypatch.setattr(everything, "subprocess", SimpleNamespace(run=fork))
-    found = everything.smoke(program)
-    kept = launcher.read_result(HERE / "benchmark" / f"{program}.json")["parts"]
-    assert kept.keys() <= found.keys()
-    assert all(found.values())
-    for part, stamp in kept.items():
-        if "fingerprint" in stamp:  # A metric that is missing now had another name.
-            assert stamp["fingerprint"].keys() == found[part].keys()
+@of_each_program
+def test_a_smoke_run(program, tmp_path):
+    """A short version of each part runs to its end, and the figures are drawn. It is forked from
+    this process: it need not import the libraries."""
+    fork = fork_programs
+    if torch.accelerator.is_available():  # see `launch_forked`
+        fork = run_programs
+    words = [str(HERE / "benchmark" / program), "--smoke"]
+    ran = fork(words, tmp_path, [os.environ | launcher.DEFAULTS])
+    assert ran.returncode == 0, ran.stderr
 
 
-OLD_STAMP = dict(commit="c", date="d", minutes=2.0, machine=launcher.machine())
-STAMP = OLD_STAMP | dict(fingerprint={"x": 1.0})
-
-
-def test_all_measures_again_what_is_stale(monkeypatch, capsys):
-    """Cheapest first. On another processor, and without a fingerprint, nothing is known."""
-    parts = {
-        "slow": STAMP,
-        "quick": STAMP | dict(minutes=1.0),
-        "same": STAMP | dict(fingerprint={"x": 1.5}),
-        "elsewhere": STAMP | dict(machine="another processor, threads 1"),
-        "old": OLD_STAMP,
-    }
-    today = {part: {"x": 1.5} for part in parts}
-    started = []
-    monkeypatch.setattr(everything, "PROGRAMS", ["a/b"])
-    monkeypatch.setattr(everything, "smoke", lambda program: today)
-    monkeypatch.setattr(everything, "read_result", lambda path: dict(parts=parts))
-
-    def start(command, **_):
-        started.append(command[-1])
-        return SimpleNamespace(returncode=0)
-
-    monkeypatch.setattr(everything.subprocess, "run", start)
-    everything.main(everything.Options(stale=True))
-    printed = capsys.readouterr().out
-    assert started == ["quick", "slow"]
-    assert "a/b same: as today; c, d, 2.0 min" in printed
-    assert "a/b elsewhere: unknown: another processor" in printed
-    assert "a/b old: unknown: no fingerprint" in printed
+def run_programs(words, folder, environments):
+    command = [sys.executable, *words]
+    return subprocess.run(command, env=environments[0], capture_output=True, text=True)
 
 
 def test_a_part_is_measured_alone(tmp_path):
     """Its rows and its stamp are new. Those of the other parts stay."""
     path = tmp_path / "result.json"
+    old = dict(commit="c", date="d", minutes=2.0, machine="m")
     second = dict(part="second", x=2)
     rows = [dict(part="first", x=1), second]
-    launcher.write_result(path, {"first": STAMP, "second": STAMP}, rows)
-
-    def measure(jobs, smoke):
-        return [dict(x=3 + smoke, seconds=5.0)]
-
-    part = launcher.Part({}, measure=measure)
+    launcher.write_result(path, {"first": old, "second": old}, rows)
+    part = launcher.Part([], measure=lambda jobs, smoke: [dict(x=3)])
     launcher.measure_part(path, "first", {"first": part, "second": part})
     found = launcher.read_result(path)
-    assert found["rows"] == [dict(part="first", x=3, seconds=5.0), second]
-    assert found["parts"]["second"] == STAMP
-    stamp = found["parts"]["first"]
-    assert stamp["fingerprint"] == {"x": 4.0}  # of the smoke run, without times
-    assert stamp["machine"] == STAMP["machine"]
-    assert re.match("[0-9a-f]{7}", stamp["commit"])
+    assert found["rows"] == [dict(part="first", x=3), second]
+    assert found["parts"]["second"] == old
+    assert found["parts"]["first"]["machine"] == launcher.machine()
+    assert re.match("[0-9a-f]{7}", found["parts"]["first"]["commit"])
+
+
+def test_a_row_of_a_table():
+    """Means, intervals and differences of a group's numbers; and an empty cell, where one is
+    missing."""
+    rows = [dict(script="a", seed=s, x=[0, s], y=1.5) for s in (1, 2, 3)]
+    rows.append(dict(script="b", x=[0, 4], y=None))
+    group = dict(script="a")
+    band = 4.30 / 3**0.5
+    ends = f"({0.5 - band:.2f} to {0.5 + band:.2f})"
+    for cell, expected in {
+        "{script}: {y:.1f}": "a: 1.5",
+        "{x[-1]:max}": "3",
+        "{x[-1]@seed=[12]:.1f}": "1.5",
+        "{x[-1]@script=b:count} of 4": "1 of 4",
+        "{x[-1]:±.2f}": f"2.00 ± {band:.2f}",
+        "{x[-1] - y:interval.2f}": f"0.50 {ends}",
+        "{y@script=b}, {script}": "",
+    }.items():
+        assert tables.fill(cell, rows, group) == expected
+    with raises(KeyError, match="no row has z"):
+        tables.fill("{z}", rows, group)
 
 
 def test_methods_take_rates_that_the_same_command_measured(monkeypatch):
@@ -168,7 +155,7 @@ def test_methods_take_rates_that_the_same_command_measured(monkeypatch):
     monkeypatch.setattr(claims, "read_result", lambda path: dict(rows=rows))
     part = claims.PARTS["methods"]
     part.prepare()
-    assert {names["rate"] for names in part.jobs.values()} == {8e-4}
+    assert {names["rate"] for names in part.jobs().values()} == {8e-4}
 
 
 def test_a_judge_that_likes_a_position_gives_one_half(world, tmp_path, capsys):
@@ -259,18 +246,7 @@ def test_pass_at_m_is_the_mean_over_all_choices():
         scores = [1] * right + [0] * (6 - right)
         for m in range(1, 7):
             best = [max(chosen) for chosen in combinations(scores, m)]
-            assert tables.pass_at(m, right, 6) == approx(np.mean(best))
-
-
-def test_mirrored_questions_are_one_cluster():
-    """A second copy of each question, mirrored, tells nothing new: the interval stays as wide."""
-    prompts = ["12+34=", "56+78=", "90+11="]
-    mirrored = ["34+12=", "78+56=", "11+90="]
-    values = [0.0, 1.0, 0.25]
-    error = np.std(values, ddof=1) / 3**0.5
-    expected = approx((np.mean(values), 1.96 * error))
-    assert tables.over_questions(values, prompts) == expected
-    assert tables.over_questions(values * 2, prompts + mirrored) == expected
+            assert claims.pass_at(m, right, 6) == approx(np.mean(best))
 
 
 @mark.slow

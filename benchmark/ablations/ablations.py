@@ -10,15 +10,13 @@ ablations.png.
 """
 
 import sys
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-from run import BENCHMARK, POLICY, SCRIPTS, Part, main, read_rows
-from tables import column, grouped, having
+from run import BENCHMARK, POLICY, SCRIPTS, Part, column, grouped, having, main, read_rows
 
 RESULT = Path(__file__).with_suffix(".json")
 OWN_POLICY = RESULT.with_name("policy")
@@ -30,30 +28,9 @@ LENGTH = "--model-path benchmark/ablations/policy --response-length 16 --learnin
 LENGTH += " --num-ppo-epochs 2"
 EIGHT_UPDATES = "--num-ppo-epochs 4 --num-mini-batches 2"
 JUDGE = "--reward benchmark/variants/long_judge.py:score --eval-reward exact_match"
-RATES = (1e-5, 5e-5, 2e-4, 1e-3)
-LOSSES = [("grpo", scaling) for scaling in ("group", "batch", "none")]
-LOSSES += [("dapo", "group"), ("dr_grpo", "none"), ("cispo", "group")]
-STUDIES = {  # name: [(script, label, flags)]
-    "group": [("rloo", f"k = {k}", f"--rloo-k {k}") for k in (2, 4, 8, 16)],
-    "kl": [("rloo", str(kl), f"{MODEL} --kl-coef {kl}") for kl in (0.01, 0.1, 0.3, 1.0)],
-    "epochs": [
-        ("ppo", "1 x 1", "--num-ppo-epochs 1 --num-mini-batches 1"),
-        ("ppo", "2 x 1", "--num-ppo-epochs 2 --num-mini-batches 1"),
-        ("ppo", "4 x 1", "--num-ppo-epochs 4 --num-mini-batches 1"),
-        ("ppo", "1 x 4", "--num-ppo-epochs 1 --num-mini-batches 4"),
-    ],
-    "loss": [
-        ("grpo", f"{loss}\n{scaling}", f"{LENGTH} --loss-type {loss} --scale-rewards {scaling}")
-        for loss, scaling in LOSSES
-    ],
-    "clip": [
-        ("rloo", f"{clip:g}", f"{EIGHT_UPDATES} --cliprange {clip}") for clip in (0.05, 0.2, 10)
-    ],
-    "eos": [("grpo", str(p), f"{JUDGE} --missing-eos-penalty {p}") for p in (0, 1)],
-    "learning_rate": [
-        (script, f"{rate:g}", f"--learning-rate {rate}") for script in SCRIPTS for rate in RATES
-    ],
-}
+SHORT = "--num-sample-generations 0 --total-episodes 4096"
+LONG = "--num-sample-generations 0 --total-episodes 8192"
+SEEDS = range(1, 6)
 TITLES = {
     "group": "RLOO: k completions per prompt",
     "epochs": "PPO: epochs x mini-batches",
@@ -66,7 +43,7 @@ TITLES = {
 }
 
 
-def make_policy(_, smoke: bool = False) -> list[dict]:
+def make_policy(_=None, smoke: bool = False) -> list[dict]:
     """Makes a policy whose answers have very different lengths.
 
     The default policy is trained for a few more steps on its own sampled answers. If a sum begins
@@ -116,28 +93,12 @@ def make_policy(_, smoke: bool = False) -> list[dict]:
     return [dict(loss=round(loss.item(), 4))]
 
 
-def jobs_of(study: str) -> dict[tuple, dict]:
-    """Every setting of a study, with every seed."""
-    jobs = {}
-    episodes = 4096
-    if study in ("kl", "eos", "loss"):
-        episodes = 8192
-    seeds = (1, 2, 3, 4, 5)
-    if study == "learning_rate":
-        seeds = (1, 2, 3)
-    for (script, label, own), seed in product(STUDIES[study], seeds):
-        flags = f"--num-sample-generations 0 --total-episodes {episodes} {own} --seed {seed}"
-        names = dict(script=script, label=label, seed=seed, flags=flags)
-        jobs[script, flags] = names
-    return jobs
-
-
 def mean_of(rows: list[dict], name: str) -> float:
     mean = np.mean(column(rows, name))
     return round(float(mean), 4)
 
 
-def to_result(_, result: dict) -> dict:
+def to_result(result: dict) -> dict:
     """What is kept of a run: means of its last ten iterations, and its curve."""
     rows = result["metrics"][1:]
     last = rows[-10:]
@@ -153,11 +114,42 @@ def to_result(_, result: dict) -> dict:
     }
 
 
-PARTS = {study: Part(jobs_of(study), to_result) for study in STUDIES}
-PARTS["loss"].prepare = lambda: OWN_POLICY.exists() or make_policy({})
-PARTS["learning_rate"].smoke = lambda names: names["label"] == "5e-05"
-PARTS["loss"].short += f" --model-path {POLICY}"
-PARTS["policy"] = Part({}, measure=make_policy)
+def over(flag: str, values, script: str = "rloo", label: str = "{}") -> list[tuple]:
+    """A run for each value of a flag."""
+    return [(dict(label=label.format(x)), script, f"{flag} {x}") for x in values]
+
+
+EPOCHS = []
+for epochs, batches in ((1, 1), (2, 1), (4, 1), (1, 4)):
+    flags = f"--num-ppo-epochs {epochs} --num-mini-batches {batches}"
+    EPOCHS.append((dict(label=f"{epochs} x {batches}"), "ppo", flags))
+LOSSES = []
+for pair in ("grpo group", "grpo batch", "grpo none", "dapo group", "dr_grpo none", "cispo group"):
+    loss, scaling = pair.split()
+    flags = f"--loss-type {loss} --scale-rewards {scaling}"
+    LOSSES.append((dict(label=f"{loss}\n{scaling}"), "grpo", flags))
+RATES = []
+for script in SCRIPTS:
+    RATES += over("--learning-rate", (1e-5, 5e-5, 2e-4, 1e-3), script)
+PARTS = {
+    "group": Part(over("--rloo-k", (2, 4, 8, 16), label="k = {}"), SHORT, SEEDS, to_result),
+    "kl": Part(over("--kl-coef", (0.01, 0.1, 0.3, 1.0)), f"{LONG} {MODEL}", SEEDS, to_result),
+    "epochs": Part(EPOCHS, SHORT, SEEDS, to_result),
+    "loss": Part(
+        LOSSES,
+        f"{LONG} {LENGTH}",
+        SEEDS,
+        to_result,
+        prepare=lambda: OWN_POLICY.exists() or make_policy(),
+        short=f"{Part.short} --model-path {POLICY}",
+    ),
+    "clip": Part(
+        over("--cliprange", (0.05, 0.2, 10)), f"{SHORT} {EIGHT_UPDATES}", SEEDS, to_result
+    ),
+    "eos": Part(over("--missing-eos-penalty", (0, 1), "grpo"), f"{LONG} {JUDGE}", SEEDS, to_result),
+    "learning_rate": Part(RATES, SHORT, range(1, 4), to_result),
+    "policy": Part([], measure=make_policy),
+}
 
 
 def plot_curves(axis, results: list[dict]):

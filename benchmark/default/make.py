@@ -20,7 +20,6 @@ One thread and seeded generators write the same bytes again on the same machine.
 """
 
 import itertools
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from run import read_rows
+from run import read_rows, write_rows
 from win_rate import complete
 
 from rloo import keyed_rng, pad_left
@@ -77,10 +76,10 @@ def split_sums(rng):
 
 
 def write_jsonl(path, sums):
-    with open(path, "w") as file:
-        for a, b in sums.tolist():
-            row = {"prompt": f"{a}+{b}=", "answer": str(a + b)}
-            file.write(json.dumps(row) + "\n")
+    rows = []
+    for a, b in sums.tolist():
+        rows.append({"prompt": f"{a}+{b}=", "answer": str(a + b)})
+    write_rows(path, rows)
 
 
 def make_tokenizer():

@@ -40,23 +40,19 @@ HELD_OUT += " --eval-temperature 0.8"
 HELD_OUT += " --total-episodes 8 --batch-size 8 --learning-rate 0 --kl-coef 0"
 BFLOAT16 = "--engine-dtype bfloat16"
 RLOO, GRPO = "rloo engine/rloo.patch", "grpo engine/grpo.patch"
-# Of each run of a part: its name, the script, and flags.
-RUNS = {
-    "default": [
-        ("rloo.py without the patch", "rloo", ""),
-        ("rloo.py", RLOO, ""),
-        ("rloo.py, bfloat16 engine", RLOO, BFLOAT16),
-        ("grpo.py without the patch", "grpo", ""),
-        ("grpo.py", GRPO, ""),
-        ("grpo.py, bfloat16 engine", GRPO, BFLOAT16),
-    ],
-    "smollm2": [
-        ("rloo.py", RLOO, SMOLLM2),
-        ("rloo.py, bfloat16 engine", RLOO, f"{SMOLLM2} {BFLOAT16}"),
-        ("rloo.py, bfloat16 engine and training", RLOO, f"{SMOLLM2} {BFLOAT16} --dtype bfloat16"),
-    ],
-}
-SHORT = {"default": "--total-episodes 128", "smollm2": f"{BUILT_IN} --total-episodes 64"}
+RUNS = [
+    (dict(run="rloo.py without the patch"), "rloo", ""),
+    (dict(run="rloo.py"), RLOO, ""),
+    (dict(run="rloo.py, bfloat16 engine"), RLOO, BFLOAT16),
+    (dict(run="grpo.py without the patch"), "grpo", ""),
+    (dict(run="grpo.py"), GRPO, ""),
+    (dict(run="grpo.py, bfloat16 engine"), GRPO, BFLOAT16),
+]
+SMOLLM2_RUNS = [
+    (dict(run="rloo.py"), RLOO, ""),
+    (dict(run="rloo.py, bfloat16 engine"), RLOO, BFLOAT16),
+    (dict(run="rloo.py, bfloat16 engine and training"), RLOO, f"{BFLOAT16} --dtype bfloat16"),
+]
 
 
 def enter_environment():
@@ -105,36 +101,46 @@ def right_answers(model: Path) -> float:
     return round(statistics.mean(row["eval/scores"] for row in evaluations), 4)
 
 
-def measure(part: str, jobs: dict, smoke: bool) -> list[dict]:
-    """The rows of a part, or in a smoke run that of its first patched script."""
+def measure(with_weights: bool, jobs: dict, smoke: bool) -> list[dict]:
+    """The rows of a part. A smoke run has only the patched scripts.
+
+    with_weights: also compare the trained weights with those before, in the plain script
+    """
     rows = []
     if smoke:
-        jobs = dict([item for item in jobs.items() if "patch" in item[0][0]][:1])
         os.environ["PYTHONPATH"] = str(STAND_IN)
     model = BENCHMARK / "smollm2" / "model"
     for (script, flags), names in jobs.items():
+        if smoke and "patch" not in script:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             trained = Path(folder) / "run"
             path = copy_script(Path(folder) / "copy", *script.split())
             row = names | summarize(run(str(path), flags, trained, VLLM_LOGGING_LEVEL="ERROR"))
-            if part == "smollm2" and not smoke:
+            if with_weights and not smoke:
                 before_and_after = [right_answers(path) for path in (model, trained / "model")]
                 row["held_out_of_the_weights"] = before_and_after
         rows.append(row)
-        print(f"{part}, {names['run']}: done", file=sys.stderr, flush=True)
+        print(f"{names['run']}: done", file=sys.stderr, flush=True)
     return rows
 
 
-PARTS = {}
-for part, runs in RUNS.items():
-    jobs = {(script, flags): dict(run=name, flags=flags) for name, script, flags in runs}
-    PARTS[part] = Part(
-        jobs,
-        measure=functools.partial(measure, part),
-        short=SHORT[part],
-        prepare=enter_environment,
-        needs="vLLM",
-    )
+ENGINE_NEEDS = dict(prepare=enter_environment, needs="vLLM")
+PARTS = {
+    "default": Part(
+        RUNS,
+        measure=functools.partial(measure, False),
+        short="--total-episodes 128",
+        **ENGINE_NEEDS,
+    ),
+    "smollm2": Part(
+        SMOLLM2_RUNS,
+        SMOLLM2,
+        measure=functools.partial(measure, True),
+        short=f"{BUILT_IN} --total-episodes 64",
+        **ENGINE_NEEDS,
+    ),
+}
 
 if __name__ == "__main__":
     main(__doc__, RESULT, PARTS)

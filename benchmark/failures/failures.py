@@ -10,128 +10,126 @@ point before, and evaluations.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from statistics import mean
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import broken
 import draw
-from run import Part, curves, main
+from run import Part, curves, having, main, read_result
+from tables import number
 
 RESULT = Path(__file__).with_suffix(".json")
-SEEDS = (1, 2, 3)
 POINTS = 16
 JUDGES = "--reward benchmark/failures/judges.py"
 TRUTH = "--eval-reward exact_match"
-REWARD_MODEL = (
-    f"--reward none --reward-model-path benchmark/default/reward_model {TRUTH} --eval-temperature 1"
-)
+MODEL = f"--reward none --reward-model-path benchmark/default/reward_model {TRUTH}"
+MODEL += " --eval-temperature 1"
 COLORS = {"failure": draw.OTHERS[4], "healthy": draw.OTHERS[0]}
-
-
-class Failure(NamedTuple):
-    name: str
-    script: str
-    episodes: int
-    flags: str = ""  # of both runs
-    failure: str = ""  # flags of the failure alone
-    healthy: str = ""  # flags of the healthy run alone
-    breaks: str = ""  # of the failure: functions of broken.py
-
-
-FAILURES = [
-    Failure("learning_rate", "rloo", 4096, failure="--learning-rate 1e-3"),
-    Failure("no_kl", "rloo", 8192, REWARD_MODEL, "--kl-coef 0", "--kl-coef 0.1"),
-    Failure(
-        "missing_ends",
-        "rloo",
-        8192,
-        f"{JUDGES}:likes_length {TRUTH}",
-        healthy="--missing-eos-penalty 1",
-    ),
-    Failure("temperature", "ppo", 4096, healthy="--temperature 2", breaks="temperature no_check"),
-    Failure(
-        "eos_masked",
-        "rloo",
-        12288,
-        f"{JUDGES}:first_two_digits --temperature 2",
-        breaks="eos_masked no_check",
-    ),
-    Failure(
-        "interleaved",
-        "grpo",
-        4096,
-        f"{JUDGES}:kinder_to_some_prompts {TRUTH}",
-        breaks="interleaved",
-    ),
-    Failure("no_clip", "grpo", 4096, "--num-ppo-epochs 8 --num-mini-batches 2", "--cliprange 10"),
-    Failure(
-        "equal_scores",
-        "grpo",
-        8192,
-        f"{JUDGES}:likes_length_a_little {TRUTH}",
-        healthy="--scale-rewards none",
-    ),
-]
-PANELS = {  # the metrics that the figure shows
+METRICS = {  # those of the figure; after the bar, those that stand in the page's table alone
     "learning_rate": "eval/scores objective/kl grad_norm",
     "no_kl": "objective/scores eval/scores",
-    "missing_ends": "val/num_eos_tokens response_length_mean eval/scores",
-    "temperature": "objective/scores policy/clipfrac_avg policy/entropy_avg",
-    "eos_masked": "eval/scores response_length_mean",
+    "missing_ends": "val/num_eos_tokens response_length_mean eval/scores"
+    " | objective/scores objective/kl",
+    "temperature": "objective/scores policy/clipfrac_avg policy/entropy_avg"
+    " | val/sampling_logprob_difference policy/approxkl_avg eval/scores",
+    "eos_masked": "eval/scores response_length_mean"
+    " | val/sampling_logprob_difference objective/scores",
     "interleaved": "eval/scores group/equal_scores_fraction policy/entropy_avg",
-    "no_clip": "eval/scores policy/approxkl_avg grad_norm",
-    "equal_scores": "objective/scores eval/scores response_length_mean",
-}
-TABLED = {  # metrics that stand in the page's table alone
-    "missing_ends": "objective/scores objective/kl",
-    "temperature": "val/sampling_logprob_difference policy/approxkl_avg eval/scores",
-    "eos_masked": "val/sampling_logprob_difference objective/scores",
-    "no_clip": "val/ratio_var policy/clipfrac_avg objective/scores",
-    "equal_scores": "val/num_eos_tokens",
+    "equal_scores": "objective/scores eval/scores response_length_mean | val/num_eos_tokens",
 }
 
 
-def jobs_of(failure: Failure) -> dict[tuple, dict]:
-    """The runs of a failure, and its healthy runs."""
-    jobs = {}
-    every = failure.episodes // 64 // POINTS  # an iteration has 64 episodes
-    for run, own, breaks in (
-        ("failure", failure.failure, failure.breaks),
-        ("healthy", failure.healthy, ""),
-    ):
-        flags = " ".join(f"--total-episodes {failure.episodes} {failure.flags} {own}".split())
-        program = (
-            f"benchmark/failures/broken.py {breaks} {failure.script}.py"
-            if breaks
-            else f"{failure.script}.py"
-        )
-        edits = [broken.BREAKS[name] for name in breaks.split()]
-        for seed in SEEDS:
-            more = f"--num-sample-generations 0 --eval-every {every} --seed {seed}"
-            names = {"run": run, "seed": seed, "command": f"python {program} {flags}"}
-            jobs[failure.script, f"{flags} {more}", *edits] = names
-    return jobs
-
-
-def to_result(failure: str, result: dict) -> dict:
+def kept(name: str, result: dict) -> dict:
     """What is kept of a run: its first evaluation, and its curves in POINTS points."""
-    points = curves(result, f"{PANELS[failure]} {TABLED.get(failure, '')}".split())
-    kept = dict(episode=points.pop("episode")[1:], start=points["eval/scores"][0])
-    return kept | dict(curves={name: values[1:] for name, values in points.items()})
+    points = curves(result, METRICS[name].replace("|", "").split())
+    episode = points.pop("episode")[1:]
+    start = points["eval/scores"][0]
+    points = {metric: values[1:] for metric, values in points.items()}
+    return dict(episode=episode, start=start, curves=points)
 
 
-def draw_panel(axis, results: list[dict], metric: str):
+def compare(
+    name: str,
+    script: str,
+    episodes: int,
+    flags: str = "",
+    failure: str = "",
+    healthy: str = "",
+    breaks: str = "",
+) -> Part:
+    """A failure and its healthy run.
+
+    flags: of both; failure, healthy: of one alone; breaks: of the failure, functions of broken.py
+    """
+    edits = [broken.BREAKS[word] for word in breaks.split()]
+    runs = [
+        (dict(run="failure", breaks=breaks), script, f"{flags} {failure}", *edits),
+        (dict(run="healthy"), script, f"{flags} {healthy}"),
+    ]
+    every = episodes // 64 // POINTS  # An iteration has 64 episodes.
+    both = f"--total-episodes {episodes} --num-sample-generations 0 --eval-every {every}"
+    return Part(runs, both, (1, 2, 3), partial(kept, name))
+
+
+LENGTH = f"{JUDGES}:likes_length {TRUTH}"
+LITTLE_LENGTH = f"{JUDGES}:likes_length_a_little {TRUTH}"
+KINDER = f"{JUDGES}:kinder_to_some_prompts {TRUTH}"
+SHORT_ANSWERS = f"{JUDGES}:first_two_digits --temperature 2"
+FAILURES = [
+    ("learning_rate", "rloo", 4096, "", "--learning-rate 1e-3"),
+    ("no_kl", "rloo", 8192, MODEL, "--kl-coef 0", "--kl-coef 0.1"),
+    ("missing_ends", "rloo", 8192, LENGTH, "", "--missing-eos-penalty 1"),
+    ("temperature", "ppo", 4096, "", "", "--temperature 2", "temperature no_check"),
+    ("eos_masked", "rloo", 12288, SHORT_ANSWERS, "", "", "eos_masked no_check"),
+    ("interleaved", "grpo", 4096, KINDER, "", "", "interleaved"),
+    ("equal_scores", "grpo", 8192, LITTLE_LENGTH, "", "--scale-rewards none"),
+]
+PARTS = {name: compare(name, *settings) for name, *settings in FAILURES}
+
+
+def cell(runs: list[dict], metric: str) -> str:
+    """The mean over the seeds, and their range. Of each seed it is the last evaluation, or the mean
+    of another metric over the second half."""
+    ends = []
+    for row in runs:
+        curve = row["curves"].get(metric)
+        if not curve:
+            return "not logged"
+        last = curve[-1:]
+        if metric != "eval/scores":
+            last = curve[len(curve) // 2 :]
+        ends.append(mean(last))
+    low = number(min(ends))
+    high = number(max(ends))
+    if low == high:
+        return low
+    return f"{number(mean(ends))} ({low}–{high})"
+
+
+def table(name: str):
+    """The metrics of a failure and of its healthy run."""
+    rows = having(read_result(RESULT)["rows"], part=name)
+    for metric in rows[-1]["curves"]:
+        cells = [cell(having(rows, run=run), metric) for run in COLORS]
+        yield [f"`{metric}`", *cells]
+
+
+def draw_panel(axis, rows: list[dict], metric: str):
     """Of one failure: a thin line for each seed, and a thick one for their mean."""
     for run, color in COLORS.items():
-        some = [row for row in results if row["run"] == run and metric in row["curves"]]
-        if not some:
+        x = []
+        values = []
+        for row in having(rows, run=run):
+            if metric in row["curves"]:
+                start = [0, row["start"]] if metric == "eval/scores" else []
+                x = start[:1] + row["episode"]
+                values.append(start[1:] + row["curves"][metric])
+        if not values:
             continue
-        x, values = some[0]["episode"], [row["curves"][metric] for row in some]
-        if metric == "eval/scores":
-            x, values = [0, *x], [[row["start"], *row["curves"][metric]] for row in some]
         style = dict(color=color, ls="-" if run == "failure" else "--")
         for of_seed in values:
             axis.plot(x, of_seed, lw=0.6, alpha=0.5, **style)
@@ -142,19 +140,12 @@ def draw_panel(axis, results: list[dict], metric: str):
     axis.set_ylim(-0.03 * top, top)  # A line at 0 does not lie on the axis.
 
 
-PARTS = {}
-for failure in FAILURES:
-    PARTS[failure.name] = Part(
-        jobs_of(failure), lambda _, result, name=failure.name: to_result(name, result)
-    )
-
-
-def plot(results: list[dict], folder: Path):
-    for name, metrics in PANELS.items():
-        metrics = metrics.split()
+def plot(rows: list[dict], folder: Path):
+    for name, metrics in METRICS.items():
+        metrics = metrics.split(" |")[0].split()
         figure, grid = draw.panels(1, len(metrics), width=2.5, height=2.2)
         for axis, metric in zip(grid.flat, metrics, strict=True):
-            draw_panel(axis, [row for row in results if row["part"] == name], metric)
+            draw_panel(axis, having(rows, part=name), metric)
         labels = grid.flat[0].get_legend_handles_labels()
         figure.legend(*labels, loc="outside lower center", ncols=2, frameon=False)
         draw.save(figure, folder / f"{name}.png")

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import POLICY, Part, main, prepare_forks, run_forked
+from run import POLICY, Part, main, prepare_forks, run_forked, write_rows
 
 RESULT = Path(__file__).with_suffix(".json")
 SMOKE = ("llama", "gpt2", "mamba2")
@@ -145,8 +145,7 @@ def attempt(model_type: str, job: tuple, work: Path):
     try:
         make_model(model_type, f"{work}/model")
         result["ended"] = "refused"
-        lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS]
-        (work / "prompts.jsonl").write_text("".join(lines))
+        write_rows(work / "prompts.jsonl", [dict(prompt=prompt) for prompt in PROMPTS])
         script, flags = job
         flags += f" --dataset {work}/prompts.jsonl --model-path {work}/model"
         trained = run_forked((script, flags, f"{work}/run"))
@@ -186,8 +185,7 @@ def measure(jobs: dict, smoke: bool) -> list[dict]:
     return rows
 
 
-JOBS = {("rloo", FLAGS): {}}
-PARTS = {"architectures": Part(JOBS, measure=measure, short="")}
+PARTS = {"architectures": Part([({}, "rloo", FLAGS)], measure=measure, short="")}
 
 if __name__ == "__main__":
     main(__doc__, RESULT, PARTS)

@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -49,33 +50,6 @@ SEEDS = range(1, 6)
 def only_scale(ppo):
     """Whiten without the shift."""
     ppo.whiten = lambda values: values * (values.var(correction=0) + 1e-8).rsqrt()
-
-
-# script, flags, functions that change the script, comparisons, seeds
-CASES = {script: (script, "", (), (MICRO_BATCHES, PROCESSES), (1,)) for script in SCRIPTS}
-CASES |= {
-    "rloo in bfloat16": ("rloo", "--dtype bfloat16", (), (PROCESSES,), (1,)),
-    "SmolLM2": ("rloo", SMOLLM2, (), (PROCESSES,), (1,)),
-    "PPO, shift and scale": ("ppo", "", (), (MICRO_BATCHES,), SEEDS),
-    "PPO, scale only": ("ppo", "", (only_scale,), (MICRO_BATCHES,), SEEDS),
-    "PPO, one PPO epoch": ("ppo", "--num-ppo-epochs 1", (), (MICRO_BATCHES,), SEEDS),
-}
-
-
-def jobs_of(script: str, own: str, edits, comparisons, seeds) -> dict[tuple, dict]:
-    """The first run of each seed is compared with the others. A job ends with its number of
-    processes."""
-    jobs = {}
-    for seed in seeds:
-        flags = f"--save-rollouts --num-sample-generations 0 --save-every None --seed {seed} {own}"
-        jobs[script, flags, *edits, 1] = dict(seed=seed)
-        for between in comparisons:
-            names = dict(seed=seed, between=between)
-            if between == MICRO_BATCHES:
-                jobs[script, f"{flags} --per-device-train-batch-size 16", *edits, 1] = names
-            else:
-                jobs[script, flags, *edits, 2] = names
-    return jobs
 
 
 def send_run(sender, job: tuple, environment: dict):
@@ -110,28 +84,34 @@ def receive(receivers: list) -> dict:
     return ends[0]
 
 
-def measure(jobs: dict, smoke: bool) -> list[dict]:
+def measure(comparisons: tuple, jobs: dict, _) -> list[dict]:
     prepare_forks()
     os.environ["ACCELERATE_USE_CPU"] = "true"
     rows = []
-    for seed in dict.fromkeys(names["seed"] for names in jobs.values()):
-        some = {job: names for job, names in jobs.items() if names["seed"] == seed}
-        rows += compare(some)
+    for job, names in jobs.items():
+        rows += [names | row for row in compare(job, comparisons)]
     return rows
 
 
-def compare(jobs: dict) -> list[dict]:
-    """Start the runs of a seed beside each other, and compare the first with each of the others."""
+def compare(job: tuple, comparisons: tuple) -> list[dict]:
+    """Start a run and others beside each other, and compare it with each of the others."""
+    script, flags, *edits = job
     with tempfile.TemporaryDirectory() as folder:
-        started = []
-        for i, (*job, processes) in enumerate(jobs):
-            started.append(start((*job, f"{folder}/{i}"), processes))
-        results = [receive(receivers) for receivers in started]
+        first = Path(folder, "first")
+        started = {None: start((*job, first), 1)}
+        for between in comparisons:
+            path = Path(folder, between)
+            if between == PROCESSES:
+                started[between] = start((*job, path), 2)
+            else:
+                smaller = f"{flags} --per-device-train-batch-size 16"
+                started[between] = start((script, smaller, *edits, path), 1)
+        results = {between: receive(receivers) for between, receivers in started.items()}
         rows = []
-        for i, names in list(enumerate(jobs.values()))[1:]:
-            row = names | count_different(results[0], results[i])
-            if names["between"] == MICRO_BATCHES:  # of runs that move the built-in policy
-                distance = relative_distance(Path(folder, str(i)), Path(folder, "0"))
+        for between in comparisons:
+            row = dict(between=between) | count_different(results[None], results[between])
+            if between == MICRO_BATCHES:  # of runs that move the built-in policy
+                distance = relative_distance(Path(folder, between), first)
                 row["distance"] = float(f"{distance:.3g}")
             rows.append(row)
     return rows
@@ -187,26 +167,37 @@ RATIOS = {
 }
 
 
-def ratio_jobs() -> dict[tuple, dict]:
-    """Two updates with one batch, which do not move the weights."""
-    jobs = {}
-    for name, (script, own, count) in RATIOS.items():
-        flags = f"{SMOLLM2} --reward benchmark/throughput/rewards.py:share_of_letters --seed 1"
-        flags += f" --total-episodes 32 --batch-size 32 --num-mini-batches 2 {own}"
-        jobs[script, flags, count] = dict(ratio=name, dtype="float32")
-        jobs[script, flags, count, in_bfloat16] = dict(ratio=name, dtype="bfloat16")
-    return jobs
+RATIO_RUNS = []
+for name, (script, own, count) in RATIOS.items():
+    RATIO_RUNS.append((dict(ratio=name, dtype="float32"), script, own, count))
+    RATIO_RUNS.append((dict(ratio=name, dtype="bfloat16"), script, own, count, in_bfloat16))
+# two updates with one batch, which do not move the weights
+TWO_UPDATES = f"{SMOLLM2} --reward benchmark/throughput/rewards.py:share_of_letters"
+TWO_UPDATES += " --total-episodes 32 --batch-size 32 --num-mini-batches 2"
 
 
-def outside(names: dict, result: dict) -> dict:
+def outside(result: dict) -> dict:
     rows = result["metrics"]
     share = np.mean(logged(rows, "outside"))
     tokens = np.mean(logged(rows, "response_length_mean"))
-    return names | dict(tokens=round(float(tokens), 1), outside=round(float(share), 4))
+    return dict(tokens=round(float(tokens), 1), outside=round(float(share), 4))
 
 
-PARTS = {name: Part(jobs_of(*case), measure=measure) for name, case in CASES.items()}
-PARTS["ratios"] = Part(ratio_jobs(), outside)
+def compared(script: str, own: str, *edits, between=(MICRO_BATCHES,), seeds=SEEDS) -> Part:
+    flags = "--save-rollouts --num-sample-generations 0 --save-every None"
+    return Part([({}, script, own, *edits)], flags, seeds, measure=partial(measure, between))
+
+
+BOTH = (PROCESSES, MICRO_BATCHES)
+PARTS = {script: compared(script, "", between=BOTH, seeds=(1,)) for script in SCRIPTS}
+PARTS |= {
+    "rloo in bfloat16": compared("rloo", "--dtype bfloat16", between=(PROCESSES,), seeds=(1,)),
+    "SmolLM2": compared("rloo", SMOLLM2, between=(PROCESSES,), seeds=(1,)),
+    "PPO, shift and scale": compared("ppo", ""),
+    "PPO, scale only": compared("ppo", "", only_scale),
+    "PPO, one PPO epoch": compared("ppo", "--num-ppo-epochs 1"),
+    "ratios": Part(RATIO_RUNS, TWO_UPDATES, keep=outside),
+}
 for name in ("SmolLM2", "ratios"):
     PARTS[name].needs = "the model of benchmark/smollm2/prepare.py"
     PARTS[name].short = f"--total-episodes 128 --response-length 8 {BUILT_IN}"

@@ -39,7 +39,6 @@ FLAGS = (
     "--learning-rate 3e-4 --num-sample-generations 0 --max-grad-norm 1 --save-every 2 "
     "--keep-checkpoints 2"
 )
-JOBS = {(script, FLAGS): dict(script=script) for script in SCRIPTS}
 LAUNCHERS = {
     "DDP": [],
     "FSDP2": ["fsdp2_cpu.py"],
@@ -144,23 +143,25 @@ def train(kind: str, script: str, flags: str, folder: Path) -> dict:
 
 def measure(kind: str, jobs: dict, smoke: bool) -> list[dict]:
     rows = []
-    for script, flags in list(jobs)[: 1 if smoke else None]:
+    for (script, flags), names in jobs.items():
         if smoke and kind.startswith("ZeRO"):
-            last = read_rows(Path(run_single(script, flags).name) / "run" / "metrics.jsonl")[-1]
-            rows.append(
-                {name: last[name] for name in ("objective/scores", "objective/kl", "grad_norm")}
-            )
-        else:
-            with tempfile.TemporaryDirectory() as work:
-                rows.append(jobs[script, flags] | train(kind, script, flags, Path(work) / "run"))
+            run_single(script, flags)
+            continue
+        with tempfile.TemporaryDirectory() as work:
+            rows.append(names | train(kind, script, flags, Path(work) / "run"))
+        if smoke:
+            break
     return rows
 
 
 PARTS = {}
 for kind in LAUNCHERS:
-    needs = "DeepSpeed" if kind.startswith("ZeRO") else ""
     PARTS[kind] = Part(
-        JOBS, measure=functools.partial(measure, kind), short="--total-episodes 64", needs=needs
+        [({}, script, "") for script in SCRIPTS],
+        FLAGS,
+        measure=functools.partial(measure, kind),
+        short="--total-episodes 64",
+        needs="DeepSpeed" if kind.startswith("ZeRO") else "",
     )
 
 if __name__ == "__main__":

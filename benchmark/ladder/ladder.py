@@ -13,7 +13,7 @@ samples anew. "fresh" has other prompts in each iteration, as a training run has
 """
 
 import importlib
-import json
+import math
 import multiprocessing
 import os
 import sys
@@ -25,8 +25,23 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-from run import BENCHMARK, Part, logged, main, prepare_forks, read_rows, run, run_forked
-from tables import column, having, ladder_relative_noise
+from run import (
+    BENCHMARK,
+    K_FLAGS,
+    Part,
+    column,
+    grouped,
+    having,
+    logged,
+    main,
+    prepare_forks,
+    read_result,
+    read_rows,
+    run,
+    run_forked,
+    write_rows,
+)
+from tables import interval
 
 RESULT = Path(__file__).with_suffix(".json")
 BATCH = 64  # episodes, the default of all scripts
@@ -72,7 +87,6 @@ GROUPS = {  # k of each rung
     "PPO": (1,),
     "REINFORCE, scores + 1": (4,),
 }
-K_FLAGS = {"rloo": "--rloo-k", "grpo": "--num-generations"}
 GRADIENTS = RUNGS | {
     "REINFORCE, scores - 1": (REINFORCE, f"{SHIFTED}:minus_one"),
     "GRPO, no deviation": ("grpo", UNSCALED),
@@ -86,17 +100,16 @@ GRADIENTS = RUNGS | {
 }
 
 
-def learning_jobs(equal: str, bounds: tuple[str, ...]) -> dict[tuple, dict]:
-    """The runs of each rung with each k and seed. equal: what a batch has 64 of, `episodes` or
-    `prompts`"""
+def learning_runs(equal: str, bounds: tuple[str, ...]) -> list[tuple]:
+    """The runs of each rung with each k. equal: what a batch has 64 of, `episodes` or `prompts`"""
     settings = []
     for rung, ks in GROUPS.items():
         script, flags = RUNGS[rung]
         for k in ks:
             settings.append((rung, k, script, flags))
     settings.append(("PPO, its own defaults", 1, "ppo", "--kl-coef 0"))
-    jobs = {}
-    for bound, seed, (rung, k, script, flags) in product(bounds, SEEDS, settings):
+    runs = []
+    for bound, (rung, k, script, flags) in product(bounds, settings):
         size = BATCH
         if equal == "prompts":
             if k == 1 or "," in rung:
@@ -104,14 +117,13 @@ def learning_jobs(equal: str, bounds: tuple[str, ...]) -> dict[tuple, dict]:
             size = BATCH * k
         if script != "ppo":
             flags += f" {K_FLAGS[script.split()[0]]} {k}"
-        flags += f" --seed {seed} --batch-size {size} --total-episodes {UPDATES * size}"
+        flags += f" --batch-size {size} --total-episodes {UPDATES * size}"
         flags += f" --max-grad-norm {bound}"
-        names = dict(rung=rung, k=k, equal=equal, bound=bound, seed=seed)
-        jobs[script, f"{flags} --eval-every 4 --eval-reward exact_match"] = names
-    return jobs
+        runs.append((dict(rung=rung, k=k, equal=equal, bound=bound), script, flags))
+    return runs
 
 
-def to_curve(_, result: dict) -> dict:
+def to_curve(result: dict) -> dict:
     """The evaluations on held-out prompts, and the norms of the gradients before clipping."""
     evaluations = result["evaluations"]
     norm = np.median(column(result["metrics"][1:], "grad_norm"))
@@ -122,33 +134,35 @@ def to_curve(_, result: dict) -> dict:
     )
 
 
-def gradient_jobs() -> dict[tuple, dict]:
+def gradient_runs() -> list[tuple]:
     """The rungs, without their data; and the run whose first half gives the second set of
     weights."""
-    fixed = "--num-sample-generations 0 --learning-rate 0 --max-grad-norm inf"
-    jobs = {}
+    fixed = "--learning-rate 0 --max-grad-norm inf"
+    runs = []
     for rung, (script, flags, *edits) in GRADIENTS.items():
-        jobs[script, f"{flags} {fixed}", *edits] = dict(rung=rung)
+        runs.append((dict(rung=rung), script, f"{flags} {fixed}", *edits))
     # The learning rate is constant, so this is the first half of a whole run.
-    half = f"--seed 1 --total-episodes {BATCH * UPDATES // 2} --num-sample-generations 0 {COMMON}"
-    jobs["ppo", half] = dict(rung=HALF_WAY)
-    return jobs
+    half = f"{COMMON} --total-episodes {BATCH * UPDATES // 2}"
+    return [*runs, (dict(rung=HALF_WAY), "ppo", half)]
 
 
-def gradient_rows(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
+def gradient_rows(_, smoke: bool) -> list[dict]:
     """Measure the gradients of each rung at the start and half-way: a row for each rung and set of
     prompts."""
-    rungs = {names["rung"]: job for job, names in jobs.items()}
+    rungs = {}
+    for job, names in PARTS["gradients"].jobs().items():
+        rungs[names["rung"]] = job
     script, flags = rungs.pop(HALF_WAY)
-    repetitions = 3 if smoke else REPETITIONS
+    repetitions = REPETITIONS
+    settings = product(("start", "half-way"), (*SETS, "fresh"))
+    if smoke:
+        repetitions = 3
+        flags += " --total-episodes 64"
+        settings = [("start", "fresh"), ("half-way", 1)]  # all rungs once
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         half = folder / "half_way"
-        settings = product(("start", "half-way"), (*SETS, "fresh"))
-        if smoke:
-            flags += " --total-episodes 64"
-            settings = [("start", "fresh"), ("half-way", 1)]  # all rungs once
         run(script, flags, half)
         for weights, prompts in settings:
             path = half
@@ -203,9 +217,8 @@ def write_datasets(
     files = {}
     for name, copies in (("groups", 1), ("ppo", GROUP)):  # ppo.py samples a prompt once.
         files[name] = folder / f"{prompts}_{name}.jsonl"
-        with open(files[name], "w") as file:
-            for position in positions:
-                file.write(copies * f"{json.dumps(rows[position])}\n")
+        chosen = np.repeat(positions, copies)
+        write_rows(files[name], [rows[position] for position in chosen])
     return files, epochs
 
 
@@ -289,6 +302,61 @@ def noise_band(products: np.ndarray) -> float:
     return 1.96 * np.sqrt((n - 1) * np.var(without_one))
 
 
+# ---- the table, and what sentences say
+
+
+def noise(row: dict) -> float:
+    return row["variance"] / row["squared_mean"]
+
+
+def gradients_of(rung: str, weights: str) -> list[dict]:
+    """The rows of a rung, one of each set of prompts."""
+    rows = having(read_result(RESULT)["rows"], part="gradients", rung=rung, weights=weights)
+    return [row for row in rows if row["prompts"] != "fresh"]
+
+
+def relative_noise(rung: str, weights: str) -> tuple[float, float, float]:
+    """A rung's noise, times RLOO's: the geometric mean over the sets, between the ends of its
+    interval."""
+    ratios = []
+    pairs = zip(gradients_of(rung, weights), gradients_of("RLOO", weights), strict=True)
+    for row, of_rloo in pairs:
+        ratios.append(math.log(noise(row) / noise(of_rloo)))
+    middle, band = draw.mean_and_band(ratios)
+    return math.exp(middle - band), math.exp(middle), math.exp(middle + band)
+
+
+def fresh():
+    """The noise of batches with other prompts in each, at the start and half-way."""
+    rows = having(read_result(RESULT)["rows"], part="gradients", prompts="fresh")
+    for rung, some in grouped(rows, "rung").items():
+        yield [rung, *(interval(noise(row), row["noise_band"], ".1f") for row in some)]
+
+
+def best_baseline(weights: str) -> float:
+    """The variance with a constant baseline is a parabola in it. Its values at -1, 0 and 1 were
+    measured."""
+    rungs = ("REINFORCE, scores + 1", "REINFORCE", "REINFORCE, scores - 1")
+    variances = [np.mean(column(gradients_of(rung, weights), "variance")) for rung in rungs]
+    bend, slope, _ = np.polyfit((-1, 0, 1), variances, 2)
+    return -slope / bend / 2
+
+
+def cited():
+    """What docs/ladder.md says in sentences."""
+    numbers = []
+    for weights in ("start", "half-way"):
+        score = np.mean(column(gradients_of("RLOO", weights), "score"))
+        numbers += [score, best_baseline(weights)]
+    yield [
+        "mean score, {:.2f}, is near the best baseline, {:.2f},".format(*numbers),
+        "it is {2:.2f}, far above the best one, {3:.2f},".format(*numbers),
+    ]
+
+
+# ---- figure
+
+
 STYLES = {  # of the figure
     "REINFORCE": dict(color=draw.OTHERS[0]),
     "RLOO": dict(color=draw.COLORS["rloo"]),
@@ -349,19 +417,20 @@ def plot_noises(axis):
 
 
 def plot_noise(axis, x: float, rung: str, weights: str, **style):
-    low, middle, high = ladder_relative_noise(rung, weights)
+    low, middle, high = relative_noise(rung, weights)
     below = middle - low
     above = high - middle
     axis.errorbar(x, middle, [[below], [above]], **style)
 
 
-LEARNING = learning_jobs("episodes", ("1",)) | learning_jobs("prompts", ("1",))
+EVALUATED = "--eval-every 4 --eval-reward exact_match"
+BOTH = learning_runs("episodes", ("1",)) + learning_runs("prompts", ("1",))
+OTHER_BOUNDS = learning_runs("episodes", BOUNDS)
 PARTS = {
-    "learning": Part(LEARNING, to_curve),
-    "clipping": Part(learning_jobs("episodes", BOUNDS), to_curve),
-    "gradients": Part(gradient_jobs(), measure=gradient_rows, short=""),
+    "learning": Part(BOTH, EVALUATED, SEEDS, to_curve),
+    "clipping": Part(OTHER_BOUNDS, EVALUATED, SEEDS, to_curve),
+    "gradients": Part(gradient_runs(), "--num-sample-generations 0", measure=gradient_rows),
 }
-PARTS["clipping"].smoke = lambda names: names["rung"] == "RLOO"
 
 if __name__ == "__main__":
     main(__doc__, RESULT, PARTS, plot)

@@ -10,13 +10,12 @@ by its size.
 The gradient is that before clipping. The measure is |ours - theirs| / |ours|, or |ours - theirs|
 for a loss nearer to 0 than 0.01. `cut` is the share of ratios where the clip changes the loss
 (cispo: the ratio). Writes mini_batch.json, a line for each update. The program stops at an
-unexplained difference above 1e-5. In a smoke run Tally alone makes the updates of some cases.
+unexplained difference above 1e-5. In a smoke run Tally alone makes updates.
 """
 
 import contextlib
 import functools
 import io
-import json
 import math
 import random
 import tempfile
@@ -29,7 +28,7 @@ from unittest.mock import patch
 import torch
 import trl_trainer  # first: it makes the modules below importable
 import tyro
-from run import Part, copy_script, import_script, main, read_run
+from run import Part, copy_script, import_script, main, read_run, write_rows
 
 RESULT = Path(__file__).with_suffix(".json")
 TOLERANCE = 1e-5
@@ -93,9 +92,7 @@ def make_world(folder: Path):
     """Models, and prompts of 1 to 9 characters."""
     rng = random.Random(0)
     prompts = ["".join(rng.choices("0123456789+-=", k=length)) for length in (1, 3, 9, 4, 3, 7)]
-    (folder / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": p}) + "\n" for p in prompts)
-    )
+    write_rows(folder / "prompts.jsonl", [dict(prompt=prompt) for prompt in prompts])
     llama = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
     save_model(folder / "policy", 1, **llama)
     save_model(folder / "reference", 2, **llama)
@@ -140,19 +137,22 @@ def quiet_and_fresh():
 
 
 @functools.cache
-def load_script(script: str, world: Path):
-    """A script, or a copy of it with a patch."""
+def load_script(script: str, world: Path, *edits):
+    """A script, or a copy of it with a patch or changed by functions."""
     name, *patches = script.split()
-    if not patches:
+    if not patches and not edits:
         return import_script(name)
-    path = copy_script(world / "patched", name, *patches)
-    return import_script(str(path.rename(path.with_stem(f"{name}_patched"))))
+    path = copy_script(world / "changed", name, *patches)
+    module = import_script(str(path.rename(path.with_stem(f"{name}_changed"))))
+    for change in edits:
+        change(module)
+    return module
 
 
-def run_tally(world: Path, script: str, flags: str) -> SimpleNamespace:
+def run_tally(world: Path, script: str, flags: str, *edits) -> SimpleNamespace:
     """One iteration of a script: args, rollout, and of each update gradient, weights, loss and
     metrics."""
-    module = load_script(script, world)
+    module = load_script(script, world, *edits)
     metrics = []
     mean_metrics = module.mean_metrics
 
@@ -192,7 +192,7 @@ def settings_like(script: str, args) -> dict:
         max_completion_length=args.response_length,
     )
     if script == "rloo":
-        return chosen | dict(normalize_advantages=args.whiten_advantages)
+        return chosen
     epsilon_high = args.cliprange_high
     if args.loss_type == "cispo":  # the bound of the ratio, not of its distance from 1
         epsilon_high = 1 + (args.cliprange if epsilon_high is None else epsilon_high)
@@ -305,12 +305,12 @@ def grpo_flags(loss_type: str, level: str) -> str:
     return f"--loss-type {loss_type} {level} --cliprange {low} --cliprange-high {high}"
 
 
-def same_jobs() -> dict[tuple, dict]:
+def same_runs() -> list[tuple]:
     """Runs of Tally's whose settings in TRL mean the same."""
-    jobs = {}
+    runs = []
 
     def add(what, script, flags):
-        jobs[script, f"{COMMON} {flags}"] = dict(what=what, script=script, flags=flags)
+        runs.append((dict(what=what), script, flags))
 
     for flags in ("--kl-coef 0.0", "--kl-coef 0.05"):
         add("RLOO", "rloo", flags)
@@ -334,12 +334,12 @@ def same_jobs() -> dict[tuple, dict]:
             script = "grpo variants/unbiased_kl.patch"
             add(UNBIASED, script, f"{grpo_flags(loss_type, level)} --kl-coef 0.5 {TWICE}")
     order = ["RLOO", *(f"GRPO, {loss_type}" for loss_type in LOSS_TYPES), NONE, PIECES, UNBIASED]
-    return dict(sorted(jobs.items(), key=lambda item: order.index(item[1]["what"])))
+    return sorted(runs, key=lambda run: order.index(run[0]["what"]))
 
 
-def compare_same(world: Path, script: str, flags: str, names: dict) -> list[dict]:
+def compare_same(world: Path, job: tuple, names: dict) -> list[dict]:
     """Both programs with the same settings: a row for each update."""
-    tally = run_tally(world, script, flags)
+    tally = run_tally(world, *job)
     rows = []
     for number, (ours, theirs) in enumerate(
         zip(tally.updates, run_trl(tally, world), strict=True), start=1
@@ -361,6 +361,19 @@ def mini_batch_factor(tally, number: int) -> float:
     mini_batch = tally.module.draw_mini_batches(tally.args, 1, 0, EPISODES)[number].tolist()
     lengths = [len(row["token_ids"]) for row in tally.rollout]
     return sum(lengths) / tally.args.num_mini_batches / sum(lengths[i] for i in mini_batch)
+
+
+def whiten(rloo):
+    """Divide advantages by the deviation of the batch's episodes that have a score."""
+    compute = rloo.rloo_advantages
+
+    def rloo_advantages(rewards, *settings):
+        advantages = compute(rewards, *settings)
+        has_score = ~rewards.view_as(advantages).isnan()
+        variance = advantages[has_score].square().mean()  # The mean of advantages is 0.
+        return advantages * torch.rsqrt(variance + 1e-8)
+
+    rloo.rloo_advantages = rloo_advantages
 
 
 def whitening_factor(tally, _) -> float:
@@ -388,6 +401,7 @@ class Difference:
     undone_by: str
     script: str
     flags: list[str]  # of Tally
+    edits: tuple = ()  # functions that change Tally's script
     theirs: dict = field(default_factory=dict)  # what TRL gets besides `settings_like` them
     undone_flags: str = ""  # other flags for Tally
     undone_theirs: dict = field(default_factory=dict)  # other settings for TRL
@@ -398,7 +412,7 @@ CISPO_TWICE = f"{TWICE} --loss-type cispo --cliprange-high 0.28"
 TWO = f"--num-mini-batches 2 --per-device-train-batch-size {EPISODES // 2}"
 TWO += " --cliprange 1.0 --cliprange-high 0.28"
 MASKED = f"{TWICE} --mask-truncated-completions"
-WHITENED = f"{TWICE} --whiten-advantages --kl-coef 0.0"
+WHITENED = f"{TWICE} --kl-coef 0.0"
 REWARD = "--reward benchmark/parity/mini_batch.py"
 DIFFERENCES = [
     Difference(
@@ -441,6 +455,9 @@ DIFFERENCES = [
         "times the quotient of the two",
         "rloo",
         [f"{WHITENED} {REWARD}:{reward}" for reward in ("score", "none_of_seven")],
+        edits=(whiten,),
+        theirs=dict(normalize_advantages=True),
+        undone_theirs=dict(normalize_advantages=True),
         factor=whitening_factor,
     ),
     Difference(
@@ -460,21 +477,20 @@ DIFFERENCES = [
 ]
 
 
-def different_jobs() -> dict[tuple, dict]:
-    jobs = {}
+def different_runs() -> list[tuple]:
+    runs = []
     for case in DIFFERENCES:
-        for flags in case.flags:
-            names = dict(what=case.what, undone_by=case.undone_by, flags=flags)
-            jobs[case.script, f"{COMMON} {flags}"] = names
-    return jobs
+        names = dict(what=case.what, undone_by=case.undone_by)
+        runs += [(names, case.script, flags, *case.edits) for flags in case.flags]
+    return runs
 
 
-def compare_different(world: Path, script: str, flags: str, names: dict) -> list[dict]:
+def compare_different(world: Path, job: tuple, names: dict) -> list[dict]:
     """Both programs, as they are and with the difference undone: a row for each update."""
     [case] = [case for case in DIFFERENCES if case.what == names["what"]]
-    tally = undone = run_tally(world, script, flags)
+    tally = undone = run_tally(world, *job)
     if case.undone_flags:
-        undone = run_tally(world, script, f"{flags} {case.undone_flags}")
+        undone = run_tally(world, job[0], f"{job[1]} {case.undone_flags}")
     as_is = run_trl(tally, world, **case.theirs)
     corrected = run_trl(undone, world, **case.undone_theirs)
     rows = []
@@ -599,9 +615,9 @@ def ppo_difference(tally, update, columns, **settings) -> dict[str, float]:
     )
 
 
-def compare_ppo(world: Path, script: str, flags: str, names: dict) -> list[dict]:
+def compare_ppo(world: Path, job: tuple, names: dict) -> list[dict]:
     """GAE, whitening, and both updates of a run, by ppo.py and by torchrl."""
-    tally = run_tally(world, script, flags)
+    tally = run_tally(world, *job)
     columns = torchrl_columns(tally.rollout, tally.args)
     returns, ours = tokens_of(tally.rollout, "returns"), tokens_of(tally.rollout, "advantage")
     gae = returns - tokens_of(tally.rollout, "values")
@@ -627,25 +643,19 @@ def compare_ppo(world: Path, script: str, flags: str, names: dict) -> list[dict]
 
 
 # ========== result ==========
-def measure(compare, every: int, jobs: dict, smoke: bool) -> list[dict]:
-    """The rows of compare(world, script, flags, names), or in a smoke run Tally's updates of every
-    so many jobs."""
+def measure(compare, jobs: dict, smoke: bool) -> list[dict]:
+    """The rows of compare(world, job, names). In a smoke run Tally alone makes updates."""
     torch.set_num_threads(1)
     rows = []
     with tempfile.TemporaryDirectory() as world:
         world = Path(world)
         with quiet_and_fresh():
             make_world(world)
-        if smoke:
-            for job in list(jobs)[::every]:
-                updates = run_tally(world, *job).updates
-                rows += [
-                    dict(loss=update.loss, gradient=float(update.gradient.norm()))
-                    for update in updates
-                ]
-            return rows
         for job, names in jobs.items():
-            rows += compare(world, *job, names)
+            if smoke:
+                run_tally(world, *job)
+            else:
+                rows += compare(world, job, names)
     for row in rows:
         prefix = "undone_" if "undone_by" in row else ""
         names = [prefix + name for name in ("loss", "gradient", "value_loss", "value")]
@@ -655,18 +665,21 @@ def measure(compare, every: int, jobs: dict, smoke: bool) -> list[dict]:
     return rows
 
 
-FLAGS = "--kl-coef 0.05 --num-ppo-epochs 2 --gamma 0.98 --cliprange-value 0.5 --vf-coef 0.5"
-NAMES = dict(what="PPO and torchrl's `ClipPPOLoss`", flags=FLAGS)
-PPO_JOBS = {("ppo", f"{COMMON} --value-model-path WORLD/value {FLAGS}"): NAMES}
+FLAGS = "--value-model-path WORLD/value --kl-coef 0.05 --num-ppo-epochs 2 --gamma 0.98"
+FLAGS += " --cliprange-value 0.5 --vf-coef 0.5"
+PPO_RUN = (dict(what="PPO and torchrl's `ClipPPOLoss`"), "ppo", FLAGS)
+
+
+def part(runs: list[tuple], compare, needs: str = "TRL") -> Part:
+    measure_all = functools.partial(measure, compare)
+    return Part(runs, COMMON, measure=measure_all, short="", needs=needs)
+
+
 PARTS = {
-    "same": Part(same_jobs(), measure=functools.partial(measure, compare_same, 20), needs="TRL"),
-    "ppo": Part(PPO_JOBS, measure=functools.partial(measure, compare_ppo, 1), needs="torchrl"),
-    "different": Part(
-        different_jobs(), measure=functools.partial(measure, compare_different, 4), needs="TRL"
-    ),
+    "same": part(same_runs(), compare_same),
+    "ppo": part([PPO_RUN], compare_ppo, "torchrl"),
+    "different": part(different_runs(), compare_different),
 }
-for part in PARTS.values():
-    part.short = ""
 
 if __name__ == "__main__":
     main(__doc__, RESULT, PARTS)

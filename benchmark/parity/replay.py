@@ -39,21 +39,18 @@ def measure(jobs: dict, smoke: bool) -> list[dict]:
         with tempfile.TemporaryDirectory() as folder:
             ours, theirs = Path(folder) / "run", Path(folder) / "trl"
             rollout = run(script, flags, ours)["rollouts"]
-            row = jobs[script, flags] | dict(
-                updates=len(rollout) // BATCH, completions=len(rollout)
-            )
-            if smoke:
-                row["score"] = sum(episode["score"] for episode in rollout) / len(rollout)
-            else:
+            row = jobs[script, flags]
+            row |= dict(updates=len(rollout) // BATCH, completions=len(rollout))
+            if not smoke:
                 replay(script, rollout, theirs)
                 row["distance"] = relative_distance(theirs, ours)
         rows.append(row)
     return rows
 
 
-FLAGS = "--seed 1 --save-rollouts --num-sample-generations 1"
-JOBS = {(script, FLAGS): dict(script=script) for script in ("rloo", "grpo")}
-PARTS = {"replay": Part(JOBS, measure=measure, needs="TRL")}
+FLAGS = "--save-rollouts --num-sample-generations 1"
+RUNS = [({}, script, "") for script in ("rloo", "grpo")]
+PARTS = {"replay": Part(RUNS, FLAGS, measure=measure, needs="TRL")}
 
 if __name__ == "__main__":
     main(__doc__, RESULT, PARTS)

@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import BENCHMARK, DEFAULTS, POLICY, Part, main, read_rows, run
+from run import BENCHMARK, DEFAULTS, K_FLAGS, POLICY, Part, main, read_rows, run, write_rows
 
 RESULT = Path(__file__).with_suffix(".json")
 DROPPED_STEPS = 2
@@ -180,9 +180,7 @@ def make_world(case: Case, world: Path) -> Path:
         for _ in range(count):
             words = draw_words.choices(range(2, sizes["vocab_size"]), k=case.prompt_tokens[0])
             rows.append(dict(prompt=" ".join(f"w{word}" for word in words)))
-    (world / "prompts.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-    )
+    write_rows(world / "prompts.jsonl", rows)
     return model
 
 
@@ -284,26 +282,20 @@ def measure(case: Case, jobs: dict, smoke: bool) -> list[dict]:
     with tempfile.TemporaryDirectory() as world:
         world = Path(world)
         model = make_world(case, world)
-        for (algorithm, flags), names in list(jobs.items())[: 1 if smoke else None]:
+        for (algorithm, flags), names in jobs.items():
             flags = flags.replace("WORLD", str(world)).replace("MODEL", str(model))
             if smoke:
-                step = run_tally(algorithm, flags, case)["steps"][-1]
-                rows.append(
-                    {
-                        name: step[name]
-                        for name in ("prompt_tokens", "longest_prompt", "tokens", "ended")
-                    }
-                )
-            else:
-                rows.append(names | compare(case, algorithm, flags, model, world))
+                run_tally(algorithm, flags, case)
+                break
+            rows.append(names | compare(case, algorithm, flags, model, world))
     return rows
 
 
 # ---- the parts of the program
 
 
-def jobs_of(case: Case) -> dict[tuple, dict]:
-    flags = (
+def flags_of(case: Case) -> str:
+    return (
         "--model-path MODEL --dataset WORLD/prompts.jsonl "
         f"--reward {case.reward} "
         f"--total-episodes {case.steps * case.batch} --batch-size {case.batch} "
@@ -312,18 +304,19 @@ def jobs_of(case: Case) -> dict[tuple, dict]:
         f"--learning-rate {case.learning_rate} --save-every None --dtype {case.dtype} "
         "--temperature 1 --max-grad-norm 1 --num-sample-generations 0"
     )
-    own = dict(rloo=f"--rloo-k {case.k}", grpo=f"--num-generations {case.k}")
-    return {
-        (algorithm, f"{flags} {own[algorithm]}"): dict(algorithm=algorithm)
-        for algorithm in case.algorithms
-    }
 
 
 PARTS = {}
 for name, case in CASES.items():
-    short = f"--total-episodes {3 * case.batch} --response-length 8"
+    runs = []
+    for algorithm in case.algorithms:
+        runs.append((dict(algorithm=algorithm), algorithm, f"{K_FLAGS[algorithm]} {case.k}"))
     PARTS[name] = Part(
-        jobs_of(case), measure=functools.partial(measure, case), short=short, needs="TRL"
+        runs,
+        flags_of(case),
+        measure=functools.partial(measure, case),
+        short=f"--total-episodes {3 * case.batch} --response-length 8",
+        needs="TRL",
     )
 PARTS["gpu"].needs += " and a GPU"
 PARTS["gpu"].prepare = find_gpu

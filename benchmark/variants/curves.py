@@ -11,30 +11,26 @@ rloo.py with its defaults.
 """
 
 import sys
-from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-from run import BENCHMARK, POLICY, ROOT, Part, curves, main, run
+from run import BENCHMARK, POLICY, ROOT, Part, column, curves, having, main, read_result, run
+from tables import number, with_band
 
 RESULT = Path(__file__).with_suffix(".json")
-SEEDS = range(1, 6)
-EVERY = 8  # iterations from one evaluation to the next
 KEPT = "eval/scores response_length_mean policy/entropy_avg objective/kl objective/scores".split()
-METRICS = {  # drawn
-    "eval/scores": "right answers",
-    "response_length_mean": "tokens",
-    "policy/entropy_avg": "entropy",
-    "eval/best_of_8": "best of 8",
+DRAWN = {  # metrics, how they are called, and where their axis ends
+    "eval/scores": ("right answers", 1.02),
+    "response_length_mean": ("tokens", 8.2),
+    "policy/entropy_avg": ("entropy", None),
+    "eval/best_of_8": ("best of 8", None),
 }
-MEANS = {  # of a variant: metrics that it adds. Their mean over the run is kept.
-    "sampler_weights": ["val/sampler_weight_std"],
-    "masked_importance_sampling": ["val/importance_std", "val/masked_fraction"],
-}
+MEANS = ("val/sampler_weight_std", "val/importance_std", "val/masked_fraction")
 TEACHER = ROOT / "runs/teacher"
 SHORT = "--total-episodes 4096"
 LONG = "--total-episodes 8192"
@@ -47,58 +43,72 @@ MAXRL = "--scale-rewards none --reward benchmark/variants/maxrl.py:score --eval-
 
 
 class Variant(NamedTuple):
-    patch: str  # or only a name, where flags are enough
-    script: str  # which it patches
+    script: str  # which it patches, where there is a patch of its name
     flags: str  # of the variant and of the original
     own_flags: str  # of the variant alone
     label: str  # in the figure
-    also: tuple[str, ...] = ()  # metrics that are drawn beside the right answers
+    metric: str = ""  # that the table shows beside the right answers, and the figure if it is DRAWN
+    about: str = ""  # what this is
 
 
-VARIANTS = [
-    Variant("reinforce_plus_plus", "rloo", SHORT, "--rloo-k 1", "REINFORCE++, k = 1"),
-    Variant("sampler_weights", "rloo", SHORT, "", "bfloat16 sampler, weighted"),
-    Variant("masked_importance_sampling", "grpo", SHORT, "", "bfloat16 sampler, masked"),
-    Variant("overlong_punishment", "grpo", JUDGE, "", "punished", ("response_length_mean",)),
-    Variant("dynamic_sampling", "grpo", SHORT, "", "dynamic sampling"),
-    Variant("unbiased_kl", "grpo", REWARD_MODEL, "", "KL times the ratio"),
-    Variant(
-        "entropy_bonus",
+VARIANTS = {
+    "reinforce_plus_plus": Variant("rloo", SHORT, "--rloo-k 1", "REINFORCE++, k = 1"),
+    "sampler_weights": Variant(
+        "rloo",
+        SHORT,
+        "",
+        "bfloat16 sampler, weighted",
+        "val/sampler_weight_std",
+        "deviation of the weights",
+    ),
+    "masked_importance_sampling": Variant(
+        "grpo",
+        SHORT,
+        "",
+        "bfloat16 sampler, masked",
+        "val/importance_std",
+        "deviation of the weights",
+    ),
+    "overlong_punishment": Variant("grpo", JUDGE, "", "punished", "response_length_mean", "tokens"),
+    "dynamic_sampling": Variant(
+        "grpo", SHORT, "", "dynamic sampling", "generated_episodes", "generated episodes"
+    ),
+    "unbiased_kl": Variant("grpo", REWARD_MODEL, "", "KL times the ratio", "objective/kl", "KL"),
+    "entropy_bonus": Variant(
         "grpo",
         SHORT,
         "--entropy-coef 0.3",
         "with the bonus",
-        ("policy/entropy_avg",),
+        "policy/entropy_avg",
+        "entropy of a token",
     ),
-    Variant("distillation", "rloo", SHORT, DISTILL, "a teacher, no reward"),
-    Variant("maxrl", "grpo", FEW_RIGHT, MAXRL, "MaxRL", ("eval/best_of_8",)),
-]
+    "distillation": Variant(
+        "rloo",
+        SHORT,
+        DISTILL,
+        "a teacher, no reward",
+        "objective/kl",
+        "KL to the teacher, or to the start",
+    ),
+    "maxrl": Variant("grpo", FEW_RIGHT, MAXRL, "MaxRL", "eval/best_of_8", "best of 8 answers"),
+}
 
 
-def jobs_of(variant: Variant, where: str) -> dict[tuple, dict]:
-    """The runs of a variant, or of the script that it patches. where: the patch, or `original`"""
-    jobs = {}
-    for seed in SEEDS:
-        own = "" if where == "original" else variant.own_flags
-        flags = " ".join(f"--seed {seed} --eval-every {EVERY} {variant.flags} {own}".split())
-        script = variant.script
-        if (BENCHMARK / f"variants/{where}.patch").exists():
-            script += f" variants/{where}.patch"
-        jobs[script, flags] = dict(script=variant.script, flags=flags, seed=seed)
-    return jobs
+def is_patch(name: str) -> bool:
+    return (BENCHMARK / f"variants/{name}.patch").exists()
 
 
-def to_curve(where: str, names: dict, result: dict) -> dict:
+def kept(result: dict) -> dict:
     """What is kept of a run: its evaluations, and the means of some metrics between them."""
-    rows, evaluations = result["metrics"][1:], result["evaluations"]
+    evaluations = result["evaluations"]
     curve = curves(result, KEPT)
-    if "--eval-k 8" in names["flags"]:
+    if "eval/best_of_8" in evaluations[0]:
         curve["eval/best_of_8"] = [round(row["eval/best_of_8"], 4) for row in evaluations]
-    if where == "dynamic_sampling":
-        generated = [row["generated_episodes"] for row in evaluations[1:]]
-        curve["generated_episodes"] = [0, *generated]
-    for name in MEANS.get(where, []):
-        curve[name] = float(f"{np.mean([row[name] for row in rows]):.4g}")
+    if "generated_episodes" in evaluations[-1]:
+        curve["generated_episodes"] = [0, *column(evaluations[1:], "generated_episodes")]
+    for name in MEANS:
+        if name in result["metrics"][-1]:
+            curve[name] = float(f"{np.mean(column(result['metrics'][1:], name)):.4g}")
     return curve
 
 
@@ -107,50 +117,80 @@ def train_teacher():
         run("rloo", "", TEACHER)
 
 
-def make_parts() -> dict[str, Part]:
-    """A part for each variant. The scripts as they are have one part: some variants share them."""
-    parts = {"original": Part({}, partial(to_curve, "original"))}
-    for variant in VARIANTS:
-        parts["original"].jobs |= jobs_of(variant, "original")
-        where = variant.patch
-        parts[where] = Part(jobs_of(variant, where), partial(to_curve, where))
-    parts["distillation"].prepare = train_teacher
-    parts["distillation"].short += f" --ref-model-path {POLICY}"
-    return parts
-
-
-PARTS = make_parts()
-
-
-def draw_panel(axis, runs: list[dict], variant: Variant, metric: str):
-    """The mean of the seeds of a variant and of its original."""
+# The scripts as they are have one part, because some variants share them.
+ORIGINALS = {(variant.script, variant.flags): {} for variant in VARIANTS.values()}
+RUNS = {"original": [({}, *settings) for settings in ORIGINALS]}
+for name, variant in VARIANTS.items():
     script = variant.script
-    styles = {"original": dict(color=draw.COLORS[script], label=f"{script}.py")}
-    styles[variant.patch] = dict(color=draw.OTHERS[0], label=variant.label)
-    for where, style in styles.items():
-        names = list(jobs_of(variant, where).values())
-        of_part = [row for row in runs if row["part"] == where]
-        some = [row for row in of_part if {name: row[name] for name in names[0]} in names]
-        draw.curve(axis, some[0]["episode"], [row[metric] for row in some], **style)
-        if where == "dynamic_sampling":
-            generated = np.mean([row["generated_episodes"] for row in some], 0)
-            right = np.mean([row[metric] for row in some], 0)
-            axis.plot(
-                generated, right, color=style["color"], ls=":", label="over generated episodes"
-            )
+    if is_patch(name):
+        script += f" variants/{name}.patch"
+    RUNS[name] = [({}, script, f"{variant.flags} {variant.own_flags}")]
+PARTS = {name: Part(runs, "--eval-every 8", range(1, 6), kept) for name, runs in RUNS.items()}
+PARTS["distillation"].prepare = train_teacher
+PARTS["distillation"].short += f" --ref-model-path {POLICY}"
+
+
+def runs_of(rows: list[dict], name: str) -> dict[str, list[dict]]:
+    """The runs of the script as it is, and those of a variant."""
+    variant = VARIANTS[name]
+    originals = having(rows, part="original", script=variant.script)
+    originals = [row for row in originals if row["flags"].endswith(variant.flags)]
+    return {"original": originals, name: having(rows, part=name)}
+
+
+def end_of(runs: list[dict], metric: str) -> str:
+    """The mean of a metric at the end of each run, or of its mean over the run."""
+    ends = [row[metric] for row in runs if metric in row]
+    if not ends:
+        return ""
+    if isinstance(ends[0], list):
+        ends = [curve[-1] for curve in ends]
+    return number(mean(ends))
+
+
+def table():
+    """Each variant beside the script as it is, at the end of training: means over five seeds, with
+    95 % intervals."""
+    rows = read_result(RESULT)["rows"]
+    for name in sorted(VARIANTS, key=lambda name: (not is_patch(name), name)):
+        metric, about = VARIANTS[name][-2:]
+        right = []
+        also = []
+        runs = runs_of(rows, name)
+        for some in (runs[name], runs["original"]):
+            right.append(with_band([row["eval/scores"][-1] for row in some]))
+            also.append(end_of(some, metric))
+        shown = f"`{name}.patch`" if is_patch(name) else f"{name} (flags)"
+        episodes = runs[name][0]["episode"][-1]
+        yield [shown, f"{episodes:,}", *right, about, *also]
+
+
+def draw_panel(axis, rows: list[dict], name: str, metric: str):
+    """The mean of the seeds of a variant and of its original."""
+    variant = VARIANTS[name]
+    colors = {"original": draw.COLORS[variant.script], name: draw.OTHERS[0]}
+    labels = {"original": f"{variant.script}.py", name: variant.label}
+    for where, some in runs_of(rows, name).items():
+        style = dict(color=colors[where], label=labels[where])
+        draw.curve(axis, some[0]["episode"], column(some, metric), **style)
+        if "generated_episodes" in some[0]:
+            style |= dict(ls=":", label="over generated episodes")
+            generated = np.mean(column(some, "generated_episodes"), 0)
+            axis.plot(generated, np.mean(column(some, metric), 0), **style)
+    about, top = DRAWN[metric]
+    axis.set_title(f"{name}: {about}", fontsize=9)
+    axis.set_ylim(0, top)
+    axis.legend(frameon=False)
     draw.in_thousands(axis)
 
 
-def plot(runs: list[dict], folder: Path):
+def plot(rows: list[dict], folder: Path):
     figure, grid = draw.panels(3, 4, width=3.3, height=2.6)
-    panels = [
-        (variant, metric) for variant in VARIANTS for metric in ("eval/scores", *variant.also)
-    ]
-    for axis, (variant, metric) in zip(grid.flat, panels, strict=True):
-        draw_panel(axis, runs, variant, metric)
-        axis.set_title(f"{variant.patch}: {METRICS[metric]}", fontsize=9)
-        axis.set_ylim(0, {"eval/scores": 1.02, "response_length_mean": 8.2}.get(metric))
-        axis.legend(frameon=False)
+    axes = iter(grid.flat)
+    for name, variant in VARIANTS.items():
+        for metric in ("eval/scores", variant.metric):
+            if metric in DRAWN:
+                draw_panel(next(axes), rows, name, metric)
     draw.save(figure, folder / "curves.png")
 
 

@@ -3,7 +3,7 @@
     python benchmark/variants/one_batch_late.py           # all
     python benchmark/variants/one_batch_late.py late      # only these runs
 
-Writes one_batch_late.json, a run a line, for the table in docs/variants.md.
+Writes one_batch_late.json, a run a line.
 """
 
 import sys
@@ -13,25 +13,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from run import Part, curves, main
 
 RESULT = Path(__file__).with_suffix(".json")
+SEEDS = range(1, 11)
 FLAGS = "--total-episodes 4096 --eval-every 8"
-IN_TIME, LATE = "grpo", "grpo variants/one_batch_late.patch"
-KINDS = {  # the script, and its flags
-    "in time": (IN_TIME, ""),
-    "late": (LATE, ""),
-    "late, no ratio": (LATE, "--no-late-ratio"),
-    "late, ratio not clipped": (LATE, "--cliprange 1e6"),
-    "in time, gradient not clipped": (IN_TIME, "--max-grad-norm inf"),
-    "late, gradient not clipped": (LATE, "--max-grad-norm inf"),
-    "in time, rate 7e-5": (IN_TIME, "--learning-rate 7e-5"),
-    "in time, rate 1.5e-4": (IN_TIME, "--learning-rate 1.5e-4"),
+
+
+def held_out(result: dict) -> dict:
+    return curves(result, ["eval/scores"])
+
+
+PARTS = {
+    "in time": Part([({}, "grpo", "")], FLAGS, SEEDS, held_out),
+    "late": Part([({}, "grpo variants/one_batch_late.patch", "")], FLAGS, SEEDS, held_out),
 }
-PARTS = {}
-for kind, (script, own) in KINDS.items():
-    jobs = {}
-    for seed in range(1, 11):
-        flags = " ".join(f"--seed {seed} {FLAGS} {own}".split())
-        jobs[script, flags] = dict(flags=flags, seed=seed)
-    PARTS[kind] = Part(jobs, lambda _, result: curves(result, ["eval/scores"]))
 
 
 if __name__ == "__main__":
