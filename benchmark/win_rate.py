@@ -93,7 +93,7 @@ def sample(args: Args, path: str, index: int) -> tuple[list[str], float]:
         language_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         language_model = language_model.to(rloo.accelerator.device)
     else:
-        language_model = rloo.load_model("--model-path", path, "float32")
+        language_model = rloo.load_model(path, "float32", positions=0)
     prompts = [prompt.token_ids for prompt in load_prompts(args, tokenizer)]
     rng = rloo.keyed_rng(args.seed, rloo.EVALUATION, index)
     uniforms = rng.random((len(prompts), args.response_length))
