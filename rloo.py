@@ -381,7 +381,7 @@ class Batch:
     k: int  # episodes of a group
     prompts: list["Prompt"]  # [episodes], each with row, text and token_ids
     prompt_tokens: Tensor  # [episodes, longest prompt], on the CPU
-    completions: list[str]  # [episodes], as text, without special tokens
+    completions: list[str]  # [episodes], as text, without the special token that ends one
     token_ids: list[list[int]]  # [episodes], tokens of each completion; its EOS is one of them
     tokens: Tensor  # [episodes, response], the same as a tensor
     mask: Tensor  # [episodes, response], True for the tokens that are in the loss
@@ -411,9 +411,10 @@ def generate(args, policy, drawn, k, rng, temperature):
         return model(partial(sample, prompts=tokens, uniforms=numbers, temperature=temperature))
 
     with sampling_weights(policy):
-        size = args.per_device_rollout_batch_size or len(prompts)
+        size = args.per_device_rollout_batch_size or args.batch_size
         samples = map_episodes(one_pass, prompt_lengths, size)
     token_ids = [[token for token in row if token >= 0] for row in samples["tokens"].tolist()]
+    visible = list(map(partial(without_end, model.tokenizer), token_ids, samples["ended"].tolist()))
     # All episodes of a group get the same length. So sorting by it keeps them together, and a pass
     # that holds them runs their prompt once.
     lengths = torch.tensor([len(tokens) for tokens in token_ids])
@@ -422,7 +423,7 @@ def generate(args, policy, drawn, k, rng, temperature):
         k=k,
         prompts=prompts,
         prompt_tokens=prompt_tokens,
-        completions=model.tokenizer.batch_decode(token_ids, skip_special_tokens=True),
+        completions=model.tokenizer.batch_decode(visible),
         token_ids=token_ids,
         mask=samples["tokens"] >= 0,
         pass_lengths=prompt_lengths + longest,
@@ -438,8 +439,8 @@ def sample(model, prompts, uniforms, temperature):
     temperature: 0 takes the most likely token.
     Returns tokens, ended, logprobs and entropies, as in Batch.
     """
-    # In train mode, transformers drops the KV cache when gradient checkpointing is on. Dropout is
-    # off in both modes.
+    # In train mode, transformers drops the KV cache when gradient checkpointing is on.
+    is_training = model.language_model.training
     model.eval()
     tokens = torch.full_like(uniforms, -1, dtype=torch.long)
     ended = torch.zeros_like(tokens[:, 0], dtype=torch.bool)
@@ -474,7 +475,7 @@ def sample(model, prompts, uniforms, temperature):
             rows = rows[goes_on]
             cache.reorder_cache(goes_on)
         logits = run_network(model.language_model, rows, cache, start=rows.shape[1] - 1)
-    model.train()
+    model.train(is_training)
     return dict(tokens=tokens, ended=ended, logprobs=logprobs, entropies=entropies)
 
 
@@ -562,10 +563,12 @@ def load_prompts(args, path, reward, tokenizer):
             text, token_ids = tokenize(tokenizer, row, add_generation_prompt=True)
             if not row["prompt"] or not token_ids:
                 raise ValueError("the prompt is empty")
-            if isinstance(row["prompt"], list) and row["prompt"][-1]["role"] == "assistant":
-                raise ValueError("the last message is the assistant's; add it to the one before")
-            if reward == "exact_match" and "answer" not in row:
-                raise ValueError("the reward exact_match needs an `answer`")
+            if isinstance(row["prompt"], list):
+                check_chat(row["prompt"], text)
+            if reward == "exact_match" and type(row.get("answer")) not in (str, int):
+                raise ValueError("exact_match needs an `answer`, a text or an integer")
+            if row.keys() & {"prompts", "completions", "completion_ids"}:
+                raise ValueError("a column has a name that rewards get from the script")
         prompts.append(Prompt(number - 1, row, text, token_ids))
     # A column that only some rows have is None in the others.
     columns = dict.fromkeys(name for prompt in prompts for name in prompt.row)
@@ -581,14 +584,33 @@ def load_prompts(args, path, reward, tokenizer):
     return kept
 
 
+def check_chat(messages, text):
+    """Refuse a chat whose questions are not in the text that its template makes of it."""
+    if messages[-1]["role"] == "assistant":
+        raise ValueError("the last message is the assistant's; add it to the one before")
+    for message in messages:
+        if not message.get("tool_calls"):
+            content = message["content"].strip()
+            is_read = content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
+            may_move = message["role"] in ("assistant", "system", "developer")
+            if not is_read and (message is messages[-1] or not may_move):
+                raise ValueError(f"the chat template leaves {content!r} out of {text!r}")
+
+
 def tokenize(tokenizer, row, **settings):
-    """The `prompt` of a row as the model reads it, and its tokens."""
+    """The `prompt` of a row as the model reads it, and its tokens: one BOS, and no EOS of ours."""
     text = row["prompt"]
     is_chat = isinstance(text, list)
-    if is_chat:  # The template writes the special tokens itself.
-        settings |= row.get("chat_template_kwargs") or {}
+    if is_chat:
+        chosen = row.get("chat_template_kwargs") or {}
+        settings |= {name: value for name, value in chosen.items() if value is not None}
         text = tokenizer.apply_chat_template(text, tokenize=False, **settings)
-    return text, tokenizer(text, add_special_tokens=not is_chat)["input_ids"]
+    # A template writes the special tokens itself.
+    has_bos = is_chat or text.startswith(tokenizer.bos_token or "\0")
+    token_ids = tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
+    if token_ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
+        token_ids.pop()  # The policy would go on after an end.
+    return text, token_ids
 
 
 def as_message(prompt, text):
@@ -596,10 +618,17 @@ def as_message(prompt, text):
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
+def without_end(tokenizer, token_ids, ended):
+    """The tokens of a completion that its text shows: all but the special one that ended it."""
+    if ended and not tokenizer.decode(token_ids[-1:], skip_special_tokens=True):
+        return token_ids[:-1]
+    return token_ids
+
+
 def exact_match(completions, answer, **_):
-    """1 where the completion, without spaces around it, is the row's `answer`, else 0."""
+    """1 where the completion is the row's `answer`, without spaces around both, else 0."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    return [float(text.strip() == str(right)) for text, right in zip(texts, answer)]
+    return [float(text.strip() == str(right).strip()) for text, right in zip(texts, answer)]
 
 
 def load_reward(spec):
@@ -649,7 +678,9 @@ def score_episodes(batch, scorers, where):
     rows = [{} for _ in prompts]
     for scorer in scorers if prompts else []:
         for name, values in scorer(batch, share).items():
-            with blaming(f"{where}: --reward {name} must give one number or None a completion"):
+            with blaming(
+                f"{where}: --reward {name} must give a number or None for each completion"
+            ):
                 if f"reward/{name}" in rows[0]:
                     raise ValueError("another part of the score has this name")
                 if len(values) != len(prompts):
@@ -684,11 +715,16 @@ def load_reward_model(args, tokenizer):
     """A classifier with one label, as a scorer. It reads token ids, the EOS included."""
     path = args.reward_model_path
     its_tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    same_vocabulary = its_tokenizer.get_vocab() == tokenizer.get_vocab()
+    vocabulary = its_tokenizer.get_vocab()
     auto_class = transformers.AutoModelForSequenceClassification
     model = load_model(path, args.dtype, 0, auto_class, num_labels=1)
     head = model.score  # of the last token; a model that scores its first token has no `score`
     eos = its_tokenizer.eos_token_id
+    rows = model.get_input_embeddings().num_embeddings
+    if rows <= max(vocabulary.values()):
+        raise UsageError(f"{path} has {rows} embeddings, fewer than its tokenizer has tokens")
+    config = transformers.AutoConfig.from_pretrained(args.model_path).get_text_config()
+    same_vocabulary = vocabulary == tokenizer.get_vocab() and rows >= config.vocab_size
 
     @torch.no_grad()
     def reward_model(batch, share):
@@ -697,7 +733,12 @@ def load_reward_model(args, tokenizer):
             row = batch.prompts[i].row
             tokens = batch.prompts[i].token_ids + batch.token_ids[i]
             if not same_vocabulary:  # It reads the text, and its own EOS where the episode ended.
-                text = row["prompt"] + as_message(row["prompt"], batch.completions[i])
+                completion = batch.completions[i]
+                if isinstance(row["prompt"], str):  # Alone, it may lose its first space.
+                    before = batch.prompts[i].token_ids
+                    shown = without_end(tokenizer, batch.token_ids[i], batch.ended[i])
+                    completion = tokenizer.decode(before + shown)[len(tokenizer.decode(before)) :]
+                text = row["prompt"] + as_message(row["prompt"], completion)
                 _, tokens = tokenize(its_tokenizer, row | {"prompt": text})
                 if batch.ended[i] and eos not in (None, tokens[-1]):
                     tokens = tokens + [eos]
@@ -862,9 +903,11 @@ class CompletionModel(torch.nn.Module):
             return call(self)
 
     def leave_out_frozen(self, state_dict, prefix, _):
-        for name, weight in self.named_parameters(remove_duplicate=False):
-            if not weight.requires_grad:
-                state_dict.pop(prefix + name, None)
+        weights = self.named_parameters(remove_duplicate=False)
+        frozen = tuple(f"{prefix}{name}." for name, weight in weights if not weight.requires_grad)
+        for name in list(state_dict):  # A quantized weight has others below its name.
+            if f"{name}.".startswith(frozen):
+                del state_dict[name]
 
     def frozen_are_not_missing(self, keys):
         names = [name.removeprefix("module.") for name in keys.missing_keys]
@@ -982,6 +1025,18 @@ def in_pieces(function, head, *inputs):
     return torch.cat(list(map(function, *(rows.tensor_split(pieces) for rows in inputs))))
 
 
+def quiet(config):
+    """Switch off dropout, and outputs that nobody reads, also in the configs inside of a config."""
+    config.return_dict = True
+    for key, value in list(vars(config).items()):
+        if isinstance(value, transformers.PreTrainedConfig):
+            quiet(value)
+        elif "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)
+        elif "output_" in key and value is True:
+            setattr(config, key, False)
+
+
 def load_model(path, dtype, positions, auto_class=transformers.AutoModelForCausalLM, **changes):
     """`from_pretrained` with all dropout off, on the device.
 
@@ -989,9 +1044,7 @@ def load_model(path, dtype, positions, auto_class=transformers.AutoModelForCausa
     """
     config = transformers.AutoConfig.from_pretrained(path, **changes)
     check_positions(path, config, positions)
-    for key, value in config.to_dict().items():
-        if "drop" in key and isinstance(value, float):
-            setattr(config, key, 0.0)
+    quiet(config)
     model, info = auto_class.from_pretrained(
         path, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
     )
@@ -1001,8 +1054,7 @@ def load_model(path, dtype, positions, auto_class=transformers.AutoModelForCausa
     wrong |= {w for w in info["unexpected_keys"] if re.sub(r"\.\d+\.", ".0.", w) in own}
     if wrong:  # The others would be random.
         raise UsageError(f"{path}: weights do not fit the config: {sorted(wrong)}")
-    # Gradient checkpointing works only in train mode. Without dropout nothing there is random.
-    model = model.to(accelerator.device).train()
+    model = model.to(accelerator.device)
     model.can_share_prompts = check_model(path, model)
     return model
 
@@ -1031,7 +1083,7 @@ def check_model(path, model):
             if not shares_prompts:
                 accelerator.print(f"{path} needs a row for each episode")
             return shares_prompts
-    raise UsageError(f"{path} gives other results in padded rows, or needs another `head_logits`")
+    raise UsageError(f"{path} gives other results in padded rows, is random, or has another head")
 
 
 def load_policy(args, tokenizer, prompts):
@@ -1040,9 +1092,13 @@ def load_policy(args, tokenizer, prompts):
     positions = longest + args.response_length - 1  # The last token is no input.
     dtype = "float32" if args.lora_r is None else args.dtype
     model = load_model(args.model_path, dtype, positions)
+    if args.lora_r is None and not all(weight.requires_grad for weight in model.parameters()):
+        raise UsageError(f"{args.model_path} has quantized weights, which need --lora-r")
     eos_ids = find_eos_ids(model, tokenizer, args.stop_token_id)
     policy = CompletionModel(prepare_for_training(args, model, 1), tokenizer, eos_ids, args)
     policy.positions = positions  # The models beside it need as many.
+    ends = dict(zip(eos_ids, tokenizer.convert_ids_to_tokens(eos_ids)))
+    accelerator.print(f"a completion ends with {ends}, --stop-string {args.stop_string!r}")
     return policy
 
 
@@ -1050,6 +1106,7 @@ def prepare_for_training(args, model, index):
     """Add gradient checkpointing and LoRA, as flags say. index: of the model, for new weights"""
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
+        model.train()  # It works only there. Without dropout nothing there is random.
     if args.lora_r is None:
         return model
     peft = importlib.import_module("peft")
@@ -1257,7 +1314,8 @@ def open_run(args, output_dir, plan, state):
     What the checkpoint does not know is cut from the folder's files. Prints the plan. Returns a bar
     over all optimizer steps.
     """
-    for file in sorted(output_dir.glob("checkpoints/iteration_*/state.json"))[-1:]:
+    newest = sorted(output_dir.glob("checkpoints/iteration_*/state.json"))[-1:]
+    for file in gather_object([newest])[0]:  # as the main process sees it
         accelerator.print(f"--resume from {file.parent}; remove it if it is damaged")
         state |= json.loads(file.read_text())
         accelerator.load_state(str(file.parent))
@@ -1413,6 +1471,8 @@ def start_accelerator(args):
             "fewer processes than launched, or no GPU was found; without GPUs use"
             " ACCELERATE_USE_CPU=true torchrun"
         )
+    if accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2:
+        raise UsageError("FSDP version 1 is not offered; the launcher needs fsdp_version: 2")
     if accelerator.distributed_type == "DEEPSPEED":
         # Its engine clips, casts and gathers by itself. `micro_batches` does the accumulation.
         config = accelerator.state.deepspeed_plugin.deepspeed_config
@@ -1432,7 +1492,8 @@ def choose_output_dir(args, prompts):
     Only --resume may use a folder that holds a run, and no flag or row may make it another run. If
     the run is finished, the program ends here.
     """
-    rows = repr([prompt.row for prompt in prompts]).encode()
+    # Without the addresses of objects, such as images.
+    rows = re.sub(r" at 0x\w+", "", repr([prompt.row for prompt in prompts])).encode()
     # This is kept and compared as a flag is.
     args.dataset_rows = f"{len(prompts)}, SHA-256 {hashlib.sha256(rows).hexdigest()[:12]}"
     name = f"runs/{Path(__file__).stem}__{args.seed}__{int(time.time())}__{os.getpid()}"

@@ -24,6 +24,7 @@ too narrow. Every pair is written to `--output`. It uses a GPU if there is one.
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +101,8 @@ def sample(args: Args, path: str, index: int) -> tuple[list[str], float]:
     token_ids, ended = complete(
         language_model, tokenizer, prompts, uniforms, args.temperature, args.batch_size
     )
-    texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+    shown = map(partial(rloo.without_end, tokenizer), token_ids, ended)
+    texts = tokenizer.batch_decode(list(shown))
     return texts, float(np.mean(ended))
 
 

@@ -322,10 +322,11 @@ def fine_tune(rate: float, seed: int, steps: int = 64) -> dict:
 
     def right(rows):
         prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
-        tokens, _ = win_rate.complete(
+        tokens, ended = win_rate.complete(
             policy.eval(), tokenizer, prompts, np.zeros((len(rows), 8)), temperature=0.0
         )
-        texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        shown = map(partial(win_rate.rloo.without_end, tokenizer), tokens, ended)
+        texts = tokenizer.batch_decode(list(shown))
         return float(np.mean(np.equal(texts, column(rows, "answer"))))
 
     return dict(rate=rate, seed=seed, held_out=right(held_out), on_training=right(train[:256]))

@@ -67,7 +67,11 @@ def sample(rows, uniforms=None):
         active &= ~torch.isin(picked, eos_ids)  # The EOS itself is part of the completion.
         if not active.any():
             break
-    return prompts, tokens, [tokenizer.decode(y[y >= 0], skip_special_tokens=True) for y in tokens]
+    return (
+        prompts,
+        tokens,
+        [tokenizer.decode(y[(y >= 0) & ~torch.isin(y, eos_ids)]) for y in tokens],
+    )
 
 
 def evaluate():
