@@ -296,7 +296,7 @@ def main(args):
     # What one iteration hands to the next. With --resume, `open_run` takes it from a checkpoint.
     state = {"iteration": 0, "step": 0, "jsonl_sizes": {}}
     state |= {"kl_coef": args.kl_coef, "score_count": 0, "score_mean": 0.0, "score_squares": 0.0}
-    progress = open_run(args, output_dir, plan, state)
+    progress = open_run(args, policy, output_dir, plan, state)
     scheduler.last_epoch = state["step"]
     if eval_prompts and state["iteration"] == 0:
         metrics = evaluate(args, policy, eval_prompts, eval_scorers, output_dir, iteration=0)
@@ -1227,8 +1227,6 @@ def load_policy(args, tokenizer, prompts):
     eos_ids = find_eos_ids(model, tokenizer, args.stop_token_id)
     policy = CompletionModel(prepare_for_training(args, model, 1), tokenizer, eos_ids, args)
     policy.positions = positions  # The models beside it need as many.
-    ends = dict(zip(eos_ids, tokenizer.convert_ids_to_tokens(eos_ids)))
-    accelerator.print(f"a completion ends with {ends}, --stop-string {args.stop_string!r}")
     return policy
 
 
@@ -1473,7 +1471,7 @@ def save_model(policy, folder):
     model.tokenizer.save_pretrained(folder)
 
 
-def open_run(args, output_dir, plan, state):
+def open_run(args, policy, output_dir, plan, state):
     """Load the newest checkpoint, if there is one, lock the folder, and start the trackers.
 
     What the checkpoint does not know is cut from the folder's files. Prints the plan. Returns a bar
@@ -1499,6 +1497,9 @@ def open_run(args, output_dir, plan, state):
         f"{accelerator.num_processes} x {accelerator.device.type}, {args.dtype}, learning rate"
         f" {args.learning_rate:g}, response length {args.response_length}; writing to {output_dir}"
     )
+    model = accelerator.unwrap_model(policy)
+    ends = dict(zip(model.eos_ids, model.tokenizer.convert_ids_to_tokens(model.eos_ids)))
+    accelerator.print(f"a completion ends with {ends}, --stop-string {args.stop_string!r}")
     accelerator.print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
     accelerator.project_configuration.logging_dir = str(output_dir)
     # tensorboard takes no None

@@ -313,8 +313,8 @@ def test_a_mistake_ends_with_one_line(script, world, tmp_path):
 
 @one_text
 def test_rows_of_text_and_of_chats_keep_their_order(script, tmp_path):
-    """A text gets the special tokens of its tokenizer. A rendered chat gets no more of them. A line
-    may hold what other programs take for its end."""
+    """No prompt gets an EOS, which a tokenizer may append to texts. A line may hold what other
+    programs take for its end."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ messages[0]['content'] }}{{ mark or '=' }}"
     tokenizer._tokenizer.post_processor = TemplateProcessing(
@@ -334,7 +334,7 @@ def test_rows_of_text_and_of_chats_keep_their_order(script, tmp_path):
     assert [prompt.text for prompt in found] == ["22", "1+1==", "1+1=+", "5"]
     assert found[0].row["note"] == rows[0]["note"]
     ends = [prompt.token_ids[-1] == EOS for prompt in found]
-    assert ends == [True, False, False, True]
+    assert not any(ends)
 
 
 def test_defaults_that_the_model_decides(script, tmp_path):

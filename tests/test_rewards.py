@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 import sys
 import traceback
@@ -287,7 +288,7 @@ def test_reward_model_of_another_vocabulary_reads_the_text(
     template, which may end with its EOS. None: its tokenizer has no EOS."""
     vocab = {token: i for i, token in enumerate(reversed(VOCAB))}
     backend = Tokenizer(WordLevel(vocab))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"<eos>|[\s\S]"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"<eos>|<pad>|[\s\S]"), "isolated")
     eos = None if ends_with_eos is None else "<eos>"
     reader = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token=eos)
     reader.chat_template = CHAT_TEMPLATE.replace("'='", "'+'")
@@ -312,7 +313,7 @@ def test_reward_model_of_another_vocabulary_reads_the_text(
         if is_chat:
             text = "22+" + row["completion"] + "9"
         has_ended = row["token_ids"][-1] == EOS
-        token_ids = [vocab[character] for character in text]
+        token_ids = [vocab[token] for token in re.findall(r"<pad>|.", text)]
         if (has_ended and eos) or (is_chat and ends_with_eos):
             token_ids.append(vocab["<eos>"])
         assert row["score"] == plain_score(model, token_ids)

@@ -215,7 +215,7 @@ cliprange_value: 0.001
 vf_coef: 1.0
 target_kl: 0.000001
 ratio_threshold: 1.0
-whiten_advantages: true
+whiten_advantages: false
 whiten_rewards: true
 score_scaling: true
 score_norm: true

@@ -206,7 +206,7 @@ def test_an_episode_is_the_conversation(turns, flags, run, tmp_path):
         assert len(chat) == 1 or chat[:1] in asked
         texts = {0: "", 1: ""}  # of the environment, and of the policy
         for token, is_own in zip(row["token_ids"], row["mask"]):
-            if token not in (PAD, EOS):
+            if token != EOS:
                 texts[is_own] += VOCAB[token]
         contents = column(chat, "content")
         assert texts == {0: "".join(contents[1::2]), 1: "".join(contents[::2])}

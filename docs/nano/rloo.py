@@ -70,7 +70,7 @@ def sample(rows, uniforms=None):
     return (
         prompts,
         tokens,
-        [tokenizer.decode(y[(y >= 0) & ~torch.isin(y, eos_ids)]) for y in tokens],
+        [tokenizer.decode(y[(y >= 0) & ~torch.isin(y, hidden)]) for y in tokens],
     )
 
 
@@ -91,6 +91,8 @@ tokenizer = AutoTokenizer.from_pretrained(model_path)
 # from_pretrained leaves a model in eval mode, so dropout is off, in training as in sampling.
 policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 eos_ids = {*np.ravel(policy.generation_config.eos_token_id), tokenizer.eos_token_id} - {None}
+hidden = [i for i in eos_ids if not tokenizer.decode(i, skip_special_tokens=True)]
+hidden = torch.tensor(hidden, dtype=torch.long)  # special tokens, which texts do not show
 eos_ids = torch.tensor([*eos_ids])  # one or several
 reference = deepcopy(policy)  # It is not trained.
 trained = [*policy.parameters()]
