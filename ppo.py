@@ -1736,6 +1736,8 @@ transformers.utils.logging.disable_progress_bar()
 logging.getLogger("accelerate.utils.other").setLevel("ERROR")
 
 if __name__ == "__main__":
+    if hasattr(sys.stdout, "reconfigure"):  # Not so in a notebook. A terminal may know only ASCII.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         main(tyro.cli(Args, description=__doc__))
     except UsageError as error:

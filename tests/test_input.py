@@ -289,7 +289,7 @@ def named(prompts, **_):
 @one_text
 @mark.slow
 def test_a_mistake_ends_with_one_line(script, world, tmp_path):
-    """A mistake of the user ends with one line and exit code 2, also in the middle of a run. What
+    """A mistake of the user ends with one line and exit code 1, also in the middle of a run. What
     the reward function raises keeps its traceback. A terminal that knows only ASCII stops no
     run."""
     (tmp_path / "mine.py").write_text(MISTAKES)
@@ -299,7 +299,7 @@ def test_a_mistake_ends_with_one_line(script, world, tmp_path):
         return launch(script, 1, tmp_path, flags, **environment)
 
     finished = start("few")
-    assert finished.returncode == 2
+    assert finished.returncode == 1
     assert finished.stderr.splitlines()[-1].startswith("error: iteration 1: --reward")
     assert "Traceback" not in finished.stderr
     finished = start("raises")

@@ -27,7 +27,7 @@ pytestmark = [mark.slow, mark.skipif(LACKING, reason=REASON)]
 BUGS = {
     "trim(batch.prompt_tokens[chosen]).to(episodes.device)": "trim(batch.prompt_tokens[chosen])",
     "batch.tokens[episodes, :longest]": "batch.tokens[episodes, :longest].cpu()",
-    "is_real[order].to(accelerator.device)": "is_real[order]",
+    "is_real[piece].to(device)": "is_real[piece]",
 }
 
 
