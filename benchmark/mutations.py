@@ -157,7 +157,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "scheduler.last_epoch = 0", RESUME + "a_run_killed_in_every_phase"),
     ("what was written after the checkpoint kept", "rloo",
      'os.truncate(file, state["jsonl_sizes"].get(file.name, 0))', "pass",
-     RESUME + "a_run_killed_in_every_phase"),
+     RESUME + "only_the_runs_own_lines_are_cut[rloo]"),
 )]
 # fmt: on
 

@@ -11,7 +11,6 @@ from conftest import (
     EOS,
     KILLS,
     MODULES,
-    PAD,
     VOCAB,
     base_flags,
     column,
