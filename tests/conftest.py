@@ -358,6 +358,7 @@ FAULTS = {  # what a faulty reward returns in place of its scores
     "array_column": lambda scores: numpy.array(scores)[:, None],
     "wrong_count": lambda scores: scores[1:],
     "forgotten": lambda scores: None,
+    "unordered": lambda scores: {*scores, *range(100, 100 + len(scores))},
     "unequal": lambda scores: {"a": scores, "b": scores[1:]},
     "coroutine": lambda scores: answer(),
 }

@@ -13,6 +13,7 @@ import yaml
 from conftest import (
     EOS,
     HERE,
+    PAD,
     base_flags,
     launch,
     make_args,
@@ -126,6 +127,17 @@ BAD_ROWS = [
     # The template writes nothing, so there is no token to continue.
     '{"prompt": [{"role": "system", "content": "1"}], "answer": "2"}',
     '{"prompt": [{"role": "user"}], "answer": "2", "chat_template_kwargs": "deep"}',
+    # The template writes another text than the question.
+    '{"prompt": [{"role": "user", "text": "1+1="}], "answer": "2"}',
+    '{"prompt": [{"role": "user", "content": null}], "answer": "2"}',
+    '{"prompt": [{"role": "user", "content": [{"text": "1"}]}], "answer": "2"}',
+    '{"prompt": [{"role": "user", "content": "1"}, {"role": "human", "content": "3"}]}',
+    # exact_match compares texts and integers.
+    '{"prompt": "1", "answer": 2.5}',
+    '{"prompt": "1", "answer": true}',
+    '{"prompt": "1", "answer": null}',
+    '{"prompt": "1", "answer": ["2"]}',
+    '{"prompt": "1", "answer": "2", "completions": 3}',
     '{"prompt": 3, "answer": "2"}',
     '{"prompt": null, "answer": "2"}',
     '{"prompt": [], "answer": "2"}',
@@ -140,7 +152,9 @@ BAD_ROWS = [
 @one_text
 def test_bad_data_is_refused_by_file_and_line(script, refuses, world, tmp_path):
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{% if messages[0]['role'] == 'user' %}{{ messages }}{% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages if m['role'] == 'user' %}{{ m.content }}=1{% endfor %}"
+    )
     policy = shutil.copytree(world.llama, tmp_path / "policy")
     tokenizer.save_pretrained(policy)
     file = tmp_path / "data.jsonl"
@@ -212,11 +226,14 @@ def test_what_exceeds_the_models_positions_is_refused(script, run, refuses, worl
 
 
 @one_text
-def test_a_run_without_eos(script, run):
-    """Neither the tokenizer nor the model has an EOS. Then every completion runs to its limit."""
+def test_a_run_without_eos(script, run, capsys):
+    """Neither the tokenizer nor the model has an EOS. Then every completion runs to its limit.
+    A run prints what ends one."""
     for path in ("llama", "endless"):
         ended = [row["ended"] for row in run(script, model_path=path).rollouts]
         assert any(ended) == (path == "llama")
+        ends = {EOS: "<eos>"} if any(ended) else {}
+        assert f"a completion ends with {ends}, --stop-string None" in capsys.readouterr().out
 
 
 @one_text
@@ -313,28 +330,30 @@ def test_a_mistake_ends_with_one_line(script, world, tmp_path):
 
 @one_text
 def test_rows_of_text_and_of_chats_keep_their_order(script, tmp_path):
-    """No prompt gets an EOS, which a tokenizer may append to texts. A line may hold what other
-    programs take for its end."""
+    """A text gets one BOS, and no EOS that it has not got. A chat gets what its template writes. A
+    line may hold what other programs take for its end."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ messages[0]['content'] }}{{ mark or '=' }}"
     tokenizer._tokenizer.post_processor = TemplateProcessing(
-        single="$A <eos>", special_tokens=[("<eos>", EOS)]
+        single="<pad> $A <eos>", special_tokens=[("<pad>", PAD), ("<eos>", EOS)]
     )
+    tokenizer.bos_token = "<pad>"
     chat = [{"role": "user", "content": "1+1="}]
     rows = [
         dict(prompt="22", note="2\u20283\x85"),
         dict(prompt=chat),
         dict(prompt=chat, chat_template_kwargs=dict(mark="+")),
-        dict(prompt="5"),
+        dict(prompt="<pad>5"),
+        dict(prompt="5<eos>"),
     ]
     path = tmp_path / "mixed.jsonl"
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_text("\n".join(lines), encoding="utf-8")
     found = script.load_prompts(script.Args(), str(path), "none", tokenizer)
-    assert [prompt.text for prompt in found] == ["22", "1+1==", "1+1=+", "5"]
+    assert [prompt.text for prompt in found] == ["22", "1+1==", "1+1=+", "<pad>5", "5<eos>"]
     assert found[0].row["note"] == rows[0]["note"]
-    ends = [prompt.token_ids[-1] == EOS for prompt in found]
-    assert not any(ends)
+    counts = [(row.token_ids.count(PAD), row.token_ids.count(EOS) > 0) for row in found]
+    assert counts == [(1, False), (0, False), (0, False), (1, False), (1, True)]
 
 
 def test_defaults_that_the_model_decides(script, tmp_path):

@@ -8,6 +8,7 @@ from conftest import (
     EOS,
     FSDP2,
     KILLS,
+    VOCAB,
     base_flags,
     column,
     flat,
@@ -167,3 +168,15 @@ def test_a_stop_string_ends_a_completion(script, run, stopping):
 @only("grpo")
 def test_a_stop_string_on_two_processes(script, stopping, same_on):
     same_on(script, 2, stopping)
+
+
+@only("rloo")
+@mark.parametrize("ends", [EOS, VOCAB.index("7")])
+def test_a_completion_is_what_the_model_wrote(script, run, ends):
+    """A text shows all tokens, special ones, too. It leaves out only a special one at its end."""
+    rows = run(script, stop_token_id=ends).rollouts
+    for row in rows:
+        tokens = [VOCAB[token] for token in row["token_ids"]]
+        assert row["completion"] == "".join(tokens).removesuffix("<eos>")
+    assert any("<pad>" in row["completion"] for row in rows)
+    assert any(row["token_ids"][-1] == ends for row in rows)

@@ -6,9 +6,11 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import accelerate
 import filelock
@@ -310,3 +312,17 @@ def test_a_full_disk_leaves_the_checkpoint_before(script, run, monkeypatch, out,
     assert whole_checkpoints(out) == ["1", "2"]
     assert not (out / "model").exists()
     goes_on()
+
+
+@only("rloo")
+def test_rows_may_hold_objects(script, run, stopped_after, monkeypatch, out):
+    """A column of a Hub dataset may hold images. Their addresses do not make other rows of them."""
+
+    def load_dataset(*_, **__):
+        return [{"prompt": prompt, "image": object()} for prompt in ("1+1=", "2+2=")]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    flags = SAVING | dict(dataset="some:train")
+    stopped_after(2, **flags)
+    run(script, output_dir=out, resume=True, **flags)
+    assert (out / "model").exists()

@@ -162,7 +162,7 @@ def test_the_kl_alone_may_be_the_reward(script, run):
 
 
 FAULTS = """
-wrong_count forgotten coroutine unequal nan inf huge text rows array_column
+wrong_count forgotten unordered coroutine unequal nan inf huge text rows array_column
 """.split()
 
 
@@ -193,6 +193,7 @@ REWARD_FILES = {
     "other/mine.py": "def score(**_): return 3",
     "other/json.py": "def score(**_): return 4",
     "pack/inner.py": "def score(**_): return 1",
+    "my.reward.py": "import neighbour\ndef score(**_): return 5",
 }
 
 
@@ -214,6 +215,9 @@ def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
         assert load(f"{tmp_path}/other/mine.py:score")() == 3
         assert load(f"{tmp_path}/other/json.py:score")() == 4
         assert sys.modules["json"] is json
+        dotted = load(f"{tmp_path}/my.reward.py:score")
+        assert dotted() == 5
+        assert pickle.loads(pickle.dumps(dotted)) is dotted
         assert load("inner:score")() == 1
         for name in (f"{tmp_path}/mine.py:nothing", f"{tmp_path}/nothing.py:score", "nothing"):
             with raises(Exception, match="nothing"):
