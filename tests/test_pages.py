@@ -106,10 +106,8 @@ PHRASES = """
 README.md
 default/curves.json part=default: {greedy_before:.3f} before
 default/curves.json part=default each=script: {greedy_after:.3f}
-claims/claims.json part=pairs each=script: {unseen_after:.3f}
 parity/mini_batch.json part=same: {gradient:max.0e} from TRL
 parity/mini_batch.json part=ppo undone_by= update=.+: {gradient:max.0e} from torchrl
-parity/mini_batch.json what=GRPO.with.KL.+: to {gradient:max.2f} of a tiny
 parity/replay.json: within {distance:max.1e} of the distance
 hardware/sharded.json: at most {relative_distance:max.1e} of
 hardware/kill_and_resume.json: {kills:sum} kills
