@@ -61,7 +61,7 @@ def main(options: Options, flags: list[str]):
     module = import_script(options.script)
     args = tyro.cli(module.Args, args=flags)
     if options.forced:
-        module.find_eos_ids = lambda *args: [-1]
+        module.find_eos_ids = lambda *args: [2**31 - 1]
     moments, steps, prompt_lengths = [], [], []
     load_prompts = module.load_prompts
 
