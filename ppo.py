@@ -696,7 +696,9 @@ def tokenize(tokenizer, row, **settings):
 
 def as_message(prompt, text):
     """A completion in the form of its prompt: text, or a chat of one message."""
-    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+    if isinstance(prompt, str):
+        return text
+    return [{"role": "assistant", "content": text}]
 
 
 def without_end(tokenizer, token_ids, ended):
@@ -789,7 +791,9 @@ def call_reward(function, batch, share):
     completions = list(map(as_message, prompts, batch.completions[share]))
     token_ids = copy.deepcopy(batch.token_ids[share])
     scores = function(prompts=prompts, completions=completions, completion_ids=token_ids, **columns)
-    return scores if isinstance(scores, dict) else {"": scores}
+    if isinstance(scores, dict):
+        return scores
+    return {"": scores}
 
 
 def load_reward_model(args, tokenizer):
