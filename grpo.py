@@ -112,7 +112,7 @@ class Args:
     num_mini_batches: int = 1  # optimizer steps in one pass over the batch
     num_ppo_epochs: int = 1  # passes over the batch of each iteration
     per_device_train_batch_size: int = 64  # episodes in one forward pass; fewer save memory
-    per_device_rollout_batch_size: int | None = None  # episodes sampled at once; None: no limit
+    per_device_rollout_batch_size: int | None = None  # episodes sampled at once; None: --batch-size
     # sampling
     response_length: int | None = None  # token limit of a completion; None: 256, built-in policy 8
     temperature: float = 1.0  # divides the logits, in sampling and in every log-probability
@@ -450,7 +450,8 @@ def generate(args, policy, drawn, k, rng, temperature):
     """Sample k completions of every prompt. Each process samples a share, and then gets them all.
 
     An inference engine takes the place of `sample` here. First give it the new weights. It returns
-    the same tensors. It may ignore `uniforms`, and return 0 as entropies.
+    the same tensors. It may ignore `uniforms`, and return 0 as entropies. model(function) is
+    function(model): the model's weights are whole only inside of its own call.
     drawn: [groups]; rng: gives all processes the same random numbers in [0, 1)
     """
     prompts = [prompt for prompt in drawn for _ in range(k)]  # [episodes], group by group
@@ -735,9 +736,7 @@ def score_episodes(batch, scorers, where):
     rows = [{} for _ in prompts]
     for scorer in scorers if prompts else []:
         for name, values in scorer(batch, share).items():
-            with blaming(
-                f"{where}: --reward {name} must give a number or None for each completion"
-            ):
+            with blaming(f"{where}: --reward {name}, a number or None for each completion"):
                 if f"reward/{name}" in rows[0]:
                     raise ValueError("another part of the score has this name")
                 if len(values) != len(prompts):
@@ -1402,7 +1401,7 @@ def open_run(args, policy, output_dir, plan, state):
     )
     model = accelerator.unwrap_model(policy)
     ends = dict(zip(model.eos_ids, model.tokenizer.convert_ids_to_tokens(model.eos_ids)))
-    accelerator.print(f"a completion ends with {ends}, --stop-string {args.stop_string!r}")
+    accelerator.print(f"tokens that end a completion: {ends}; --stop-string: {args.stop_string!r}")
     accelerator.print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
     accelerator.project_configuration.logging_dir = str(output_dir)
     # tensorboard takes no None
@@ -1503,7 +1502,8 @@ def check_flags(args):
             and args.dtype == "bfloat16"
             and args.updates_per_batch > 1
         ),
-        f"--batch-size: whole groups need a multiple of {multiple}": args.batch_size % multiple,
+        f"--batch-size: groups and mini-batches need a multiple of {multiple}": args.batch_size
+        % multiple,
         "--temperature and --max-grad-norm must be above 0": (
             args.temperature == 0 or args.max_grad_norm == 0
         ),

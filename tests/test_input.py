@@ -233,7 +233,9 @@ def test_a_run_without_eos(script, run, capsys):
         ended = [row["ended"] for row in run(script, model_path=path).rollouts]
         assert any(ended) == (path == "llama")
         ends = {EOS: "<eos>"} if any(ended) else {}
-        assert f"a completion ends with {ends}, --stop-string None" in capsys.readouterr().out
+        assert (
+            f"tokens that end a completion: {ends}; --stop-string: None" in capsys.readouterr().out
+        )
 
 
 @one_text
