@@ -681,7 +681,7 @@ def score_episodes(batch, scorers, where):
     rows = [{} for _ in prompts]
     for scorer in scorers if prompts else []:
         for name, values in scorer(batch, share).items():
-            with blaming(f"{where}: --reward {name}, a number or None for each completion"):
+            with blaming(f"{where}: --reward, part {name!r}: a number or None for each completion"):
                 if f"reward/{name}" in rows[0]:
                     raise ValueError("another part of the score has this name")
                 if len(values) != len(prompts):
