@@ -359,6 +359,7 @@ FAULTS = {  # what a faulty reward returns in place of its scores
     "wrong_count": lambda scores: scores[1:],
     "forgotten": lambda scores: None,
     "unordered": lambda scores: {*scores, *range(100, 100 + len(scores))},
+    "reserved": lambda scores: {"reward_model": scores},
     "unequal": lambda scores: {"a": scores, "b": scores[1:]},
     "coroutine": lambda scores: answer(),
 }

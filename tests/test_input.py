@@ -131,7 +131,8 @@ BAD_ROWS = [
     '{"prompt": [{"role": "user", "text": "1+1="}], "answer": "2"}',
     '{"prompt": [{"role": "user", "content": null}], "answer": "2"}',
     '{"prompt": [{"role": "user", "content": [{"text": "1"}]}], "answer": "2"}',
-    '{"prompt": [{"role": "user", "content": "1"}, {"role": "human", "content": "3"}]}',
+    '{"prompt": [{"role": "user", "content": "1"}, {"role": "human", "content": "3"}],'
+    ' "answer": "2"}',
     # exact_match compares texts and integers.
     '{"prompt": "1", "answer": 2.5}',
     '{"prompt": "1", "answer": true}',

@@ -318,11 +318,15 @@ def test_a_full_disk_leaves_the_checkpoint_before(script, run, monkeypatch, out,
 def test_rows_may_hold_objects(script, run, stopped_after, monkeypatch, out):
     """A column of a Hub dataset may hold images. Their addresses do not make other rows of them."""
 
+    held = []  # Objects that stay have addresses of their own.
+
     def load_dataset(*_, **__):
-        return [{"prompt": prompt, "image": object()} for prompt in ("1+1=", "2+2=")]
+        held.append([{"prompt": prompt, "image": object()} for prompt in ("1+1=", "2+2=")])
+        return held[-1]
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     flags = SAVING | dict(dataset="some:train")
     stopped_after(2, **flags)
+    load_dataset()
     run(script, output_dir=out, resume=True, **flags)
     assert (out / "model").exists()

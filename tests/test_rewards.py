@@ -97,7 +97,7 @@ def test_exact_match(script):
     """The stripped completion is compared with the answer, in rows of text and of chat. The answer
     may be a number."""
     completions = [" 4", "4x", messages("4", "assistant"), messages(" 5\n", "assistant")]
-    scores = script.exact_match(completions=completions, answer=["4", "4", 4, "5"], prompts=[])
+    scores = script.exact_match(completions=completions, answer=["4\n", "4", 4, "5"], prompts=[])
     assert scores == [1, 0, 1, 1]
     assert script.load_reward("exact_match") is script.exact_match
 
@@ -252,6 +252,13 @@ def test_evaluation_has_a_reward_of_its_own(script, run):
     assert line["eval/scores"] != approx(5.0, abs=1e-3)
     [line] = run(script, **flags, eval_reward="number").metrics
     assert line["eval/scores"] == 2.0  # of 0 to 4
+
+
+@one_text
+def test_two_parts_of_one_name_are_refused(script, run):
+    """One of them would be lost."""
+    with raises(script.UsageError, match="another part"):
+        run(script, reward="reserved", reward_model_path="classifier")
 
 
 @torch.no_grad()
