@@ -1502,7 +1502,7 @@ def check_flags(args):
             and args.dtype == "bfloat16"
             and args.updates_per_batch > 1
         ),
-        f"--batch-size: groups and mini-batches need a multiple of {multiple}": args.batch_size
+        f"--batch-size must be a multiple of {multiple} (k, mini-batches)": args.batch_size
         % multiple,
         "--temperature and --max-grad-norm must be above 0": (
             args.temperature == 0 or args.max_grad_norm == 0

@@ -1623,7 +1623,7 @@ def check_flags(args):
         "--adaptive-kl needs a --kl-horizon above 0.2 * --batch-size": (
             args.adaptive_kl and args.kl_horizon <= 0.2 * args.batch_size
         ),
-        f"--batch-size: groups and mini-batches need a multiple of {multiple}": args.batch_size
+        f"--batch-size must be a multiple of {multiple} (k, mini-batches)": args.batch_size
         % multiple,
         "--temperature and --max-grad-norm must be above 0": (
             args.temperature == 0 or args.max_grad_norm == 0

@@ -1434,7 +1434,7 @@ def check_flags(args):
         "--rloo-k must be at least 2: the others are the baseline": args.rloo_k < 2,
         "--dtype bfloat16 with more than one update per batch: rounding alone would clip a third of"
         " the ratios, see docs/metrics.md": args.dtype == "bfloat16" and args.updates_per_batch > 1,
-        f"--batch-size: groups and mini-batches need a multiple of {multiple}": args.batch_size
+        f"--batch-size must be a multiple of {multiple} (k, mini-batches)": args.batch_size
         % multiple,
         "--temperature and --max-grad-norm must be above 0": (
             args.temperature == 0 or args.max_grad_norm == 0
