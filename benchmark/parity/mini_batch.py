@@ -47,7 +47,8 @@ COMMON = (
 def score(prompts: list, completions: list, of_equals: float = 0.5, **_) -> list[float]:
     """Differs between the completions of a prompt, but for prompts of three characters: theirs are
     of one score."""
-    own = [len(set(completion)) + 0.3 * completion.count("1") for completion in completions]
+    texts = [completion.replace("<pad>", "") for completion in completions]  # TRL hides it
+    own = [len(set(text)) + 0.3 * text.count("1") for text in texts]
     return [of_equals if len(prompt) == 3 else value for prompt, value in zip(prompts, own)]
 
 
