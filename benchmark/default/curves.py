@@ -1,10 +1,11 @@
-"""The three scripts on the default task: as they come, and with other bounds of gradient clipping.
+"""The three scripts as they learn: on the default task, and with a real model.
 
     python benchmark/default/curves.py                                # all of them
     python benchmark/default/curves.py --plot                         # only the figures again
 
-curves.png shows the score of sampled training completions, mean of ten iterations, and that of
-held-out prompts at temperature 0, against episodes and against seconds of rollout and training.
+curves.png and smollm2.png show the score of sampled training completions, mean of ten iterations on
+the default task, and that of held-out prompts at temperature 0, against episodes and against
+seconds of rollout and training. The part `clipping` has other bounds of the gradient's norm.
 """
 
 import sys
@@ -52,30 +53,37 @@ def clipped(result: dict) -> dict:
 
 
 def plot(rows: list[dict], folder: Path):
-    runs = having(rows, part="default")
+    default = having(rows, part="default")
+    draw_curves(default, 10, "seconds", 1, folder / "curves.png")
+    smollm2 = [row for row in rows if row["part"].startswith("smollm2")]
+    draw_curves(smollm2, 1, "minutes", 60, folder / "smollm2.png")
+
+
+def draw_curves(runs: list[dict], window: int, unit: str, seconds: int, path: Path):
+    """window: iterations of a running mean; unit: of time, so many seconds"""
     figure, [axes] = draw.panels(1, 3, width=3.3, sharey=True)
     axes[0].set_title("sampled, training prompts")
     axes[0].set_ylabel("right answers")
     axes[0].set_ylim(0, 1.02)
     axes[1].set_title("greedy, held-out prompts")
     axes[2].set_title("greedy, held-out prompts")
-    axes[2].set_xlabel("seconds of one core")
+    axes[2].set_xlabel(f"{unit} of one core")
     for script in SCRIPTS:
         some = having(runs, script=script)
         style = dict(color=draw.COLORS[script], label=f"{script}.py")
-        sampled = list(map(draw.running_mean, column(some, "objective/scores")))
+        sampled = [draw.running_mean(run["objective/scores"], window) for run in some]
         episodes = some[0]["episode"]
         draw.curve(axes[0], episodes, sampled, **style)
         style["marker"] = "."
         greedy = column(some, "eval/scores")
         episodes = some[0]["eval_episode"]
         draw.curve(axes[1], episodes, greedy, **style)
-        seconds = np.mean(column(some, "eval_seconds"), 0)
-        draw.curve(axes[2], seconds, greedy, **style)
+        times = np.mean(column(some, "eval_seconds"), 0) / seconds
+        draw.curve(axes[2], times, greedy, **style)
     for axis in axes[:2]:
         draw.in_thousands(axis)
     axes[0].legend(frameon=False, loc="lower right")
-    draw.save(figure, folder / "curves.png")
+    draw.save(figure, path)
 
 
 def with_bounds(*bounds: str) -> list[tuple]:
@@ -87,10 +95,20 @@ def with_bounds(*bounds: str) -> list[tuple]:
 
 
 EVALUATED = "--eval-every 16"
+SMOLLM2 = "--model-path benchmark/smollm2/model --dataset benchmark/smollm2/chain_sum_train.jsonl"
+SMOLLM2 += " --eval-dataset benchmark/smollm2/chain_sum_eval.jsonl --eval-every 2"
+SMOLLM2 += " --reward benchmark/smollm2/chain_sum.py:score --response-length 24 --dtype bfloat16"
+SMOLLM2 += " --per-device-train-batch-size 16 --total-episodes 1280 --learning-rate 1e-5"
+TINY = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
+TINY += " --eval-dataset benchmark/default/eval.jsonl --reward exact_match --total-episodes 128"
 PARTS = {
     "default": Part(with_bounds("1"), EVALUATED, SEEDS, to_curve),  # All scripts have this bound.
     "clipping": Part(with_bounds("10", "inf"), EVALUATED, SEEDS, clipped),
 }
+for script, own in dict(rloo="--rloo-k 8", grpo="--num-generations 8", ppo="").items():
+    PARTS[f"smollm2_{script}"] = Part(
+        [({}, script, own)], SMOLLM2, (1, 2, 3), to_curve, short=TINY, needs="smollm2/prepare.py"
+    )
 
 if __name__ == "__main__":
     main(__doc__, RESULT, PARTS, plot)
