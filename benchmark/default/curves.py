@@ -105,7 +105,8 @@ PARTS = {
     "default": Part(with_bounds("1"), EVALUATED, SEEDS, to_curve),  # All scripts have this bound.
     "clipping": Part(with_bounds("10", "inf"), EVALUATED, SEEDS, clipped),
 }
-for script, own in dict(rloo="--rloo-k 8", grpo="--num-generations 8", ppo="").items():
+SMOLLM2_FLAGS = dict(rloo="--rloo-k 8", grpo="--num-generations 8", ppo="--num-ppo-epochs 1")
+for script, own in SMOLLM2_FLAGS.items():
     PARTS[f"smollm2_{script}"] = Part(
         [({}, script, own)], SMOLLM2, (1, 2, 3), to_curve, short=TINY, needs="smollm2/prepare.py"
     )
