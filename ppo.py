@@ -92,6 +92,7 @@ class Args:
     two, until the run is finished"""
     plan: int | None = None  # print every count for this many processes and exit; loads no model
     dtype: Literal["float32", "bfloat16"] | None = None  # of forward passes; None: accelerate's
+    cuda_graphs: bool = True  # on a GPU, record the kernels of one token, and start them together
     # model and data
     model_path: str = str(DEFAULT / "policy")  # policy and tokenizer: a folder or a Hub name
     lora_r: int | None = None  # rank of LoRA adapters (arXiv 2106.09685); None: train all weights
@@ -517,8 +518,8 @@ def sample(model, prompts, uniforms, temperature):
     entropies = torch.zeros_like(logprobs)
     eos_ids = torch.tensor(model.eos_ids, device=uniforms.device)
     active = torch.arange(len(prompts), device=uniforms.device)  # episodes that have not ended
-    rows = prompts  # [active, tokens so far]
-    logits, cache = prefill(model.language_model, prompts, logits_to_keep=1)
+    decoder = Decoder(model.language_model, prompts, uniforms.shape[1], model.records)
+    logits = decoder.logits
     for t in range(uniforms.shape[1]):
         logits = logits[:, -1].float() / (temperature or 1.0)
         log_p = torch.log_softmax(logits, dim=-1)  # [active, vocabulary]
@@ -538,12 +539,8 @@ def sample(model, prompts, uniforms, temperature):
         goes_on = (~has_ended).nonzero().squeeze(1)  # rows of the completions that have not ended
         if t + 1 == uniforms.shape[1] or len(goes_on) == 0:
             break
-        rows = torch.cat([rows, picked[:, None]], dim=1)
-        if len(goes_on) < len(active):  # Completions that have ended leave the batch.
-            active = active[goes_on]
-            rows = rows[goes_on]
-            cache.reorder_cache(goes_on)
-        logits = run_network(model.language_model, rows, cache, start=rows.shape[1] - 1)
+        active = active[goes_on]  # Completions that have ended leave the batch.
+        logits = decoder.run(picked, goes_on)
     model.train(is_training)
     return dict(tokens=tokens, ended=ended, logprobs=logprobs, entropies=entropies)
 
@@ -1020,6 +1017,7 @@ class CompletionModel(torch.nn.Module):
         has_cache = language_model.can_share_prompts and not args.gradient_checkpointing
         self.shares_prompts = has_cache and args.k > 1
         self.autocast = args.dtype == "bfloat16"
+        self.records = False  # passes of `Decoder`, as CUDA graphs
         # A checkpoint of LoRA holds only the adapters. The rest comes from --model-path.
         self.register_state_dict_post_hook(CompletionModel.leave_out_frozen)
         self.register_load_state_dict_post_hook(CompletionModel.frozen_are_not_missing)
@@ -1048,34 +1046,95 @@ class CompletionModel(torch.nn.Module):
 
 
 class KVCache(transformers.DynamicCache):
-    """While sampling, keys have the type of the values, and their memory grows in steps.
+    """The keys and values of the tokens so far. In a `Decoder` it has room for those that come.
 
-    With autocast, keys would be float32, and attention would cast all of them again for every
-    token. And every token would copy the whole cache.
+    While sampling, keys have the type of the values. With autocast they would be float32, and
+    attention would cast all of them again for every token.
     """
+
+    column = None  # where the newest tokens are written, [1]; None: there is no room
+    width = None  # number of columns that attention sees
+    room = None  # number of columns that are added when all are full
 
     def update(self, keys, values, layer_idx, *args, **kwargs):
         if not torch.is_grad_enabled():
             keys = keys.to(values.dtype)  # Autocast has cast the values.
-            layer = self.layers[layer_idx]
-            # Layers of other types keep only some tokens, for instance those of a sliding window.
-            is_plain = type(layer) is transformers.cache_utils.DynamicLayer
-            if is_plain and layer.is_initialized and keys.shape[2] == 1:
-                layer.keys = self.append(layer.keys, keys)
-                layer.values = self.append(layer.values, values)
-                return layer.keys, layer.values
-        return super().update(keys, values, layer_idx, *args, **kwargs)
+        if self.column is None:
+            return super().update(keys, values, layer_idx, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        if layer.keys.shape[2] < self.width:
+            layer.keys = torch.nn.functional.pad(layer.keys, (0, 0, 0, self.room))
+            layer.values = torch.nn.functional.pad(layer.values, (0, 0, 0, self.room))
+        layer.keys.index_copy_(2, self.column, keys)
+        layer.values.index_copy_(2, self.column, values)
+        return layer.keys[:, :, : self.width], layer.values[:, :, : self.width]
 
-    @staticmethod
-    def append(old, new):
-        """`new` [rows, heads, 1, size] after `old` [rows, heads, tokens, size], and some room."""
-        rows, heads, count, size = old.shape
-        if old.stride(1) == count * size:  # The memory is full.
-            old = torch.nn.functional.pad(old, (0, 0, 0, 8 + count // 4))
-        # The beginning of a larger tensor, into which the next token is written.
-        longer = old.as_strided((rows, heads, count + 1, size), old.stride())
-        longer[:, :, count:] = new
-        return longer
+
+class Decoder:
+    """Runs a language model on the newest token of each row, again and again.
+
+    A GPU would wait for Python, which starts a thousand small kernels for every token. So they are
+    recorded once, as a CUDA graph, and then started together. A graph uses the same memory each
+    time. So rows that have ended stay in it.
+    """
+
+    def __init__(self, network, prompts, num_tokens, records):
+        self.network = network
+        self.records = records
+        self.count = prompts.shape[1]  # columns so far
+        # A column without tokens yet has -1.
+        self.rows = torch.nn.functional.pad(prompts, (0, num_tokens), value=-1)
+        self.logits, self.cache = prefill(network, prompts, logits_to_keep=1)
+        if network.step_fault is None:
+            self.cache.column = torch.full_like(prompts[0, :1], self.count - 1)
+            self.cache.room = num_tokens if records else 8 + self.count // 4
+        self.places = torch.arange(len(prompts), device=prompts.device)  # of the rows that go on
+        self.graph = None
+
+    def run(self, tokens, goes_on):
+        """The logits of the next tokens, [rows that go on, 1, vocabulary].
+
+        tokens: the newest ones of the rows so far, [rows]; goes_on: which of these rows go on
+        """
+        if self.records:
+            self.places = self.places[goes_on]
+        elif len(goes_on) < len(self.rows):
+            self.places = self.places[: len(goes_on)]
+            self.rows = self.rows[goes_on]
+            self.cache.reorder_cache(goes_on)
+        self.rows[self.places, self.count] = tokens[goes_on]
+        self.count += 1
+        self.cache.width = self.rows.shape[1] if self.records else self.count
+        if self.graph is not None:
+            self.graph.replay()
+            return self.logits[self.places]
+        logits = self.step()
+        if self.records:  # The step has loaded the kernels.
+            self.graph = torch.cuda.CUDAGraph()
+            with blaming("the pass on one token cannot be recorded; use --no-cuda-graphs"):
+                # Other threads, such as NCCL's, may use the GPU meanwhile.
+                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                    self.logits = self.step()  # Memory for it. The replay computes it.
+        return logits[self.places]
+
+    def step(self):
+        """The pass on the newest column: logits [rows, 1, vocabulary]."""
+        if self.network.step_fault is not None:
+            rows = self.rows[:, : self.count]
+            return run_network(self.network, rows, self.cache, self.count - 1)
+        # To be recorded, it does not wait for the GPU, and uses no number that changes.
+        column = self.cache.column.add_(1)
+        is_token = self.rows[:, : self.cache.width] >= 0
+        mask = torch.zeros_like(is_token, dtype=self.cache.layers[0].values.dtype)
+        mask.masked_fill_(~is_token, torch.finfo(mask.dtype).min)  # added to attention's scores
+        outputs = self.network(
+            self.rows.index_select(1, column).clamp(min=0),
+            attention_mask=mask[:, None, None],
+            position_ids=is_token.sum(1, keepdim=True) - 1,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        return outputs[0]
 
 
 def run_network(network, rows, cache=None, start=0, **settings):
@@ -1104,9 +1163,19 @@ def prefill(network, prompts, **settings):
     prompts: [episodes, longest prompt]. Returns what `run_network` gives for the last token of each
     prompt [episodes, 1, ..], and the KV cache.
     """
-    different, row_of = prompts.unique_consecutive(dim=0, return_inverse=True)
+    different, row_of, counts = prompts.unique_consecutive(
+        dim=0, return_inverse=True, return_counts=True
+    )
     cache = KVCache(config=network.config)
     outputs = run_network(network, different, cache, **settings)[:, -1:]
+    if torch.is_grad_enabled():
+        # Equal runs get equal bits: on a GPU, the gradient of a row that is selected twice is a sum
+        # in any order. So each is repeated, as often as the most frequent one, and selected once.
+        most = int(counts.max())
+        cache.batch_repeat_interleave(most)
+        outputs = outputs.repeat_interleave(most, dim=0)
+        is_needed = torch.arange(most, device=counts.device) < counts[:, None]
+        row_of = is_needed.flatten().nonzero().squeeze(1)
     cache.reorder_cache(row_of)
     return outputs.index_select(0, row_of), cache
 
@@ -1149,7 +1218,8 @@ def in_pieces(function, head, *inputs):
 
     head: of the language model, which `function` calls
     """
-    pieces = ceil(len(inputs[0]) * head.out_features / LOGITS_AT_ONCE)
+    at_once = 2**28 if head.weight.is_cuda else LOGITS_AT_ONCE  # A GPU needs large kernels.
+    pieces = ceil(len(inputs[0]) * head.out_features / at_once)
     if hasattr(head.weight, "ds_id"):
         # ZeRO-3 gathers the head at every call, so all processes must make as many calls.
         pieces = max(gather_object([pieces]))
@@ -1188,35 +1258,71 @@ def load_model(path, dtype, positions, auto_class=transformers.AutoModelForCausa
     if wrong:  # The others would be random.
         raise UsageError(f"{path}: weights do not fit the config: {sorted(wrong)}")
     model = model.to(accelerator.device)
-    model.can_share_prompts = check_model(path, model)
+    model.can_share_prompts = check_model(path, model, positions)
     return model
 
 
-def check_model(path, model):
+def check_model(path, model, positions):
     """Refuse a model that needs more than masks and positions. May its prompts be shared?"""
     trunk = model.get_decoder()
     has_logits = model.get_output_embeddings() is not None  # for each token
     network = model if has_logits else trunk
-    prompts = torch.tensor([[-1, -1, 1, 2], [3, 4, 5, 6]], device=accelerator.device)
-    tokens = torch.arange(10, device=accelerator.device).view(2, 5)
-    # The first of two short rows, alone: without padding and cache.
+    # Two rows of one prompt, and one of another.
+    prompts = torch.tensor([[-1, -1, 1, 2], [-1, -1, 1, 2], [3, 4, 5, 6]]).to(accelerator.device)
+    tokens = torch.arange(15, device=accelerator.device).view(3, 5) % 10
+    # The first of the short rows, alone: without padding and cache.
     alone = completion_outputs(network, False, prompts[:1, 2:], tokens[:1])
-    for shares_prompts in (True, False):
-        outputs = completion_outputs(trunk, shares_prompts, prompts, tokens)
-        if has_logits:
-            outputs = head_logits(model, outputs)
-        try:  # Some models change their cache in place, which has no gradient.
-            torch.autograd.grad(outputs.sum(), model.get_input_embeddings().weight)
-        except RuntimeError:
-            continue
+
+    def agrees(outputs):
         difference = outputs[:1] - alone
-        # bfloat16: at most 0.10 was measured where it is right, and 0.31 where it is wrong
-        limit = 1e-3 if model.dtype == torch.float32 else 0.15
-        if difference.std() < limit * alone.std():
+        # bfloat16: at most 0.009 was measured where it is right, and 0.045 where it is wrong
+        limit = 1e-3 if model.dtype == torch.float32 else 0.02
+        return difference.std() < limit * alone.std()
+
+    model.step_fault = None  # why `Decoder` cannot take a step of fixed shapes
+    try:
+        if has_logits and not agrees(try_steps(model, prompts, tokens, positions)):
+            raise ValueError("its masks or positions are special")
+    except Exception as error:
+        model.step_fault = error
+    for shares_prompts in (True, False):
+        try:  # Some models change their cache in place, or cannot repeat rows of it.
+            outputs = completion_outputs(trunk, shares_prompts, prompts, tokens)
+            if has_logits:
+                outputs = head_logits(model, outputs)
+            torch.autograd.grad(outputs.sum(), model.get_input_embeddings().weight)
+        except (RuntimeError, AttributeError):
+            if shares_prompts:
+                continue
+            raise
+        if agrees(outputs):
             if not shares_prompts:
                 accelerator.print(f"{path} needs a row for each episode")
             return shares_prompts
     raise UsageError(f"{path} gives other results in padded rows, is random, or has another head")
+
+
+@torch.no_grad()
+def try_steps(model, prompts, tokens, positions):
+    """The logits of some rows by steps of fixed shapes. An error says why it cannot take them.
+
+    positions: that rows of the run may have
+    """
+    decoder = Decoder(model, prompts, tokens.shape[1], records=False)
+    for layer in decoder.cache.layers:
+        is_plain = type(layer).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer")
+        window = getattr(layer, "sliding_window", None) or inf  # tokens that the layer keeps
+        if not is_plain or window <= positions + 1:
+            raise ValueError("a layer does not keep all tokens")
+    on_gpu = model.device.type == "cuda"
+    try:
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("error")  # What waits for the GPU cannot be recorded.
+        steps = [decoder.run(newest, decoder.places) for newest in tokens.T[:-1]]
+    finally:
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+    return torch.cat([decoder.logits, *steps], dim=1)
 
 
 def load_policy(args, tokenizer, prompts):
@@ -1230,6 +1336,13 @@ def load_policy(args, tokenizer, prompts):
     eos_ids = find_eos_ids(model, tokenizer, args.stop_token_id)
     policy = CompletionModel(prepare_for_training(args, model, 1), tokenizer, eos_ids, args)
     policy.positions = positions  # The models beside it need as many.
+    if args.cuda_graphs and accelerator.device.type == "cuda":
+        fault = model.step_fault
+        if accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
+            fault = "the weights are sharded"
+        policy.records = fault is None
+        if fault is not None:
+            accelerator.print(f"{args.model_path} samples without CUDA graphs: {fault}")
     return policy
 
 
@@ -1579,7 +1692,8 @@ RATES = {"built-in": 5e-5, "other": 3e-6, "LoRA": 1e-5}
 FREE_FLAGS = (
     "output_dir resume save_every plan gradient_checkpointing log_with dataset eval_dataset "
     "eval_every eval_temperature eval_k eval_reward per_device_train_batch_size "
-    "per_device_rollout_batch_size num_sample_generations save_rollouts keep_checkpoints"
+    "per_device_rollout_batch_size num_sample_generations save_rollouts keep_checkpoints "
+    "cuda_graphs"
 ).split()  # Instead of the path --dataset, its rows are compared.
 
 
