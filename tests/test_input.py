@@ -23,6 +23,7 @@ from conftest import (
     one_text,
     only,
     option,
+    record_calls,
     save_classifier,
     save_model,
     with_group,
@@ -254,6 +255,29 @@ def test_a_model_must_give_the_same_in_padded_rows(script, run, refuses, tmp_pat
         first, *_ = run(script, ref_model_path=path, dtype=dtype, **FEW).metrics
         said = f"{path} needs a row for each episode"
         assert (said in capsys.readouterr().out) == needs_rows
+
+
+@one_text
+@mark.parametrize(
+    "architecture, window, fault",
+    [
+        ("gpt2", None, None),
+        ("mistral", LONGEST + 7, None),
+        ("mistral", LONGEST + 6, "a layer does not keep all tokens"),
+        ("jamba", None, "a layer does not keep all tokens"),
+        ("bloom", None, "too many values to unpack"),
+    ],
+)
+def test_a_step_of_fixed_shapes_is_tried(
+    script, run, tmp_path, monkeypatch, architecture, window, fault
+):
+    """A model that cannot take it samples without it. A window must be longer than each row."""
+    changes = {"sliding_window": window} if window else {}
+    policy = save_model(tmp_path / "policy", architecture, **changes)
+    loaded = record_calls(monkeypatch, script, "load_policy")
+    run(script, model_path=policy, **FEW)
+    said = loaded[0].result.language_model.step_fault
+    assert said is None if fault is None else fault in str(said)
 
 
 @only("rloo", "ppo")
