@@ -349,12 +349,14 @@ def load_engine(script, folder):
     return vllm, patched(script, [f"benchmark/engine/{script}.patch"], folder)
 
 
+@mark.parametrize("rank", [None, 2])
 @mark.parametrize("script", ["rloo", "grpo"])
-def test_the_engine_makes_the_plain_run(script, run, tmp_path):
-    """The same completions and weights. The engine is shut down."""
+def test_the_engine_makes_the_plain_run(script, rank, run, tmp_path):
+    """The same completions and weights. The engine is shut down. The script itself compares its
+    log-probabilities with those of the trainer."""
     vllm, module = load_engine(script, tmp_path)
-    ran = run(module, **ENGINE_FLAGS)
-    plain = run(MODULES[script], **ENGINE_FLAGS)
+    ran = run(module, lora_r=rank, **ENGINE_FLAGS)
+    plain = run(MODULES[script], lora_r=rank, **ENGINE_FLAGS)
     assert "1" in "".join(column(ran.rollouts, "completion"))
     assert column(ran.rollouts, "token_ids") == column(plain.rollouts, "token_ids")
     norm = plain.metrics[0]["grad_norm"]
