@@ -1769,9 +1769,6 @@ def check_flags(args):
             args.temperature == 0 or args.max_grad_norm == 0
         ),
         "--model-path needs a --dataset": kind != "built-in" and args.dataset == Args.dataset,
-        f"{DEFAULT} is missing, so give --model-path and --dataset": (
-            kind == "built-in" and not DEFAULT.exists()
-        ),
         "--model-path has LoRA adapters; first merge them with peft: AutoPeftModelForCausalLM"
         ".from_pretrained(path).merge_and_unload().save_pretrained(folder)": (
             Path(args.model_path, "adapter_config.json").exists()
@@ -1798,6 +1795,8 @@ def check_positions(path, config, needed):
 def start_accelerator(args):
     """Start the processes' connection, and refuse a launch in which some of them are missing."""
     global accelerator
+    if args.dataset == Args.dataset and not DEFAULT.exists():
+        raise UsageError(f"{DEFAULT} is missing, so --model-path and --dataset are needed")
     accelerator = accelerate.Accelerator(
         # The scripts do accumulation and autocast themselves, whatever the launcher is set to.
         gradient_accumulation_plugin=accelerate.utils.GradientAccumulationPlugin(num_steps=1),

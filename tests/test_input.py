@@ -286,7 +286,8 @@ def test_weights_that_do_not_fit_their_config_are_refused_by_name(script, refuse
     be left out. Such a policy, reference, reward model or value model is refused, and the message
     names the weight."""
     policy = script.Args.model_path
-    flags = dict(model_path=policy, dataset=script.Args.dataset, value_model_path=policy)
+    dataset = script.Args.dataset.replace("train", "eval")
+    flags = dict(model_path=policy, dataset=dataset, value_model_path=policy)
     if script.__name__ != "ppo":
         del flags["value_model_path"]
     wide = dict(intermediate_size=100)
@@ -390,8 +391,8 @@ def test_defaults_that_the_model_decides(script, tmp_path):
     own, other = (5e-5, 3e-6) if script.__name__ == "ppo" else (1e-4, 1e-6)
     for flags, learning_rate, response_length in (
         (dict(model_path=str(link), lora_r=2), own, 8),
-        (dict(model_path="me/mine"), other, 256),
-        (dict(model_path="me/mine", lora_r=2), 1e-5, 256),
+        (dict(model_path="me/mine", dataset="mine:train"), other, 256),
+        (dict(model_path="me/mine", dataset="mine:train", lora_r=2), 1e-5, 256),
         (dict(learning_rate=0.0, response_length=9), 0.0, 9),
     ):
         args = script.Args(**flags)

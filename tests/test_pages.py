@@ -339,7 +339,7 @@ def test_the_fields_of_trl_are_in_the_tables():
     each class itself defines."""
     text = read(HERE / "docs/coming_from.md")
     fields = json.loads(read(HERE / "benchmark/parity/trl_fields.json"))
-    args = vars(MODULES["ppo"].Args(model_path="your/model"))
+    args = vars(MODULES["ppo"].Args(model_path="your/model", dataset="your.jsonl"))
     args["local_rollout_forward_batch_size"] = args["per_device_rollout_batch_size"]
     paragraph = re.search(r"Defaults that differ: (.*?)\n\n", text, re.S)[1]
     shown = re.findall(r"`(\w+)`\s\((\S+),\shere\s(\S+)\)", paragraph)
