@@ -56,7 +56,7 @@ from functools import partial
 from math import ceil, comb, floor, inf, isfinite, isinf, lcm, nan
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import accelerate
 import filelock
@@ -120,7 +120,8 @@ class Args:
     stop_token_id: int | None = None  # this token ends a completion as an EOS does
     stop_string: str | None = None  # this text does, too, such as "</answer>"; a newline is $'\n'
     # algorithm
-    num_generations: int = 4  # completions of each prompt; each is compared with their mean
+    num_generations: Annotated[int, tyro.conf.arg(aliases=["--rloo-k"])] = 4
+    """completions of each prompt; each is compared with their mean"""
     kl_coef: float = 0.0  # weight of the KL in the loss; 0: no KL and no reference model
     cliprange_high: float | None = None  # clips at 1 + this; None: --cliprange (2503.14476, eq. 8)
     scale_rewards: Literal["group", "batch", "none"] = "group"
@@ -278,7 +279,10 @@ accelerator: accelerate.Accelerator
 
 
 def main(args):
-    """Set up, train, save. Each turn of the loop is one iteration, in the stages 4a to 4f."""
+    """Set up, train, save. Each turn of the loop is one iteration, in the stages 4a to 4f.
+
+    Returns the policy, and the metrics of all rows that this call has written.
+    """
     start_accelerator(args)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_path)
     prompts = load_prompts(args, args.dataset, args.reward, tokenizer)
@@ -306,10 +310,11 @@ def main(args):
     state = {"iteration": 0, "step": 0, "jsonl_sizes": {}}
     progress = open_run(args, policy, output_dir, plan, state)
     scheduler.last_epoch = state["step"]
+    history = []  # the metrics of each row of metrics.jsonl
     if eval_prompts and state["iteration"] == 0:
         metrics = evaluate(args, policy, eval_prompts, eval_scorers, output_dir, iteration=0)
         metrics |= {"iteration": 0, "step": 0, "episode": 0, "epoch": 0.0}
-        write_metrics(output_dir, metrics, progress)
+        history.append(write_metrics(output_dir, metrics, progress))
 
     for iteration in range(state["iteration"] + 1, plan.iterations + 1):
         # ---- 4a  rollout: sample k completions of each drawn prompt
@@ -364,7 +369,9 @@ def main(args):
                         # The weights divide by the size of the whole mini-batch. So neither
                         # micro-batches nor processes change the gradient.
                         losses = (losses * mask).sum(1, keepdim=True) * weights[episodes]
-                        # [episodes, 1]; a second loss is added here, / len(mini_batch)
+                        # [episodes, 1]; a second loss is added here: its sum over tokens, divided
+                        # by len(mini_batch)
+                        assert losses.shape == weights[episodes].shape
                         loss = (losses * is_real[:, None]).sum()
                         # DDP takes the mean of the processes' gradients. We need their sum.
                         accelerator.backward(loss * accelerator.num_processes)
@@ -409,7 +416,7 @@ def main(args):
         # ---- 4f  evaluate and save
         if eval_prompts and (is_last or iteration % (args.eval_every or plan.iterations) == 0):
             metrics |= evaluate(args, policy, eval_prompts, eval_scorers, output_dir, iteration)
-        write_metrics(output_dir, metrics, progress)
+        history.append(write_metrics(output_dir, metrics, progress))
         columns = {"score": scores, "advantage": advantages.squeeze(1)}
         columns |= {"logprobs": batch.logprobs, "ref_logprobs": ref_logprobs}
         write_rollouts(args, output_dir, plan, metrics, batch, columns, parts)
@@ -419,9 +426,11 @@ def main(args):
     progress.close()
     if plan.steps > 0:
         finish(args, policy, output_dir, plan)
-    # The end of the process group can hang while a model exists, so the model is freed first.
+    model = accelerator.unwrap_model(policy)
+    # The end of the process group can hang while what `prepare` made exists.
     policy, optimizer = accelerator.free_memory(policy, optimizer)
     accelerator.end_training()
+    return model, history
 
 
 # ======================================== 5  the model =======================================
@@ -1194,7 +1203,7 @@ def check_model(path, model, positions):
     network = model if has_logits else trunk
     # Two rows of one prompt, and one of another.
     prompts = torch.tensor([[-1, -1, 1, 2], [-1, -1, 1, 2], [3, 4, 5, 6]]).to(accelerator.device)
-    tokens = torch.arange(15, device=accelerator.device).view(3, 5) % 10
+    tokens = torch.arange(15, device=accelerator.device).view(3, 5)
     # The first of the short rows, alone: without padding and cache.
     alone = completion_outputs(network, False, prompts[:1, 2:], tokens[:1])
 
@@ -1357,6 +1366,7 @@ def rollout_metrics(batch, scores):
         "objective/entropy": -batch.logprobs.sum(1).mean(),  # an estimate, per episode
         "policy/entropy_avg": batch.entropies[batch.mask].mean(),  # exact, per token
         "val/num_eos_tokens": batch.ended.sum(),
+        "val/cut_off_fraction": 1 - batch.ended.float().mean(),
         "val/num_unscored": scores.isnan().sum(),
         "response_length_mean": batch.mask.sum(1).float().mean(),
     }
@@ -1415,8 +1425,12 @@ def write_metrics(output_dir, metrics, progress):
     accelerator.log(metrics, step=metrics["episode"])
     append_jsonl(output_dir / "metrics.jsonl", [metrics])
     progress.set_postfix(score=metrics.get("objective/scores"))
-    if "eval/scores" in metrics and accelerator.is_main_process:
-        tqdm.write(f"episode {metrics['episode']}: eval/scores {metrics['eval/scores']:.3f}")
+    for name in ("objective/scores", "eval/scores"):
+        # Without a terminal there is no bar.
+        if name in metrics and (progress.disable or name == "eval/scores"):
+            with tqdm.external_write_mode():
+                accelerator.print(f"episode {metrics['episode']}: {name} {metrics[name]:.3f}")
+    return metrics
 
 
 def rollout_rows(batch, iteration, tensors, parts):
@@ -1447,7 +1461,10 @@ def write_rollouts(args, output_dir, plan, metrics, batch, tensors, parts):
     names = ["prompt", "completion", "score", *parts[0]]
     samples = [[row.get(name) for name in names] for row in rows[:: args.k][:4]]  # of four groups
     for sample in samples:
-        tqdm.write(f"episode {metrics['episode']}: {dict(zip(names, sample))}")
+        tqdm.write(f"---- a sample of episode {metrics['episode']}")
+        for name, value in zip(names, sample):
+            text = f"{value:.4g}" if isinstance(value, float) else str(value)
+            tqdm.write(f"{name:>10}  " + text.replace("\n", "\n" + " " * 12))
     for tracker in accelerator.trackers:
         if hasattr(tracker, "log_table"):
             tracker.log_table("samples", columns=names, data=samples, step=metrics["episode"])
@@ -1494,13 +1511,21 @@ def open_run(args, policy, output_dir, plan, state):
     """
     newest = sorted(output_dir.glob("checkpoints/iteration_*/state.json"))[-1:]
     for file in gather_object([newest])[0]:  # as the main process sees it
-        accelerator.print(f"--resume from {file.parent}; remove it if it is damaged")
-        state |= json.loads(file.read_text())
-        accelerator.load_state(str(file.parent))
+        with blaming(f"{file.parent} may be damaged; then remove it"):
+            state |= json.loads(file.read_text())
+            accelerator.load_state(str(file.parent))
+    if args.resume:
+        accelerator.print(
+            f"resuming after iteration {state['iteration']}"
+            if newest
+            else "no checkpoint, starting at 0"
+        )
     if accelerator.is_main_process:
         output_dir.mkdir(parents=True, exist_ok=True)
-        # This raises where another process holds the lock. A killed process gives it back.
-        accelerator.lock = filelock.FileLock(output_dir / ".lock", blocking=False).acquire()
+        # A killed process gives its lock back. A notebook may take its own again.
+        lock = filelock.FileLock(output_dir / ".lock", blocking=False, is_singleton=True)
+        with blaming(f"another run writes into {output_dir}"):
+            accelerator.lock = lock.acquire()
         shutil.rmtree(output_dir / "checkpoints" / "unfinished", ignore_errors=True)
         for file in map(output_dir.joinpath, JSONL_FILES):
             if file.exists():
@@ -1519,8 +1544,11 @@ def open_run(args, policy, output_dir, plan, state):
     accelerator.project_configuration.logging_dir = str(output_dir)
     # tensorboard takes no None
     config = {name: value for name, value in vars(args).items() if value is not None}
+    os.environ.setdefault("WANDB_NAME", output_dir.name)
     accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tally"), config)
-    return tqdm(total=plan.steps, initial=state["step"], disable=not accelerator.is_main_process)
+    # With None there is a bar only in a terminal.
+    disable = None if accelerator.is_main_process else True
+    return tqdm(total=plan.steps, initial=state["step"], disable=disable)
 
 
 def finish(args, policy, output_dir, plan):
@@ -1621,6 +1649,11 @@ def check_flags(args):
         "--temperature and --max-grad-norm must be above 0": (
             args.temperature == 0 or args.max_grad_norm == 0
         ),
+        "--model-path needs a --dataset": kind != "built-in" and args.dataset == Args.dataset,
+        "--model-path has LoRA adapters; first merge them with peft: AutoPeftModelForCausalLM"
+        ".from_pretrained(path).merge_and_unload().save_pretrained(folder)": (
+            Path(args.model_path, "adapter_config.json").exists()
+        ),
         "--eval-k needs an --eval-temperature": args.eval_k > 1 and args.eval_temperature == 0,
         "--resume needs the --output-dir of the run": args.resume and args.output_dir is None,
         f"--log-with: {args.log_with} is none of {trackers}": args.log_with not in trackers,
@@ -1643,6 +1676,8 @@ def check_positions(path, config, needed):
 def start_accelerator(args):
     """Start the processes' connection, and refuse a launch in which some of them are missing."""
     global accelerator
+    if args.dataset == Args.dataset and not DEFAULT.exists():
+        raise UsageError(f"{DEFAULT} is missing, so --model-path and --dataset are needed")
     accelerator = accelerate.Accelerator(
         # The scripts do accumulation and autocast themselves, whatever the launcher is set to.
         gradient_accumulation_plugin=accelerate.utils.GradientAccumulationPlugin(num_steps=1),
@@ -1686,6 +1721,7 @@ def choose_output_dir(args, prompts):
     name = f"runs/{Path(__file__).stem}__{args.seed}__{int(time.time())}__{os.getpid()}"
     # The clocks of two processes may differ.
     output_dir = Path(gather_object([args.output_dir or name])[0]).absolute()
+    args.output_dir = str(output_dir)
     if not any((output_dir / name).exists() for name in (*JSONL_FILES, "checkpoints", "model")):
         return output_dir
     if not args.resume:
@@ -1725,7 +1761,14 @@ if __name__ == "__main__":
     if hasattr(sys.stdout, "reconfigure"):  # Not so in a notebook. A terminal may know only ASCII.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        main(tyro.cli(Args, description=__doc__))
+        args = tyro.cli(Args, description=__doc__)
+        main(args)
     except UsageError as error:
         # The run is freed by now, so its progress bar has ended.
         sys.exit(f"\nerror: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"\nstopped; --resume --output-dir {args.output_dir} goes on")
+    except SystemExit as error:
+        if error.code == 2:  # of an unknown flag
+            print("names of TRL's flags: docs/coming_from.md")
+        raise

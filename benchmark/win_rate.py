@@ -72,6 +72,7 @@ def complete(
     """
     eos_ids = rloo.find_eos_ids(language_model, tokenizer, None)
     language_model.can_share_prompts = True
+    language_model.step_fault = "rows may have any length"
     model = rloo.CompletionModel(language_model, tokenizer, eos_ids, rloo.Args())
     token_ids = []
     ended = []

@@ -216,6 +216,7 @@ ARCHITECTURES = {  # what a config needs; its model_type is this name, where not
     "jamba": GROUPED
     | dict(attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False, num_experts=2),
     "bert": SHAPE,
+    "bloom": dict(hidden_size=16, n_layer=2, n_head=2),  # ALiBi takes positions from the mask.
     # These change what their head gives, each with the setting that does it. Its default may be 1.
     # MPT has None.
     "capped": GROUPED | dict(model_type="gemma2", final_logit_softcapping=2.0),

@@ -5,8 +5,11 @@ import statistics
 from functools import partial
 from types import SimpleNamespace
 
+import pytest
 import torch
 from conftest import encode, load_policy, plain_logprobs
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def completion_model(script, model, eos_ids, shares_prompts=True, temperature=1.0, dtype="float32"):
@@ -19,12 +22,58 @@ def completion_model(script, model, eos_ids, shares_prompts=True, temperature=1.
     return made
 
 
-def sample(script, model, prompts, uniforms, temperature, eos_ids, dtype="float32"):
-    """A script's `sample`, of these texts."""
-    policy = completion_model(script, model, eos_ids, dtype=dtype)
+class StandInGraph(TorchDispatchMode):
+    """Stands for a CUDA graph. Recording notes each operation with its tensors: it computes nothing
+    that lasts. `replay` runs them again, into the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+        self.before = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(operation), "it waits for the device"
+        if operation._schema.is_mutable:
+            self.before.append((args[0], args[0].clone()))
+        result = operation(*args, **kwargs or {})
+        self.calls.append((operation, args, kwargs or {}, result))
+        return result
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        for tensor, old in reversed(self.before):
+            tensor.copy_(old)
+        for operation, _, _, result in self.calls:
+            for memory in tree_leaves(result):
+                is_new = operation._schema.returns[0].alias_info is None
+                if is_new and isinstance(memory, torch.Tensor) and memory.is_floating_point():
+                    memory.fill_(torch.nan)
+
+    def replay(self):
+        for operation, args, kwargs, result in self.calls:
+            for memory, value in zip(tree_leaves(result), tree_leaves(operation(*args, **kwargs))):
+                if isinstance(value, torch.Tensor) and memory.data_ptr() != value.data_ptr():
+                    memory.copy_(value)
+
+
+def record_steps(patch, policy):
+    """From now on, the steps of a policy are recorded, in stand-ins of CUDA graphs."""
+    policy.records = True
+    patch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
+    patch.setattr(torch.cuda, "graph", lambda graph, **_: graph)
+
+
+def sample(script, model, prompts, uniforms, temperature, eos_ids, step="fixed"):
+    """A script's `sample`, of these texts. step: `plain`, `fixed`, or `recorded`"""
+    policy = completion_model(script, model, eos_ids)
+    model.step_fault = "a test" if step == "plain" else None
     tokens = script.pad_left([encode(prompt) for prompt in prompts])
-    sampler = partial(script.sample, prompts=tokens, uniforms=uniforms, temperature=temperature)
-    result = policy(sampler)
+    with pytest.MonkeyPatch.context() as patch:
+        if step == "recorded":
+            record_steps(patch, policy)
+        result = policy(
+            partial(script.sample, prompts=tokens, uniforms=uniforms, temperature=temperature)
+        )
     model.eval()  # What it is compared with has no dropout, as a script's models have none.
     return result
 

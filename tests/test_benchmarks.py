@@ -42,6 +42,7 @@ from pytest import approx, mark, raises
 plot = import_file(HERE / "benchmark" / "plot.py")
 win_rate = import_file(HERE / "benchmark" / "win_rate.py")
 gsm8k = import_file(HERE / "benchmark" / "gsm8k" / "gsm8k.py")
+tasks = import_file(HERE / "benchmark" / "smollm2" / "tasks.py")
 ladder = import_file(HERE / "benchmark" / "ladder" / "ladder.py")
 claims = import_file(HERE / "benchmark" / "claims" / "claims.py")
 everything = import_file(HERE / "benchmark" / "all.py")
@@ -326,6 +327,47 @@ def test_gsm8k_reads_answers_as_published_evaluations_do(tmp_path, monkeypatch):
         for text in texts:
             assert gsm8k.score([text], [number]) == [1.0], text
     assert gsm8k.last_number("####, or none.") is None
+
+
+TASKS = """
+number | 3 + 4 = 7. | 7 | 1
+number | 5-9 | 9 | 1
+number | 1, or \u22121,000 | -1000 | 1
+number | 7 or 8 | 7 | 0
+word | It is "sun". | sun | 1
+word | sun or nus | sun | 0
+word | suns | sun | 0
+line | So:/5 days/ | 5 days | 1
+text | Q _/_ Q/ | Q _/_ Q | 1
+"""
+
+
+def test_tasks(tmp_path, monkeypatch):
+    """One answer of a completion counts. The program writes the committed questions, mirrored ones
+    on one side, if it draws them in another order and twice."""
+
+    def verify(text, entry):
+        """Credit by length, and an error where there is no answer: some verifiers are so."""
+        text.index(entry["answer"])
+        return len(entry["answer"]) / len(text)
+
+    monkeypatch.setattr(tasks, "verifier", lambda task: verify)
+    for line in TASKS.strip().split("\n"):
+        form, text, answer, expected = line.replace("/", "\n").split(" | ")
+        assert tasks.score([text], [answer], form=[form]) == [float(expected)]
+    paths = HERE.glob("benchmark/smollm2/*.jsonl")
+    files = {path.name: read_jsonl(path) for path in paths}
+    entries = []
+    for row in sum(files.values(), []):
+        question = row["prompt"][1]["content"]
+        entries += [dict(question=question, answer=row["answer"], metadata=0)] * 2
+    factory = SimpleNamespace(DATASETS=dict(chain_sum=(lambda settings: entries[::-1], dict)))
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
+    monkeypatch.setattr(sys, "argv", ["", "chain_sum", f"--folder={tmp_path}"])
+    tasks.main()
+    for name, rows in files.items():
+        made = read_jsonl(tmp_path / name)
+        assert rows == [dict(prompt=row["prompt"], answer=row["answer"]) for row in made]
 
 
 # test_patches.py tests the patch of benchmark/ladder/.

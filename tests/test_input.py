@@ -23,6 +23,7 @@ from conftest import (
     one_text,
     only,
     option,
+    record_calls,
     save_classifier,
     save_model,
     with_group,
@@ -256,13 +257,37 @@ def test_a_model_must_give_the_same_in_padded_rows(script, run, refuses, tmp_pat
         assert (said in capsys.readouterr().out) == needs_rows
 
 
+@one_text
+@mark.parametrize(
+    "architecture, window, fault",
+    [
+        ("gpt2", None, None),
+        ("mistral", LONGEST + 7, None),
+        ("mistral", LONGEST + 6, "a layer does not keep all tokens"),
+        ("jamba", None, "a layer does not keep all tokens"),
+        ("bloom", None, "too many values to unpack"),
+    ],
+)
+def test_a_step_of_fixed_shapes_is_tried(
+    script, run, tmp_path, monkeypatch, architecture, window, fault
+):
+    """A model that cannot take it samples without it. A window must be longer than each row."""
+    changes = {"sliding_window": window} if window else {}
+    policy = save_model(tmp_path / "policy", architecture, **changes)
+    loaded = record_calls(monkeypatch, script, "load_policy")
+    run(script, model_path=policy, **FEW)
+    said = loaded[0].result.language_model.step_fault
+    assert said is None if fault is None else fault in str(said)
+
+
 @only("rloo", "ppo")
 def test_weights_that_do_not_fit_their_config_are_refused_by_name(script, refuses, tmp_path):
     """A weight that is missing or has another shape would be random, and one of another layer would
     be left out. Such a policy, reference, reward model or value model is refused, and the message
     names the weight."""
     policy = script.Args.model_path
-    flags = dict(model_path=policy, dataset=script.Args.dataset, value_model_path=policy)
+    dataset = script.Args.dataset.replace("train", "eval")
+    flags = dict(model_path=policy, dataset=dataset, value_model_path=policy)
     if script.__name__ != "ppo":
         del flags["value_model_path"]
     wide = dict(intermediate_size=100)
@@ -366,8 +391,8 @@ def test_defaults_that_the_model_decides(script, tmp_path):
     own, other = (5e-5, 3e-6) if script.__name__ == "ppo" else (1e-4, 1e-6)
     for flags, learning_rate, response_length in (
         (dict(model_path=str(link), lora_r=2), own, 8),
-        (dict(model_path="me/mine"), other, 256),
-        (dict(model_path="me/mine", lora_r=2), 1e-5, 256),
+        (dict(model_path="me/mine", dataset="mine:train"), other, 256),
+        (dict(model_path="me/mine", dataset="mine:train", lora_r=2), 1e-5, 256),
         (dict(learning_rate=0.0, response_length=9), 0.0, 9),
     ):
         args = script.Args(**flags)

@@ -59,7 +59,7 @@ def run_nano(name, reward=None, **settings):
         else:
             evaluations.append(float(line.split()[-1]))
 
-    names = dict(__file__=str(file), print=note, reward=reward)
+    names = dict(print=note, reward=reward)
     exec(compile(text, file, "exec"), names)
     return names | dict(completions=completions, evaluations=evaluations)
 
@@ -120,7 +120,8 @@ def test_the_default_run_is_the_same(script, tmp_path, monkeypatch):
         rows = rows[:256]
     dataset = tmp_path / "train.jsonl"
     dataset.write_text("".join(rows))
-    settings = dict(dataset=str(dataset), eval_dataset=str(default / "eval.jsonl"))
+    settings = dict(model_path=str(default / "policy"), dataset=str(dataset))
+    settings["eval_dataset"] = str(default / "eval.jsonl")
     launched(script, 1, tmp_path, settings | dict(save_rollouts=True))
     nano = run_nano(name, **settings)
     apart = compare(name, default / "policy", tmp_path / "out", nano)

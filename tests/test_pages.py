@@ -343,7 +343,7 @@ def test_the_fields_of_trl_are_on_the_page():
     """The page has each default of PPOConfig (TRL 1.12) that differs from ours. What has no
     counterpart is in TRL 1.16. The stored lists were read from the sources: what each class itself
     defines, the defaults that verl generates (not all), and the options of OpenRLHF."""
-    args = vars(MODULES["ppo"].Args(model_path="your/model"))
+    args = vars(MODULES["ppo"].Args(model_path="your/model", dataset="your.jsonl"))
     args["local_rollout_forward_batch_size"] = args["per_device_rollout_batch_size"]
     paragraph = re.search("Defaults that differ: .*", COMING_FROM)[0]
     differ = []
@@ -370,7 +370,7 @@ def test_names_and_defaults_of_others_are_theirs():
     """In the table of names, and in the list of defaults."""
     args = {}
     for name in SCRIPTS:
-        args |= vars(MODULES[name].Args(model_path="your/model"))
+        args |= vars(MODULES[name].Args(model_path="your/model", dataset="your.jsonl"))
     args["kl_coef"] = MODULES["rloo"].Args().kl_coef
 
     def default(peer, name):

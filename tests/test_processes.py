@@ -144,7 +144,7 @@ def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
     flags = base_flags(world, flags | dict(output_dir="out"))
     copy = changed_copy(script, tmp_path, *PIECES)
     finished = launch_twice(copy, 2, tmp_path, flags, program=FSDP2)
-    assert "--resume from" in finished.stdout
+    assert "resuming after" in finished.stdout
     compare_runs(alone.folder, tmp_path / "out")
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import accelerate
-import filelock
 import yaml
 from conftest import KILLS, column, contents, import_file, one_text, only, option, result_of
 from pytest import fixture, raises
@@ -141,7 +140,7 @@ def test_a_folder_belongs_to_one_process(script, run, out, flags, goes_on):
     process = fork.Process(target=first, daemon=True)
     process.start()
     assert has_begun.wait(60)
-    with raises(filelock.Timeout, match=str(out / ".lock")):
+    with raises(script.UsageError, match=f"another run writes into {out}"):
         run(script, **flags)
     process.kill()
     process.join()
@@ -149,7 +148,7 @@ def test_a_folder_belongs_to_one_process(script, run, out, flags, goes_on):
 
 
 @one_text
-def test_damaged_files(script, run, stopped_after, out, flags, expected, goes_on, capsys):
+def test_damaged_files(script, run, stopped_after, out, flags, expected, goes_on):
     """A newest checkpoint that is damaged is named. Without it the run goes on from the one before,
     also without its log."""
     flags["resume"] = True
@@ -159,9 +158,8 @@ def test_damaged_files(script, run, stopped_after, out, flags, expected, goes_on
         file = newest / name
         whole = file.read_bytes()
         file.write_bytes(whole[: len(whole) // 2])
-        with raises(Exception):  # a library's own, after a line that names the folder
+        with raises(script.UsageError, match=f"{newest} may be damaged"):
             run(script, output_dir=out, **flags)
-        assert str(newest) in capsys.readouterr().out
         file.write_bytes(whole)
     without_log = shutil.copytree(out, out.with_name("without_log"))
     (without_log / "metrics.jsonl").unlink()

@@ -4,6 +4,7 @@ random numbers, and evaluations.
 
 import itertools
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -22,8 +23,9 @@ from conftest import (
     one_text,
     read_jsonl,
     record_calls,
+    save_model,
 )
-from plain import groups_of, sample, token_counts
+from plain import StandInGraph, groups_of, record_steps, sample, token_counts
 from pytest import approx, mark
 from torch.distributions import Categorical
 
@@ -48,21 +50,54 @@ def greedy_tokens(model, prompt, length, eos_ids):
     return tokens[0, len(prompt) :].tolist()
 
 
+STEPS = [*product(USUAL, ["fixed", "recorded"])]
+STEPS += [pytest.param(*window.values, "plain", marks=mark.slow) for window in WINDOWS]
+
+
 @one_text
-@mark.parametrize("architecture", [*USUAL, *WINDOWS])
-def test_greedy_sampling_equals_generate(script, architecture):
+@mark.parametrize("architecture, step", STEPS)
+def test_greedy_sampling_equals_generate(script, architecture, step):
     """At temperature 0, with prompts of different lengths, `sample` gives what model.generate
-    gives."""
+    gives, in steps of each kind."""
     model = make_model(architecture)
     eos_ids = [EOS, 6]
     uniforms = random_uniforms(4, 12)
-    found = sample(script, model, PROMPTS, uniforms, 0.0, eos_ids)["tokens"]
+    found = sample(script, model, PROMPTS, uniforms, 0.0, eos_ids, step)["tokens"]
     completions = set()
     for prompt, tokens in zip(PROMPTS, found, strict=True):
         expected = greedy_tokens(model, prompt, 12, eos_ids)
         assert tokens[tokens >= 0].tolist() == expected
         completions.add(str(expected))
     assert len(completions) > 2, "the prompts must matter"
+
+
+@one_text
+def test_a_run_with_recorded_steps_is_the_same(script, run, tmp_path, monkeypatch):
+    """Steps are recorded in a graph of a batch, in which completions that have ended stay. A model
+    whose steps wait for the device cannot be recorded. The message names the flag."""
+    flags = dict(lora_r=2, learning_rate=0.01, kl_coef=0.1, response_length=24, temperature=0.8)
+    flags |= dict(stop_string="1", eval_dataset=5, total_episodes=24, batch_size=12)
+    expected = run(script, **flags)
+    replays = record_calls(monkeypatch, StandInGraph, "replay")
+    load = script.load_policy
+
+    def load_and_record(*inputs):
+        policy = load(*inputs)
+        record_steps(monkeypatch, policy)
+        return policy
+
+    monkeypatch.setattr(script, "load_policy", load_and_record)
+    recorded = run(script, **flags)
+    assert column(recorded.rollouts, "token_ids") == column(expected.rollouts, "token_ids")
+    assert column(recorded.metrics[1:], "grad_norm") == approx(
+        column(expected.metrics[1:], "grad_norm"), rel=1e-4
+    )
+    assert len(replays) > 30
+    assert len(set(token_counts(expected.rollouts))) > 4
+    dynamic = dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)
+    path = save_model(tmp_path / "dynamic", rope_scaling=dynamic)
+    with pytest.raises(script.UsageError, match="--no-cuda-graphs: it waits"):
+        run(script, model_path=path)
 
 
 @torch.no_grad()
@@ -93,7 +128,8 @@ def test_sampling_follows_the_exact_distribution(script, architecture):
     grid = (torch.arange(64, dtype=torch.float64) + 0.5) / 64
     uniforms = torch.cartesian_prod(grid, grid)
     prompt = "0000-1111=22"
-    tokens = sample(script, model, [prompt] * 4096, uniforms, 0.7, [EOS])["tokens"]
+    step = "plain" if architecture == "mistral" else "fixed"
+    tokens = sample(script, model, [prompt] * 4096, uniforms, 0.7, [EOS], step)["tokens"]
     pairs = tokens.clamp(min=0) @ torch.tensor([len(VOCAB), 1])
     shares = np.bincount(pairs, minlength=len(VOCAB) ** 2) / 4096
     for temperature in (0.7, 1.0):

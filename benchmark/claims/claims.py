@@ -54,6 +54,11 @@ SAMPLES = 32  # of each question, for pass@k
 TEMPERATURES = (0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0)
 SMOLLM2_TEMPERATURES = (0.1, 0.3, 0.6, 1.0)
 SMOLLM2_SAMPLES = {"train": 4, "eval": 8}  # of each of 140 and 60 questions
+TASKS = {  # of reasoning-gym, with their settings
+    "chain_sum": "--max-terms 2 --max-digits 1",
+    "products": "--max-digits 1",
+    "spell_backward": "--max-word-len 3",
+}
 RATES = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4)
 FILTERED = "rloo ladder/reinforce.patch"  # With scores 0 and 1 wrong answers have no loss.
 METHODS = {  # script and flags
@@ -333,7 +338,7 @@ def fine_tune(rate: float, seed: int, steps: int = 64) -> dict:
 
 
 # ---- a real model
-SMOLLM2 = f"{COMMON} --reward benchmark/smollm2/chain_sum.py:score --response-length 24"
+SMOLLM2 = f"{COMMON} --reward benchmark/smollm2/tasks.py:score --response-length 24"
 SMOLLM2 += " --per-device-train-batch-size 16 --model-path benchmark/smollm2/model"
 SMOLLM2 += " --dataset benchmark/smollm2/chain_sum_train.jsonl"
 BUILT_IN = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
@@ -356,6 +361,27 @@ def train_smollm2(script: str, own: str, seeds) -> Part:
     measure = partial(run_passes, Part([]), passes_of_smollm2())
     flags = f"{SMOLLM2} --total-episodes 640 --learning-rate 1e-5"
     return Part([({}, script, own)], flags, seeds, measure=measure, short=TINY, needs=MODEL)
+
+
+def make_tasks():
+    for task, settings in TASKS.items():
+        command = [sys.executable, BENCHMARK / "smollm2/tasks.py", task, *settings.split()]
+        subprocess.run(command, check=True)
+
+
+def without_training() -> list[tuple]:
+    """Evaluations of the real model: the most likely answer, and eight samples."""
+    runs = []
+    for task, sampled in product(TASKS, ("0", "1 --eval-k 8")):
+        flags = f"--eval-dataset runs/{task}_eval.jsonl --eval-temperature {sampled}"
+        runs.append((dict(task=task, temperature=float(sampled[0])), "rloo", flags))
+    return runs
+
+
+def share_right(result: dict) -> dict:
+    answers = [row["columns"]["answer"] for row in result["eval_rollouts"]]
+    constant = max(Counter(answers).values()) / len(answers)
+    return dict(right=round(result["evaluations"][0]["eval/scores"], 4), constant=constant)
 
 
 MODEL = "benchmark/smollm2/prepare.py"
@@ -397,6 +423,14 @@ PARTS = {
     "gold": Part([], measure=run_gold),
     "smollm2_start": Part(
         [], measure=partial(run_passes, passes_of_smollm2(), Part([])), needs=MODEL
+    ),
+    "smollm2_tasks": Part(
+        without_training(),
+        f"{SMOLLM2} --total-episodes 0 --save-rollouts",
+        keep=share_right,
+        prepare=make_tasks,
+        short=TINY,
+        needs=MODEL,
     ),
     "smollm2_rloo": train_smollm2("rloo", "--rloo-k 8", SEEDS),
     "smollm2_grpo": train_smollm2("grpo", "--num-generations 8", (1,)),

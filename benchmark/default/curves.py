@@ -97,8 +97,9 @@ def with_bounds(*bounds: str) -> list[tuple]:
 EVALUATED = "--eval-every 16"
 SMOLLM2 = "--model-path benchmark/smollm2/model --dataset benchmark/smollm2/chain_sum_train.jsonl"
 SMOLLM2 += " --eval-dataset benchmark/smollm2/chain_sum_eval.jsonl --eval-every 2"
-SMOLLM2 += " --reward benchmark/smollm2/chain_sum.py:score --response-length 24 --dtype bfloat16"
-SMOLLM2 += " --per-device-train-batch-size 16 --total-episodes 1280 --learning-rate 3e-5 --kl-coef 0"
+SMOLLM2 += " --reward benchmark/smollm2/tasks.py:score --response-length 24 --dtype bfloat16"
+SMOLLM2 += " --per-device-train-batch-size 16 --total-episodes 1280 --learning-rate 3e-5"
+SMOLLM2 += " --kl-coef 0"
 TINY = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
 TINY += " --eval-dataset benchmark/default/eval.jsonl --reward exact_match --total-episodes 128"
 PARTS = {

@@ -29,7 +29,7 @@ JUDGE = "reasoning-gym==0.1.25"  # of the part smollm2
 RESULT = Path(__file__).with_suffix(".json")
 
 TASK = "--dataset benchmark/smollm2/chain_sum_train.jsonl"
-TASK += " --reward benchmark/smollm2/chain_sum.py:score"
+TASK += " --reward benchmark/smollm2/tasks.py:score"
 TASK += " --temperature 0.8 --response-length 24"
 SMOLLM2 = f"--model-path benchmark/smollm2/model {TASK} --rloo-k 8 --batch-size 64"
 SMOLLM2 += " --per-device-train-batch-size 16"

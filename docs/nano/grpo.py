@@ -6,17 +6,15 @@ memory. It checks nothing and saves nothing before its end. docs/nano/README.md 
 
 import json
 from copy import deepcopy
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-default = Path(__file__).resolve().parents[2] / "benchmark" / "default"
-model_path = default / "policy"
-dataset = default / "train.jsonl"
-eval_dataset = default / "eval.jsonl"
+model_path = "benchmark/default/policy"
+dataset = "benchmark/default/train.jsonl"
+eval_dataset = "benchmark/default/eval.jsonl"
 seed = 1
 batch_size = 64  # episodes of one iteration
 response_length = 8  # token limit of a completion
@@ -137,4 +135,4 @@ for iteration, drawn in enumerate(batches, start=1):
         scheduler.step()
     print(f"iteration {iteration} of {len(batches)}: score {scores.mean():.3f}")
 evaluate()
-policy.save_pretrained(f"runs/nano_{Path(__file__).stem}")
+policy.save_pretrained("runs/nano_grpo")

@@ -73,6 +73,7 @@ class LLM:
             given["model"], dtype=given["dtype"]
         )
         language_model.can_share_prompts = True
+        language_model.step_fault = None
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(given["model"])
         self.model = self.script["CompletionModel"](language_model, None, [], self.script["Args"]())
         self.record_uniforms()
