@@ -333,29 +333,62 @@ def test_the_ported_configuration_makes_the_steps_of_trl(capsys):
         assert ours[RENAMED.get(name, name)] == value, name
 
 
-def test_the_fields_of_trl_are_in_the_tables():
-    """The page has each default of PPOConfig (TRL 1.12) that differs from ours. What it says about
-    RLOO and has no counterpart is in TRL 1.16. The stored list was read from TRL's sources: what
-    each class itself defines."""
-    text = read(HERE / "docs/coming_from.md")
-    fields = json.loads(read(HERE / "benchmark/parity/trl_fields.json"))
+FIELDS = json.loads(read(HERE / "benchmark/parity/fields.json"))
+# Each of its paragraphs is one line.
+COMING_FROM = re.sub(r"(?<!\n)\n *(?!\n)", " ", read(HERE / "docs/coming_from.md"))
+DEFAULT = r"`([\w.]+)` \((.*?), here (.*?)\)"  # a name, the other's default, and ours
+
+
+def test_the_fields_of_trl_are_on_the_page():
+    """The page has each default of PPOConfig (TRL 1.12) that differs from ours. What has no
+    counterpart is in TRL 1.16. The stored lists were read from the sources: what each class itself
+    defines, the defaults that verl generates (not all), and the options of OpenRLHF."""
     args = vars(MODULES["ppo"].Args(model_path="your/model", dataset="your.jsonl"))
     args["local_rollout_forward_batch_size"] = args["per_device_rollout_batch_size"]
-    paragraph = re.search(r"Defaults that differ: (.*?)\n\n", text, re.S)[1]
-    shown = re.findall(r"`(\w+)`\s\((\S+),\shere\s(\S+)\)", paragraph)
+    paragraph = re.search("Defaults that differ: .*", COMING_FROM)[0]
     differ = []
-    for name, trl in fields["PPOConfig"].items():
+    for name, trl in FIELDS["PPOConfig"].items():
         ours = args.get(name, trl)
         if ours != trl and not name.endswith("_path"):
             differ.append((name, str(trl), str(ours).removesuffix(".0")))
-    assert sorted(shown) == sorted(differ)
-    of_rloo = fields["RLOOConfig"]
-    without = re.search(r"no counterpart: (.*?)\n\n", text, re.S)[1]
+    assert sorted(re.findall(DEFAULT, paragraph)) == sorted(differ)
+    without = re.search("no counterpart: (.*?) callbacks", COMING_FROM)[1]
     names = set(re.findall(r"`(\w+)`", without))
-    assert names <= fields["GRPOConfig"].keys() | of_rloo.keys()
+    assert names <= FIELDS["GRPOConfig"].keys() | FIELDS["RLOOConfig"].keys()
     assert not names & vars(MODULES["grpo"].Args()).keys()
-    defaults = "`num_generations` is {num_generations} and `beta` is {beta}."
-    assert defaults.format(**of_rloo) in text
+
+
+RENAMED |= {
+    "lr_scheduler": "lr_scheduler_type",
+    "lr_warmup_ratio": "warmup_steps",
+    "value_clip": "cliprange_value",
+    "lambd": "lam",
+}
+
+
+def test_names_and_defaults_of_others_are_theirs():
+    """In the table of names, and in the list of defaults."""
+    args = {}
+    for name in SCRIPTS:
+        args |= vars(MODULES[name].Args(model_path="your/model", dataset="your.jsonl"))
+    args["kl_coef"] = MODULES["rloo"].Args().kl_coef
+
+    def default(peer, name):
+        fields = FIELDS[peer]
+        found = fields[name if name in fields else f"actor_rollout_ref.{name}"]
+        return str(found).strip("[]")
+
+    for row in re.findall(r"\| `--[^|]*\|[^|]*\|([^|]*)\|([^|]*)\|", COMING_FROM):
+        for peer, cell in zip(("verl", "OpenRLHF"), row):
+            for name in re.findall(r"`([\w.]+)`", cell):
+                default(peer, name)
+    for peer in ("GRPOConfig", "RLOOConfig", "verl", "OpenRLHF"):
+        item = re.search(rf"\*\*{peer}\*\*: (.*?)( - |\n)", COMING_FROM)[1]
+        for name, theirs, ours in re.findall(DEFAULT, item):
+            assert theirs == default(peer, name)
+            last = name.split(".")[-1]
+            flag = args.get(RENAMED.get(last, last), ours)
+            assert theirs != ours == str(flag).removesuffix(".0"), name
 
 
 FEW = " --total-episodes 64 --num-sample-generations 0"

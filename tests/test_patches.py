@@ -219,6 +219,18 @@ def test_entropy_bonus(variant, world, updates):
     assert distance(gradients, updates[0].gradients) < 1e-4
 
 
+def test_adaptive_entropy(run, tmp_path):
+    """Where the entropy is low, the weight grows. Elsewhere it shrinks, and does not count."""
+    module = patched("grpo", ["benchmark/variants/entropy_bonus.patch"], tmp_path)
+    flags = dict(entropy_target=9.0, entropy_coef=0.004)
+    ran = run(module, **flags, total_episodes=24)
+    assert column(ran.metrics, "entropy_coef") == approx([0.004, 0.009])
+    args = module.Args(**flags)
+    state = {}
+    found = [module.adapt_entropy_coef(args, entropy, state) for entropy in (10, 9, 8, 7, 10, 8)]
+    assert found == approx([0, 0, 0.005, 0.01, 0, 0.01])
+
+
 # ---- self-distillation
 @fixture(scope="module")
 def teacher(tmp_path_factory):
@@ -456,16 +468,20 @@ def test_gdpo(papers, run):
     assert column(rows, "advantage") == approx(expected.tolist(), abs=1e-3)
 
 
-def test_top_entropy_tokens(papers, run, monkeypatch):
+@mark.parametrize("level", ["token", "sequence"])
+def test_top_entropy_tokens(papers, run, monkeypatch, level):
+    """The others lose their advantage. The KL keeps all tokens, and the denominator counts all."""
     rollouts = record_calls(monkeypatch, papers.entropy, "generate")
-    losses = record_calls(monkeypatch, papers.entropy, "grpo_loss")
-    run(papers.entropy, ref_model_path="reference", total_episodes=12)
+    flags = dict(ref_model_path="reference", kl_coef=0.3, total_episodes=12)
+    ran = run(papers.entropy, importance_sampling_level=level, **flags)
     batch = rollouts[0].result
-    entropies = batch.entropies[batch.mask].tolist()
-    expected = (batch.entropies >= np.quantile(entropies, 0.8)) & batch.mask
-    trained = losses[0].args[4]
-    # The loss takes the episodes in another order.
-    assert sorted(trained.sum(1).tolist()) == sorted(expected.sum(1).tolist())
+    highest = np.quantile(batch.entropies[batch.mask].tolist(), 0.8)
+    losses = []
+    for row, entropies in zip(ran.rollouts, batch.entropies.tolist()):
+        d = np.subtract(row["ref_logprobs"], row["logprobs"])
+        is_high = np.array(entropies[: len(d)]) >= highest
+        losses.append(np.mean(0.3 * (np.exp(d) - d - 1) - row["advantage"] * is_high))
+    assert ran.metrics[0]["loss/policy_avg"] == approx(np.mean(losses), abs=1e-5)
 
 
 # ---- the engine, and the broken functions

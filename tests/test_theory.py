@@ -116,6 +116,24 @@ def test_a_baseline_of_the_others_has_no_bias(k):
     assert torch.cosine_similarity(direction, TRUE.flatten(), dim=0) < 0.98
 
 
+def test_top_p_needs_its_own_probabilities():
+    """Section 8. The first token decides the score, so the others' gradient is 0. With the
+    log-probabilities of the whole softmax it is not."""
+    logits = torch.tensor([0.6, 0.3, 0.1]).double().log().repeat(1 + TOKENS, 1).requires_grad_()
+    drawn = logits - torch.tensor([0, 0, 99])  # top-k 2
+    q = token_logprobs(drawn).sum(1).exp().detach()
+    episodes, p = groups_of(2, q)
+    rewards = (COMPLETIONS[:, 0] == 0).double()[episodes]
+    advantages = rloo.rloo_advantages(rewards, 2, 0)
+    first, after_right, after_wrong, _ = ascent(advantages, p, episodes, logits)
+    expected = torch.tensor([0.222, -0.222, 0.0, 0.015, 0.007, -0.022])
+    assert torch.allclose(torch.cat([first, after_right]).float(), expected, atol=5e-4)
+    assert same(after_wrong, -after_right)
+    right = -gradient(mean_of(losses_of(advantages, token_logprobs(drawn)[episodes]), p), logits)
+    assert same(right[0], first)
+    assert same(right[1:], 0 * right[1:])
+
+
 def test_the_best_constant_baseline():
     """Section 3. The variance is a parabola. It is lowest at E[|g|^2 R] / E[|g|^2]."""
 
