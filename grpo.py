@@ -1544,8 +1544,9 @@ def open_run(args, policy, output_dir, plan, state):
     accelerator.project_configuration.logging_dir = str(output_dir)
     # tensorboard takes no None
     config = {name: value for name, value in vars(args).items() if value is not None}
-    os.environ.setdefault("WANDB_NAME", output_dir.name)
-    accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tally"), config)
+    name = {"name": output_dir.name}
+    project = os.environ.get("WANDB_PROJECT", "tally")
+    accelerator.init_trackers(project, config, {"wandb": name, "trackio": name})
     # With None there is a bar only in a terminal.
     disable = None if accelerator.is_main_process else True
     return tqdm(total=plan.steps, initial=state["step"], disable=disable)

@@ -104,7 +104,8 @@ def test_the_tables_are_up_to_date():
 # Phrases of pages, and where their numbers come from, as in a table's comment.
 PHRASES = """
 README.md
-default/curves.json part=smollm2_rloo: {greedy_before:.2f} are right before, | {greedy_after:.2f} (RLOO)
+default/curves.json part=smollm2_rloo: {greedy_before:.2f} are right before,
+default/curves.json part=smollm2_rloo: {greedy_after:.2f} (RLOO)
 default/curves.json part=smollm2_grpo: {greedy_after:.2f} (GRPO)
 default/curves.json part=smollm2_ppo: {greedy_after:.2f} (PPO) after {episode[-1]:,} episodes
 default/curves.json part=smollm2_rloo: {greedy_before:.2f} -> {greedy_after:.2f} of the held-out
