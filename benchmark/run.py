@@ -301,7 +301,7 @@ class Part:
     short: str = "--total-episodes 128 --eval-every 2"
     """flags that make a smoke run of each job: the last of two equal flags counts"""
     needs: str = ""
-    """what must be installed beside requirements.txt; a smoke run needs nothing"""
+    """what must be installed beside requirements-dev.txt; a smoke run needs nothing"""
 
     def jobs(self, smoke: bool = False) -> dict[tuple, dict]:
         """Each job, as `run_forked` takes it, with the entries that name its row. A smoke run has

@@ -104,16 +104,16 @@ def test_the_tables_are_up_to_date():
 # Phrases of pages, and where their numbers come from, as in a table's comment.
 PHRASES = """
 README.md
-default/curves.json part=default: {greedy_before:.3f} before
-default/curves.json part=default each=script: {greedy_after:.3f}
-parity/mini_batch.json part=same: {gradient:max.0e} from TRL
-parity/mini_batch.json part=ppo undone_by= update=.+: {gradient:max.0e} from torchrl
-parity/replay.json: within {distance:max.1e} of the distance
+default/curves.json part=smollm2_rloo: {greedy_before:.2f} are right before, | {greedy_after:.2f} (RLOO)
+default/curves.json part=smollm2_grpo: {greedy_after:.2f} (GRPO)
+default/curves.json part=smollm2_ppo: {greedy_after:.2f} (PPO) after {episode[-1]:,} episodes
+default/curves.json part=smollm2_rloo: {greedy_before:.2f} -> {greedy_after:.2f} of the held-out
+default/curves.json part=default script=rloo: {greedy_before:.3f} -> {greedy_after:.3f} of the
+parity/mini_batch.json part=same: differs by about {gradient:max.0e}
 hardware/sharded.json: at most {relative_distance:max.1e} of
 hardware/kill_and_resume.json: {kills:sum} kills
-throughput/throughput.json part=[ach]: {lowest:min.1f} to {highest:max.1f} times
-throughput/throughput.json part=d: {ratio:.1f} with 300 to 400
-throughput/throughput.json part=gpu: H100 {lowest:min.1f} to {highest:max.1f}
+throughput/throughput.json part=[acdh]: {lowest:min.1f} to {highest:max.1f} times
+throughput/throughput.json part=gpu: {lowest:min.1f} to {highest:max.1f} times on an H100
 docs/claims.md
 claims/claims.json part=coin: training {scores[0]:.2f} are | pass@16 is {best_of_k[0]:.2f}
 claims/claims.json part=coin updates=1 script=rloo each=reward: {scores[1]:±.2f}
@@ -148,7 +148,7 @@ def test_sentences_have_the_numbers_that_were_measured():
                     assert phrase and phrase in text, f"{line} gives {phrase!r}"
 
 
-PROGRAM = r"(?:[A-Z_]+=\S+ )*(?:pip|python|accelerate|torchrun|srun|git|pytest|cp) "
+PROGRAM = r"(?:[A-Z_]+=\S+ )*(?:pip|uv|python|accelerate|torchrun|srun|git|pytest|cp) "
 LAUNCHERS = {"torchrun": get_args_parser(), "launch": launch_command_parser()}
 
 
@@ -294,6 +294,26 @@ def test_the_readme_shows_the_loop_of_nano():
     assert textwrap.indent(loop, "    ") in read(README)
 
 
+def readme_reward() -> str:
+    code = re.search(r"^    def score\(completions.*?\n\n", read(README), re.M | re.S)[0]
+    return textwrap.dedent(code)
+
+
+def test_the_reward_of_the_readme_fits_its_rows():
+    """A right answer pays, also if it is long: as text, and as a chat."""
+    names = {}
+    exec(readme_reward(), names)
+    rows = [json.loads(row) for row in re.findall(r'^    (\{"prompt".*)$', read(README), re.M)]
+    assert {type(row["prompt"]) for row in rows} == {str, list}
+    for row in rows:
+        text = row["answer"]
+        if isinstance(row["prompt"], list):
+            text = [{"role": "assistant", "content": text}]
+        ids = [[1] * 256]
+        parts = names["score"](completions=[text], completion_ids=ids, answer=[row["answer"]])
+        assert parts["right"] == [1.0] and sum(sum(parts.values(), [])) > 0
+
+
 RENAMED = {
     "num_iterations": "num_ppo_epochs",
     "max_completion_length": "response_length",
@@ -405,8 +425,7 @@ def run(tmp_path):
     shutil.copytree(HERE / "benchmark/default/policy", tmp_path / "your/model")
     shutil.copy(HERE / "benchmark/default/train.jsonl", tmp_path / "prompts.jsonl")
     shutil.copy(HERE / "benchmark/default/eval.jsonl", tmp_path / "held_out.jsonl")
-    code = re.search(r"^    def score\(completions.*?\n\n", read(README), re.M | re.S)[0]
-    (tmp_path / "reward.py").write_text(textwrap.dedent(code))
+    (tmp_path / "reward.py").write_text(readme_reward())
     environment = os.environ | dict(PATH=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
 
     def run(command):
@@ -431,7 +450,7 @@ def run_few(run, command):
     assert output.splitlines()[-1].startswith("64 episodes, "), output
 
 
-ELSEWHERE = ("pip", "pytest")
+ELSEWHERE = ("pip", "uv", "git", "pytest")
 README_COMMANDS = [c for c in dict.fromkeys(commands(README)) if not c.startswith(ELSEWHERE)]
 
 

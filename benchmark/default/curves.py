@@ -3,9 +3,10 @@
     python benchmark/default/curves.py                                # all of them
     python benchmark/default/curves.py --plot                         # only the figures again
 
-curves.png and smollm2.png show the score of sampled training completions, mean of ten iterations on
-the default task, and that of held-out prompts at temperature 0, against episodes and against
-seconds of rollout and training. The part `clipping` has other bounds of the gradient's norm.
+curves.png and smollm2.png show the score of sampled training completions, mean of ten iterations
+(SmolLM2: four), and that of held-out prompts at temperature 0, against episodes. curves.png has the
+latter also against seconds of rollout and training. The part `clipping` has other bounds of the
+gradient's norm.
 """
 
 import sys
@@ -54,20 +55,20 @@ def clipped(result: dict) -> dict:
 
 def plot(rows: list[dict], folder: Path):
     default = having(rows, part="default")
-    draw_curves(default, 10, "seconds", 1, folder / "curves.png")
+    draw_curves(default, 10, 3, folder / "curves.png")
     smollm2 = [row for row in rows if row["part"].startswith("smollm2")]
-    draw_curves(smollm2, 1, "minutes", 60, folder / "smollm2.png")
+    draw_curves(smollm2, 4, 2, folder / "smollm2.png")
 
 
-def draw_curves(runs: list[dict], window: int, unit: str, seconds: int, path: Path):
-    """window: iterations of a running mean; unit: of time, so many seconds"""
-    figure, [axes] = draw.panels(1, 3, width=3.3, sharey=True)
+def draw_curves(runs: list[dict], window: int, panels: int, path: Path):
+    """window: iterations of a running mean; panels: 2, or 3 with time"""
+    figure, [axes] = draw.panels(1, panels, width=3.3, sharey=True)
     axes[0].set_title("sampled, training prompts")
     axes[0].set_ylabel("right answers")
     axes[0].set_ylim(0, 1.02)
-    axes[1].set_title("greedy, held-out prompts")
-    axes[2].set_title("greedy, held-out prompts")
-    axes[2].set_xlabel(f"{unit} of one core")
+    for axis in axes[1:]:
+        axis.set_title("greedy, held-out prompts")
+    axes[-1].set_xlabel("seconds of one core")
     for script in SCRIPTS:
         some = having(runs, script=script)
         style = dict(color=draw.COLORS[script], label=f"{script}.py")
@@ -78,8 +79,8 @@ def draw_curves(runs: list[dict], window: int, unit: str, seconds: int, path: Pa
         greedy = column(some, "eval/scores")
         episodes = some[0]["eval_episode"]
         draw.curve(axes[1], episodes, greedy, **style)
-        times = np.mean(column(some, "eval_seconds"), 0) / seconds
-        draw.curve(axes[2], times, greedy, **style)
+        if panels == 3:
+            draw.curve(axes[2], np.mean(column(some, "eval_seconds"), 0), greedy, **style)
     for axis in axes[:2]:
         draw.in_thousands(axis)
     axes[0].legend(frameon=False, loc="lower right")

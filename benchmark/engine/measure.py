@@ -63,7 +63,9 @@ def enter_environment():
     if not python.exists():
         print(f"installing {ENGINE} into {ENVIRONMENT}", flush=True)
         needed = re.findall(
-            r"^(?:accelerate|tyro|rich|tqdm)==\S+", (ROOT / "requirements.txt").read_text(), re.M
+            r"^(?:accelerate|tyro|rich|tqdm)==\S+",
+            (ROOT / "requirements-dev.txt").read_text(),
+            re.M,
         )
         subprocess.run([sys.executable, "-m", "venv", ENVIRONMENT], check=True)
         pip = [python, "-m", "pip"]

@@ -3,7 +3,7 @@
 All of benchmark/parity/ and benchmark/throughput/ compares with them. They and Tally live in one
 environment. The last two lines are for mini_batch.py's PPO:
 
-    pip install -r requirements.txt trl==1.16.0 math-verify==0.9.0
+    pip install -r requirements-dev.txt trl==1.16.0 math-verify==0.9.0
     pip install --no-deps torchrl==0.14.1 tensordict==0.15.3 pyvers==0.2.3
     pip install orjson==3.13.0 cloudpickle==3.1.2
 

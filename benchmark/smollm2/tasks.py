@@ -5,8 +5,9 @@
     python rloo.py --reward benchmark/smollm2/tasks.py:score \\
         --dataset runs/chain_sum_train.jsonl --eval-dataset runs/chain_sum_eval.jsonl ...
 
-The second line writes both files. Flags that --help does not list are the settings of the task. No
-question is in both files, and questions of the same characters are in one of them: 4 - 3 and 3 - 4.
+The second line writes both files. Flags that --help does not list are settings of the task, as
+max_digits. No question is in both files, and questions of the same characters are in one of them:
+4 - 3 and 3 - 4.
 
 A completion's answer is its last number, last word, last line, or all of it. A whole task has one
 of these forms: the first in which the reward accepts the task's own answers. So working before the
@@ -168,9 +169,7 @@ def main():
     frequent = [answer for answer, _ in Counter(answers).most_common(100)]
     best = max(frequent, key=lambda answer: share_right(rows, [answer] * len(rows)))
     share = share_right(rows, [best] * len(rows))
-    print(
-        f"The best constant answer to the questions held out, {best!r}, is right for {share:.2f}."
-    )
+    print(f"held out, the best constant answer {best!r} is right for {share:.2f} of the questions")
 
 
 if __name__ == "__main__":
