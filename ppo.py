@@ -1276,7 +1276,7 @@ def check_model(path, model, positions):
     network = model if has_logits else trunk
     # Two rows of one prompt, and one of another.
     prompts = torch.tensor([[-1, -1, 1, 2], [-1, -1, 1, 2], [3, 4, 5, 6]]).to(accelerator.device)
-    tokens = torch.arange(15, device=accelerator.device).view(3, 5)
+    tokens = (torch.arange(15) % 10).view(3, 5).to(accelerator.device)
     # The first of the short rows, alone: without padding and cache.
     alone = completion_outputs(network, False, prompts[:1, 2:], tokens[:1])
 
