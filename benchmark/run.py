@@ -104,9 +104,9 @@ def logged(rows: list[dict], metric: str) -> list[float]:
     return values
 
 
-def relative_distance(folder: Path, right: Path) -> float:
+def relative_distance(folder: Path, right: Path, start: Path = POLICY) -> float:
     """How far the final weights of two runs are apart, by norm, in units of how far the second
-    one's moved."""
+    one's moved. start: the folder of the model before"""
     expected = load_file(right / "model/model.safetensors")
 
     def distance(model):
@@ -117,7 +117,7 @@ def relative_distance(folder: Path, right: Path) -> float:
             squares += np.square(difference, dtype=np.float64).sum()
         return squares**0.5
 
-    return float(distance(folder / "model") / distance(POLICY))
+    return float(distance(folder / "model") / distance(start))
 
 
 def torchrun(processes: int, *program: str) -> list[str]:

@@ -112,6 +112,26 @@ def run_programs(words, folder, environments):
     return subprocess.run(command, env=environments[0], capture_output=True, text=True)
 
 
+@mark.slow
+@mark.parametrize(
+    "old, new, verdicts",
+    [
+        ("", "", ["right", "right"]),
+        ("scores - args", "scores - torch.rand(len(scores)) - args", ["BROKEN", "BROKEN"]),
+        (".sum() / len(mini_batch)\n", ".sum() / is_real.sum()\n", ["right", "BROKEN"]),
+    ],
+)
+def test_a_changed_copy_is_checked(old, new, verdicts, tmp_path):
+    """Global random numbers are found, and the denominator of a micro-batch."""
+    copy = launcher.copy_script(tmp_path, "rloo")
+    text = copy.read_text()
+    assert old in text
+    copy.write_text(text.replace(old, new))
+    ran = run_programs([HERE / "benchmark/check_copy.py", copy], tmp_path, [os.environ])
+    assert re.findall("(right|BROKEN);", ran.stdout) == verdicts, ran.stderr
+    assert ran.returncode == ("BROKEN" in verdicts)
+
+
 def test_a_part_is_measured_alone(tmp_path):
     """Its rows and its stamp are new. Those of the other parts stay."""
     path = tmp_path / "result.json"

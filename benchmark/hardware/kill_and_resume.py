@@ -111,6 +111,7 @@ def worker(script: str, flags: str, rank: int, processes: int, port: int, log: s
         os.environ[name] = str(value)
     module = sys.modules[script]  # this process's own copy
     module.torch.set_num_threads(1)
+    module.torch.seed(), module.np.random.seed()  # A fork would have this program's numbers.
     if kill is not None and kill[0] != "anywhere" and rank == kill[2]:
         kill_at(module, *kill[:2])  # The parent kills the others as soon as it sees this one dead.
     module.main(tyro.cli(module.Args, args=flags.split()))
@@ -143,7 +144,8 @@ def start(
     if -signal.SIGKILL in statuses and statuses <= {0, 1, -signal.SIGKILL} and kill:
         return True
     if statuses != {0}:
-        raise SystemExit(f"{folder}: a process ended with {statuses}; see {folder}.log")
+        printed = Path(f"{folder}.log").read_text()[-2000:]
+        raise SystemExit(f"{printed}\n{folder}: a process ended with {statuses}")
     return False
 
 

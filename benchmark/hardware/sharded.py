@@ -23,9 +23,11 @@ sharded.json. A smoke run has no DeepSpeed. There only one process runs for thos
 
 import functools
 import json
+import re
 import shutil
 import sys
 import tempfile
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -65,22 +67,24 @@ def run_twofold(kind: str, script: str, flags: str, folder: Path) -> str:
     return output.splitlines()[-1]
 
 
+def differences(rows: list[dict], expected: list[dict]) -> list[tuple]:
+    """For each metric of each iteration the difference in units of its size, or of 0.05 if it is
+    smaller; its name; and the iteration."""
+    found = []
+    for row, right in zip(rows, expected, strict=True):
+        for name in row.keys() | right.keys():
+            # Times differ, and so does the size of rounding itself.
+            if not re.match("eps$|seconds$|time/|val/sampling_logprob_difference", name):
+                difference = abs(row.get(name, inf) - right.get(name, -inf))  # inf: one is missing
+                size = max(abs(right.get(name, 0)), 0.05)
+                found.append((difference / size, name, row["iteration"]))
+    return found
+
+
 def compare(folder: Path, single: Path) -> dict:
     """What differs between a run on two processes and the one on a single process."""
-    rows, expected = (read_rows(path / "metrics.jsonl") for path in (folder, single))
-    differing = set()
-    for row, right in zip(rows, expected, strict=True):
-        differing |= {
-            name
-            for name in row.keys() | right.keys()
-            if not np.isclose(row[name], right[name], 1e-4, 5e-6)
-        }
-    # Times differ, and so does the size of rounding itself.
-    differing -= {
-        "eps",
-        "val/sampling_logprob_difference",
-        *(name for name in differing if name.startswith("time/")),
-    }
+    pair = [read_rows(path / "metrics.jsonl") for path in (folder, single)]
+    differing = {name for difference, name, _ in differences(*pair) if difference > 1e-4}
     return dict(
         relative_distance=relative_distance(folder, single), metrics_that_differ=sorted(differing)
     )
