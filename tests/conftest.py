@@ -512,12 +512,13 @@ def run(world, tmp_path):
         args = make_args(script, **base_flags(world, flags))
         reset_accelerate()
         with fresh_imports():
-            script.main(args)
+            _, history = script.main(args)
         gc.freeze()
         folder = Path(args.output_dir)
         metrics = read_jsonl(folder / "metrics.jsonl")
         for line in metrics:
             assert all(map(math.isfinite, line.values())), line
+        assert history == metrics[len(metrics) - len(history) :]
         return Run(args, metrics, folder)
 
     return run

@@ -5,7 +5,9 @@ import math
 import os
 import re
 import shutil
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import tyro
@@ -15,6 +17,7 @@ from conftest import (
     HERE,
     PAD,
     base_flags,
+    import_file,
     launch,
     make_args,
     make_prompts,
@@ -64,6 +67,7 @@ missing_eos_penalty: -1.0
 weight_decay: -1.0
 max_grad_norm: -1.0
 resume: true
+model_path: your/model
 """
 # In bfloat16, the ratio of a completion would be rounding alone. With a horizon of 12, the KL
 # coefficient of a batch of 64 episodes would be negative.
@@ -113,6 +117,49 @@ def test_the_command_line_shows_them_with_status_2(script, capsys):
             tyro.cli(script.Args, args=line.split())
         assert stopped.value.code == 2
         assert line.split()[0] in capsys.readouterr().err
+
+
+@only("rloo", "grpo")
+def test_a_groups_size_has_both_names(script):
+    for flag in ("--rloo-k", "--num-generations"):
+        assert tyro.cli(script.Args, args=[flag, "8"]).k == 8
+
+
+@one_text
+def test_what_ends_a_program(script, tmp_path):
+    """An unknown flag, a copy that misses its default task, and Ctrl-C have a line of their own,
+    without a traceback."""
+    copy = shutil.copy(script.__file__, tmp_path)
+    stop = tmp_path / "stop.py"
+    stop.write_text("import os\ndef stop(**_):\n    os.kill(os.getpid(), 2)\n")
+    out = tmp_path / "run"
+    interrupted = [script.__file__, "--output-dir", str(out), "--reward", f"{stop}:stop"]
+    for words, said in (
+        ([script.__file__, "--nonsense"], "docs/coming_from.md"),
+        ([copy], "benchmark/default is missing"),
+        (interrupted, f"--resume --output-dir {out}"),
+    ):
+        ended = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+        assert ended.returncode and said in ended.stdout + ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
+@mark.parametrize("term", ["logprobs", "logprobs.sum(1, keepdim=True)"])
+@only("rloo", "grpo")
+def test_a_second_loss_is_summed_over_tokens(script, run, tmp_path, term):
+    """A term for each token would count the first loss once for each of them, in silence."""
+    shape = "                        assert losses.shape =="
+    text = Path(script.__file__).read_text()
+    assert text.count(shape) == 1
+    copy = tmp_path / f"second_{script.__name__}.py"
+    copy.write_text(text.replace(shape, f"{' ' * 24}losses = losses + 0 * {term}\n{shape}"))
+    copy = import_file(copy)
+    copy.__file__ = script.__file__
+    if "sum" in term:
+        run(copy, **FEW)
+    else:
+        with raises(AssertionError):
+            run(copy, **FEW)
 
 
 GOOD = '{"prompt": "1+1=", "answer": "2"}\n'
