@@ -111,9 +111,9 @@ parity/mini_batch.json part=ppo undone_by= update=.+: {gradient:max.0e} from tor
 parity/replay.json: within {distance:max.1e} of the distance
 hardware/sharded.json: at most {relative_distance:max.1e} of
 hardware/kill_and_resume.json: {kills:sum} kills
-throughput/throughput.json part=[ach]: {lowest:min.1f} to {highest:max.1f} times
-throughput/throughput.json part=d: {ratio:.1f} with 300 to 400
-throughput/throughput.json part=gpu: H100 {lowest:min.1f} to {highest:max.1f}
+throughput/throughput.json part=[ach]: {trl[lowest]:min.1f} to {trl[highest]:max.1f} times
+throughput/throughput.json part=d: {trl[ratio]:.1f} with 300 to 400
+throughput/gpu.json part=tokens64_micro16: H100 {trl[lowest]:min.1f} to {trl[highest]:max.1f}
 docs/claims.md
 claims/claims.json part=coin: training {scores[0]:.2f} are | pass@16 is {best_of_k[0]:.2f}
 claims/claims.json part=coin updates=1 script=rloo each=reward: {scores[1]:±.2f}
