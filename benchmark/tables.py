@@ -10,10 +10,10 @@ hand. Each line of the comment makes rows:
     |---|---|
     <!-- end of table -->
 
-The first word is a file of results. NAME=PATTERN chooses those of its rows whose entry NAME fits a
-regular expression. `each` has names: every group of rows with equal entries of these names makes
-one row of the table, and without `each` all of them make one. After ": " stands that row, with
-fields:
+The first word is a file of results, or several with commas between. NAME=PATTERN chooses those of
+its rows whose entry NAME fits a regular expression. `each` has names: every group of rows with
+equal entries of these names makes one row of the table, and without `each` all of them make one.
+After ": " stands that row, with fields:
 
     {script}                     an entry that is equal in the group
     {score:.3f}                  the mean of the group's numbers
@@ -145,7 +145,9 @@ def rows_of(line: str):
         return
     patterns = dict(word.split("=") for word in words)
     each = patterns.pop("each", "").split(",")
-    rows = fitting(json.loads((BENCHMARK / path).read_text())["rows"], patterns)
+    rows = []
+    for file in path.split(","):
+        rows += fitting(json.loads((BENCHMARK / file).read_text())["rows"], patterns)
     groups = []
     for row in rows:
         group = {name: row[name] for name in each if name in row}

@@ -8,6 +8,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import time
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -37,7 +38,7 @@ from conftest import (
     write_jsonl,
 )
 from plain import plain_gradient, token_weights
-from pytest import approx, mark, raises
+from pytest import approx, fixture, mark, raises
 
 plot = import_file(HERE / "benchmark" / "plot.py")
 win_rate = import_file(HERE / "benchmark" / "win_rate.py")
@@ -168,6 +169,38 @@ def test_a_row_of_a_table():
         assert tables.fill(cell, rows, group) == expected
     with raises(KeyError, match="no row has z"):
         tables.fill("{z}", rows, group)
+
+
+@fixture
+def gpu(monkeypatch):
+    folder = HERE / "benchmark" / "throughput"
+    monkeypatch.syspath_prepend(folder)
+    return import_file(folder / "gpu.py")
+
+
+def test_a_distance_of_0_means_equal_runs(gpu):
+    """Other tokens, log-probabilities and metrics count. Times do not."""
+
+    def run(token=2, logprob=-2.0, kl=0.0, eps=1.0):
+        row = dict(iteration=1, token_ids=[1, token, 3], logprobs=[-1.0, logprob, 0.0])
+        return dict(rollouts=[row], metrics=[dict(kl=kl, eps=eps)])
+
+    for other, expected in (
+        (run(eps=2.0), (0, 0, 0)),
+        (run(kl=0.5), (0, 0, 0.5)),
+        (run(logprob=-2.5), (0, 0.5, 0)),
+        (run(token=9, logprob=-9.0), (1, 0, 0)),
+    ):
+        found = gpu.difference(run(), other)
+        assert (found["completions_that_differ"], found["logprob"], found["metric"]) == expected
+
+
+@mark.slow
+def test_a_measurement_that_fails_dies_or_hangs_says_so(gpu, monkeypatch):
+    monkeypatch.setattr(gpu.throughput, "LIMIT", 5)
+    assert "SystemExit: no" in gpu.apart(sys.exit, "no")["failed"]
+    assert "exit code 3" in gpu.apart(os._exit, 3)["failed"]
+    assert "exit code -9" in gpu.apart(time.sleep, 60)["failed"]
 
 
 def test_methods_take_rates_that_the_same_command_measured(monkeypatch):

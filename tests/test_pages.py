@@ -113,8 +113,8 @@ default/curves.json part=default script=rloo: {greedy_before:.3f} -> {greedy_aft
 parity/mini_batch.json part=same: differs by about {gradient:max.0e}
 hardware/sharded.json: at most {relative_distance:max.1e} of
 hardware/kill_and_resume.json: {kills:sum} kills
-throughput/throughput.json part=[acdh]: {lowest:min.1f} to {highest:max.1f} times
-throughput/throughput.json part=gpu: {lowest:min.1f} to {highest:max.1f} times on an H100
+throughput/throughput.json part=[acdh]: {trl[lowest]:min.1f} to {trl[highest]:max.1f} times
+throughput/gpu.json part=tokens64_micro16: {trl[lowest]:min.1f} to {trl[highest]:max.1f} times on
 docs/claims.md
 claims/claims.json part=coin: training {scores[0]:.2f} are | pass@16 is {best_of_k[0]:.2f}
 claims/claims.json part=coin updates=1 script=rloo each=reward: {scores[1]:±.2f}

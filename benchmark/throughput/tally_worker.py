@@ -1,36 +1,7 @@
-"""One measured run of a script for throughput.py, in a process of its own.
-
-    python benchmark/throughput/tally_worker.py rloo.py --total-episodes 256
-
-It prints the seconds and counts of each step, and the peak of memory. It imports the script as it
-is, and replaces in the module only what a measurement needs:
-
-    load_prompts    notes the length of each prompt
-    draw_prompts    hands out the prompts in the order of the file, as TRL does here, and marks the
-                    beginning of an iteration
-    finish          writes nothing, and marks the end of the last iteration
-    find_eos_ids    where the lengths are forced: no token ends a completion
-"""
+"""What throughput.py replaces in the module of a script, so that its run measures itself."""
 
 import itertools
-import json
-import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
-
-import tyro
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import import_script
-
-
-@dataclass
-class Options:
-    script: tyro.conf.Positional[str]
-    """rloo.py or grpo.py. Its flags follow"""
-    forced: bool = False
-    """no token ends a completion"""
 
 
 def now() -> float:
@@ -43,7 +14,14 @@ def now() -> float:
     return time.perf_counter()
 
 
-def print_result(steps: list[dict], moments: list[float]):
+def timed(function, *args, **inputs):
+    """What a function returns, and its seconds."""
+    start = now()
+    result = function(*args, **inputs)
+    return result, now() - start
+
+
+def measured(steps: list[dict], moments: list[float]) -> dict:
     """moments: those at which each step began, and the end of the last one"""
     import torch
 
@@ -54,35 +32,44 @@ def print_result(steps: list[dict], moments: list[float]):
     peak = int(line.split()[1]) * 2**10
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
-    print(json.dumps(dict(steps=steps, peak_gib=peak / 2**30)))
+    return dict(steps=steps, peak_gib=peak / 2**30)
 
 
-def main(options: Options, flags: list[str]):
-    module = import_script(options.script)
-    args = tyro.cli(module.Args, args=flags)
-    if options.forced:
-        module.find_eos_ids = lambda *args: [2**31 - 1]
-    moments, steps, prompt_lengths = [], [], []
-    load_prompts = module.load_prompts
+def force_lengths(module):
+    """No token ends a completion."""
+    module.find_eos_ids = lambda *args: [2**31 - 1]
 
-    def keep_lengths(*args):
-        prompts = load_prompts(*args)
-        prompt_lengths.extend(len(prompt.token_ids) for prompt in prompts)
-        return prompts
+
+def watch(module):
+    """Leave the seconds and counts of each step, and the peak of memory, in `module.found`:
+
+    draw_prompts    hands out the prompts in the order of the file, as TRL does here, and marks the
+                    beginning of an iteration
+    sample          notes its seconds, and how many tokens there are
+    finish          writes nothing, and marks the end of the last iteration
+    """
+    moments, steps = [], []
+    module.found = dict(steps=steps)
+    sample = module.sample
 
     def in_file_order(seed, num_prompts, first, count):
         moments.append(now())
-        order = [position % num_prompts for position in range(first, first + count)]
-        lengths = [prompt_lengths[i] for i in order]
-        steps.append(dict(prompt_tokens=args.k * sum(lengths), longest_prompt=max(lengths)))
-        return order
+        steps.append({})
+        return [position % num_prompts for position in range(first, first + count)]
 
-    module.load_prompts = keep_lengths
+    def timed_sample(model, prompts, **inputs):
+        result, seconds = timed(sample, model, prompts, **inputs)
+        steps[-1] |= dict(
+            prompt_tokens=(prompts >= 0).sum().item(),
+            longest_prompt=prompts.shape[1],
+            tokens=(result["tokens"] >= 0).sum().item(),
+            sampling=seconds,
+        )
+        return result
+
+    def end(*args):
+        module.found |= measured(steps, [*moments, now()])
+
     module.draw_prompts = in_file_order
-    module.finish = lambda *args: moments.append(now())
-    module.main(args)
-    print_result(steps, moments)
-
-
-if __name__ == "__main__":
-    main(*tyro.cli(Options, description=__doc__, return_unknown_args=True))
+    module.sample = timed_sample
+    module.finish = end

@@ -1,45 +1,66 @@
 """Tally against TRL 1.16 on the same work: seconds per step, and memory.
 
     python benchmark/smollm2/prepare.py              # the model of cases c and d
-    python benchmark/throughput/throughput.py        # all cases, on one core; the last needs a GPU
+    python benchmark/throughput/throughput.py        # all cases, on one core
     python benchmark/throughput/throughput.py a      # one; results of the others stay
 
-It runs in the environment of benchmark/parity/trl_trainer.py. Only the case gpu sees a GPU. For
-every case and algorithm, the two run in turn, A B A B, each in a process of its own with one
+It runs in the environment of benchmark/parity/trl_trainer.py, and sees no GPU: gpu.py is for GPUs.
+For every case and algorithm, the two run in turn, A B A B, each in a process of its own with one
 thread, with equal settings and equal micro-batches. The first two steps of every run are dropped.
 A run's number is the median over its other steps. `ratio` is the median of the pairs' ratios, which
 lie between `lowest` and `highest`. The seconds of a step last until the next step begins, so the
-start of the program does not count.
+start of the program does not count. `token_ms` are the milliseconds of sampling a token, `update_s`
+the seconds of a step without sampling.
 
-Memory is the peak of the process's resident memory, with models and libraries (Linux). On a GPU it
-is the most that PyTorch's tensors had at once. Every process gets the variables of
-`KEEP_FREED_MEMORY`. With them glibc keeps the memory of freed tensors. Otherwise it gives large
-ones back at once, and the kernel clears their pages again for the next tensor.
+Memory is the peak of the resident memory, with models and used libraries (Linux). On a GPU it
+is the most that PyTorch's tensors had at once. Every process gets the variables of `ENVIRONMENT`.
+With them glibc keeps the memory of freed tensors. Otherwise it gives large ones back at once, and
+the kernel clears their pages again for the next tensor.
 
-The program stops if the prompts of the two had other lengths at a step, or if they sampled other
-numbers of tokens. The tolerance for tokens is 10 %, or 3 standard errors where lengths are sampled.
-`trl_worker.py` has TRL's configuration, with the reasons. Writes throughput.json. In a smoke run
-Tally alone trains a tiny model.
+A run that fails leaves its error in the row. The program stops if the prompts of the two had other
+lengths at a step, or if they sampled other numbers of tokens. The tolerance for tokens is 10 %, or
+3 standard errors where lengths are sampled. `trl_worker.py` has TRL's configuration, with the
+reasons. Writes throughput.json. A smoke run has a tiny model, and uses TRL if it is installed.
 """
 
-import functools
+import contextlib
 import json
+import multiprocessing
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
+import traceback
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import BENCHMARK, DEFAULTS, K_FLAGS, POLICY, Part, main, read_rows, run, write_rows
+from run import (
+    BENCHMARK,
+    DEFAULTS,
+    K_FLAGS,
+    LIBRARIES,
+    POLICY,
+    Part,
+    column,
+    import_script,
+    main,
+    read_rows,
+    run_forked,
+    write_rows,
+)
+from tally_worker import force_lengths, watch
+from trl_worker import train
 
 RESULT = Path(__file__).with_suffix(".json")
 DROPPED_STEPS = 2
 TOKEN_TOLERANCE = 0.10
-KEEP_FREED_MEMORY = dict(MALLOC_TRIM_THRESHOLD_=str(2**31 - 1), MALLOC_MMAP_MAX_="0")
+LIMIT = 1800  # seconds of a run
+ENVIRONMENT = dict(MALLOC_TRIM_THRESHOLD_=str(2**31 - 1), MALLOC_MMAP_MAX_="0")
+ENVIRONMENT["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # A look for GPUs starts none.
 
 
 @dataclass
@@ -56,7 +77,6 @@ class Case:
     algorithms: tuple[str, ...] = ("rloo", "grpo")
     reward: str = "benchmark/throughput/rewards.py:share_of_letters"
     dtype: str = "float32"  # or bfloat16, where the weights are float32 all the same
-    visible_gpus: str = ""
     k: int = 4
     kl_coef: float = 0.05
     learning_rate: float = 1e-6
@@ -88,23 +108,14 @@ CASES = {
         2,
     ),
     "h": Case(f"{LARGE}, 32 and 384 tokens", "42M", 8, 8, (32, 32), 384, True, 5, 3),
-    "gpu": Case(
-        "a random Llama with the sizes of Qwen2.5-0.5B, in bfloat16, 256 and 64 tokens",
-        "0.5B",
-        64,
-        16,
-        (256, 256),
-        64,
-        True,
-        6,
-        2,
-    ),
 }
-CASES["gpu"].dtype = "bfloat16"
-CASES["gpu"].visible_gpus = "0"
 CASES["a"].reward = "exact_match"
 CASES["d"].algorithms = ("rloo",)
 CASES["h"].algorithms = ("grpo",)
+
+# what a smoke run changes
+TINY = dict(model="tiny", batch=8, micro_batch=4, prompt_tokens=(12, 12), completion_tokens=8)
+TINY |= dict(forced=True, steps=3, pairs=1, reward=Case.reward)
 
 # what the prompts of SmolLM2's cases are made of, in a drawn order and cut to length
 SENTENCES = RESULT.with_name("sentences.txt").read_text().splitlines()
@@ -154,11 +165,11 @@ def post(draw: random.Random, tokenizer, tokens: int, chat: bool) -> dict:
                 break
 
 
-def make_world(case: Case, world: Path) -> Path:
+def make_world(case: Case) -> Path:
     """Write a case's prompts, and its model where there is none. Returns the model's folder."""
     count = case.steps * case.batch // case.k
     draw_words = random.Random(1)
-    model = world / "llama"
+    model = world / case.model
     if case.model == "built-in":
         model = POLICY
         rows = read_rows(BENCHMARK / "default" / "train.jsonl")[:count]
@@ -175,7 +186,8 @@ def make_world(case: Case, world: Path) -> Path:
         ]
     else:
         sizes = dict(zip(SIZES, LLAMAS[case.model]))
-        random_llama(model, sizes)
+        if not model.exists():
+            random_llama(model, sizes)
         rows = []
         for _ in range(count):
             words = draw_words.choices(range(2, sizes["vocab_size"]), k=case.prompt_tokens[0])
@@ -187,32 +199,38 @@ def make_world(case: Case, world: Path) -> Path:
 # ---- runs
 
 
-def run_tally(algorithm: str, flags: str, case: Case) -> dict:
-    """Run a script, and return what the worker measured, with the tokens of each step."""
-    worker = [str(RESULT.with_name("tally_worker.py")), *(["--forced"] if case.forced else [])]
-    environment = KEEP_FREED_MEMORY | dict(CUDA_VISIBLE_DEVICES=case.visible_gpus)
-    result = run(algorithm, flags, launcher=worker, **environment)
-    measured = json.loads(result["output"].splitlines()[-1])
-    rows = [row for row in result["metrics"] if row["iteration"] > 0]
-    for step, row in zip(measured["steps"], rows, strict=True):
-        step["tokens"] = round(row["response_length_mean"] * result["args"]["batch_size"])
-        step["ended"] = row["val/num_eos_tokens"]
-    return measured
+def work(sender, function, *args):
+    """Send what a function returns, or why it failed."""
+    try:
+        sender.send(function(*args))
+    except (Exception, SystemExit):
+        sender.send(dict(failed=traceback.format_exc()))
 
 
-def run_trl(job: dict, world: Path) -> dict:
-    """Run TRL's trainer, and return what the worker measured."""
-    file = world / "job.json"
-    file.write_text(
-        json.dumps(job | dict(dataset=str(world / "prompts.jsonl"), folder=str(world / "trl")))
-    )
-    command = [sys.executable, RESULT.with_name("trl_worker.py"), file]
-    environment = os.environ | DEFAULTS | KEEP_FREED_MEMORY
-    environment |= dict(CUDA_VISIBLE_DEVICES=job["visible_gpus"])
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if finished.returncode:
-        raise SystemExit(f"trl_worker.py failed:\n{finished.stderr[-4000:]}")
-    return json.loads(finished.stdout.splitlines()[-1])
+def apart(function, *args) -> dict:
+    """What a function returns, in a process of its own, or why it `failed`. The process is forked
+    from a server that has imported the libraries. The server uses no GPU, or its forks could not.
+    """
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(list(LIBRARIES))
+    receiver, sender = server.Pipe(duplex=False)
+    process = server.Process(target=work, args=(sender, function, *args))
+    process.start()
+    sender.close()
+    found = None
+    with contextlib.suppress(EOFError):  # It died.
+        if receiver.poll(LIMIT):
+            found = receiver.recv()
+            process.join(10)
+    process.kill()
+    process.join()
+    return found or dict(failed=f"no result in {LIMIT} s; exit code {process.exitcode}")
+
+
+def tally(script: str, flags: str, *more) -> dict:
+    """A run of `run_forked`, and what its edits left in `found`."""
+    result = run_forked((script, flags, *more))
+    return result | getattr(import_script(script), "found", {})
 
 
 def check(ours: list[dict], theirs: list[dict]):
@@ -233,62 +251,78 @@ def check(ours: list[dict], theirs: list[dict]):
         raise SystemExit(f"{means} tokens a step were sampled (standard error {error:.1f})")
 
 
-def summary(runs: list[dict]) -> dict:
-    """The median over the measured steps of each run, in seconds; memory in GiB, the most of any
-    run."""
-    by_run = [[step["seconds"] for step in result["steps"][DROPPED_STEPS:]] for result in runs]
-    return dict(
-        peak_gib=max(result["peak_gib"] for result in runs),
-        seconds_by_run=[statistics.median(seconds) for seconds in by_run],
+def seconds_of(result: dict) -> float:
+    """The median over a run's measured steps."""
+    return statistics.median(column(result["steps"][DROPPED_STEPS:], "seconds"))
+
+
+def summary(case: Case, runs: list[dict], ours: list[dict]) -> dict:
+    """What was measured, or the first run that failed. Memory is the most of any run."""
+    for run in runs:
+        if "steps" not in run:
+            return run
+    steps = sum((run["steps"][DROPPED_STEPS:] for run in runs), [])
+    found = dict(
+        peak_gib=max(column(runs, "peak_gib")),
+        seconds_by_run=list(map(seconds_of, runs)),
+        token_ms=1000 * statistics.median(column(steps, "sampling")) / case.completion_tokens,
+        update_s=statistics.median(step["seconds"] - step["sampling"] for step in steps),
+        kernels=runs[0].get("kernels"),
     )
+    if runs is ours or not all("steps" in run for run in ours):
+        return found
+    check(ours, runs)
+    ratios = [seconds_of(run) / seconds_of(own) for run, own in zip(runs, ours)]
+    return found | dict(ratio=statistics.median(ratios), lowest=min(ratios), highest=max(ratios))
 
 
-def find_gpu():
-    """Stop where there is none."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise SystemExit("The part gpu needs a GPU.")
-
-
-def compare(case: Case, algorithm: str, flags: str, model: Path, world: Path) -> dict:
-    """Run a case with one algorithm: the pairs and the checks. Returns its row."""
-    ours, theirs = [], []
-    for seed in range(1, case.pairs + 1):
-        ours.append(run_tally(algorithm, f"{flags} --seed {seed}", case))
-        theirs.append(
-            run_trl(asdict(case) | dict(algorithm=algorithm, seed=seed, model=str(model)), world)
-        )
-    check(ours, theirs)
-    tally, trl = summary(ours), summary(theirs)
-    ratios = [a / b for a, b in zip(trl["seconds_by_run"], tally["seconds_by_run"])]
-    return dict(
+def in_turn(variants: dict, case: Case, script: str, flags: str) -> dict:
+    """The row of a script: runs of it, of variants with other flags and edits, and of TRL."""
+    job = asdict(case) | dict(algorithm=script, model=str(make_world(case)))
+    job |= dict(dataset=f"{world}/prompts.jsonl", folder=f"{world}/trl")
+    edits = [watch, force_lengths] if case.forced else [watch]
+    runs = {name: [] for name in variants}
+    for seed, name in product(range(1, case.pairs + 1), variants):
+        if name == "trl":
+            runs[name].append(apart(train, job | dict(seed=seed)))
+        else:
+            own, *change = variants[name]
+            words = f"{flags} {own} --seed {seed}"
+            runs[name].append(apart(tally, script, words, *edits, *change))
+    row = dict(
         about=case.about,
         batch=case.batch,
+        micro_batch=case.micro_batch,
         pairs=case.pairs,
         measured_steps=case.steps - DROPPED_STEPS,
-        ratio=statistics.median(ratios),
-        lowest=min(ratios),
-        highest=max(ratios),
-        tally=tally,
-        trl=trl,
     )
+    return row | {name: summary(case, runs[name], runs["tally"]) for name in runs}
 
 
-def measure(case: Case, jobs: dict, smoke: bool) -> list[dict]:
+def measure(row_of, case: Case, jobs: dict, smoke: bool) -> list[dict]:
+    """The row of each job, printed as it comes."""
+    os.environ |= DEFAULTS | ENVIRONMENT
+    if smoke:
+        case = replace(case, **TINY)
+        jobs = dict([*jobs.items()][-1:])
+    model = make_world(case)
     rows = []
-    if smoke and case.model != "built-in":
-        case = replace(case, model="tiny")
-    with tempfile.TemporaryDirectory() as world:
-        world = Path(world)
-        model = make_world(case, world)
-        for (algorithm, flags), names in jobs.items():
-            flags = flags.replace("WORLD", str(world)).replace("MODEL", str(model))
-            if smoke:
-                run_tally(algorithm, flags, case)
-                break
-            rows.append(names | compare(case, algorithm, flags, model, world))
+    for (script, flags, *edits), names in jobs.items():
+        flags = flags.replace("WORLD", str(world)).replace("MODEL", str(model))
+        row = names | row_of(case, script, flags, *edits)
+        print(json.dumps(row), flush=True)
+        if smoke and "'failed'" in str(row):
+            raise SystemExit(1)
+        rows.append(row)
     return rows
+
+
+def start(*program):
+    """`main`, with a folder for models and prompts."""
+    global world
+    with tempfile.TemporaryDirectory() as folder:
+        world = Path(folder)
+        main(*program)
 
 
 # ---- the parts of the program
@@ -306,20 +340,22 @@ def flags_of(case: Case) -> str:
     )
 
 
+FEW = f"--total-episodes 24 --batch-size 8 --per-device-train-batch-size 4 --reward {Case.reward}"
+FEW += " --response-length 8"
+
+
+def part(row_of, case: Case, runs: list[tuple] = (), flags: str = "") -> Part:
+    """Its runs are, if no others are given, those of a case, one for each algorithm."""
+    own = [(dict(algorithm=name), name, f"{K_FLAGS[name]} {case.k}") for name in case.algorithms]
+    measured = partial(measure, row_of, case)
+    return Part(runs or own, f"{flags_of(case)} {flags}", measure=measured, short=FEW)
+
+
 PARTS = {}
 for name, case in CASES.items():
-    runs = []
-    for algorithm in case.algorithms:
-        runs.append((dict(algorithm=algorithm), algorithm, f"{K_FLAGS[algorithm]} {case.k}"))
-    PARTS[name] = Part(
-        runs,
-        flags_of(case),
-        measure=functools.partial(measure, case),
-        short=f"--total-episodes {3 * case.batch} --response-length 8",
-        needs="TRL",
-    )
-PARTS["gpu"].needs += " and a GPU"
-PARTS["gpu"].prepare = find_gpu
+    PARTS[name] = part(partial(in_turn, dict(tally=[""], trl=[])), case)
+    PARTS[name].needs = "TRL"
 
 if __name__ == "__main__":
-    main(__doc__, RESULT, PARTS)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    start(__doc__, RESULT, PARTS)

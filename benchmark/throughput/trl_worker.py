@@ -1,6 +1,4 @@
-"""One measured run of TRL's RLOOTrainer or GRPOTrainer for throughput.py, in a process of its own.
-
-    python benchmark/throughput/trl_worker.py JOB.json
+"""A measured run of TRL's RLOOTrainer or GRPOTrainer for throughput.py.
 
 The settings are those of benchmark/parity/trl_trainer.py, with its reasons. Besides:
 
@@ -18,12 +16,11 @@ log-probabilities of the prompt's tokens, and masks them. And its backward pass 
 again, which saves memory.
 """
 
-import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
-import tyro
-from tally_worker import now, print_result
+from tally_worker import measured, now, timed
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "parity"))
 import trl_trainer
@@ -61,14 +58,15 @@ def counting(trainer_class):
             super().__init__(*args, **kwargs)
 
         def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-            result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            sample = super()._generate_single_turn
+            result, seconds = timed(sample, prompt_ids, *args, **kwargs)
             # GRPO's has log-probabilities, too
             completion_ids = result[0] if isinstance(result, tuple) else result
             counts = dict(
                 prompt_tokens=sum(len(ids) for ids in prompt_ids),
                 longest_prompt=max(len(ids) for ids in prompt_ids),
                 tokens=sum(len(ids) for ids in completion_ids),
-                ended=sum(ids[-1] in self.eos_token_ids for ids in completion_ids),
+                sampling=seconds,
             )
             self.steps.append(counts)
             return result
@@ -76,11 +74,13 @@ def counting(trainer_class):
     return Counting
 
 
-def main(job: tyro.conf.Positional[Path]):
+def train(job: dict) -> dict:
+    """Train, and return what was measured."""
+    if not find_spec("trl"):
+        return dict(skipped="TRL is not installed")
     import torch
     from transformers import TrainerCallback
 
-    job = json.loads(job.read_text())
     torch.set_num_threads(1)
     moments = []
 
@@ -103,8 +103,4 @@ def main(job: tyro.conf.Positional[Path]):
         # an EOS that is sampled all the same does not cut the completion
         trainer.eos_token_ids = [-1]
     trainer.train()
-    print_result(trainer.steps, moments)
-
-
-if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    return measured(trainer.steps, moments)

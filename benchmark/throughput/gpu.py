@@ -1,0 +1,213 @@
+"""What only a GPU can tell, in one command. It is made for half an hour of an H100.
+
+    pip install -r requirements.txt trl==1.16.0 math-verify==0.9.0
+    python benchmark/throughput/gpu.py                  # all parts, the most important ones first
+    python benchmark/throughput/gpu.py equal profile    # these; results of the others stay
+    python benchmark/throughput/gpu.py --smoke          # all with a tiny model, also on a CPU
+
+    equal       64 completions in float32, with CUDA graphs and without: how many differ?
+    tokensA_microB
+                Tally, Tally without CUDA graphs, and TRL in turn, as in throughput.py: completions
+                of A tokens, micro-batches of B episodes
+    profile     the kernels of one rollout, and of one update, with CUDA graphs and without. The
+                profiler counts in its seconds.
+    repeated    whole runs, each made twice: how far are they apart?
+    killed      a run that is killed twice and resumed, and one that is not: how far are they apart?
+    rows        updates with shared prompts, and with a row for each episode, in turn
+    given       log-probabilities of given tokens in bfloat16, with CUDA graphs and without
+
+Where a distance is 0, all bits are the same. Every run has a process of its own, and a time limit.
+Where one fails, the others go on. gpu.json is written after each part. Then these are next. Each is
+a command of its own, because a program that has used the GPU cannot fork:
+
+    python benchmark/default/curves.py smollm2_rloo     # and smollm2_grpo, and smollm2_ppo
+"""
+
+import contextlib
+import sys
+import tempfile
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "hardware"))
+import kill_and_resume
+import throughput
+from rounding import count_different
+from run import BUILT_IN, SCRIPTS, relative_distance
+from tally_worker import force_lengths, now
+from throughput import Case, apart, in_turn, part, start, tally
+
+RESULT = Path(__file__).with_suffix(".json")
+throughput.LIMIT = 300
+EAGER = "--no-cuda-graphs"
+SHORT = Case(
+    "a random Llama with the sizes of Qwen2.5-0.5B, in bfloat16, 256 and 64 tokens",
+    "0.5B",
+    64,
+    16,
+    (256, 256),
+    64,
+    True,
+    5,
+    2,
+    dtype="bfloat16",
+)
+LONG = replace(SHORT, about=SHORT.about.replace("64", "512"), completion_tokens=512)
+LONG = replace(LONG, steps=4, pairs=1)
+RLOO = replace(SHORT, algorithms=("rloo",))
+
+
+# ---- changes of a script
+
+
+def own_rows(module):
+    """No model shares prompts in its training passes."""
+    check_model = module.check_model
+    module.check_model = lambda *args: check_model(*args) and False
+
+
+def give_tokens(module):
+    """The random numbers alone say which tokens are picked."""
+    module.pick_tokens = lambda p, uniforms: (uniforms * p.shape[1]).long()
+
+
+def profile(module):
+    """Note in `found` the kernels of the third rollout, and of the update after it."""
+    module.found["kernels"] = {}
+    opened = contextlib.ExitStack()
+
+    def change(name: str, begins: str | None):
+        function = getattr(module, name)
+
+        def changed(*args, **inputs):
+            opened.close()
+            if begins and len(module.found["steps"]) == 3:
+                opened.enter_context(kernels(module.found["kernels"], begins))
+            return function(*args, **inputs)
+
+        setattr(module, name, changed)
+
+    change("generate", begins="rollout")
+    change("score_episodes", begins=None)
+    change("draw_mini_batches", begins="update")
+    change("write_metrics", begins=None)
+
+
+@contextlib.contextmanager
+def kernels(found: dict, name: str):
+    """Note what runs inside. Without a GPU it is the operations of the CPU."""
+    import torch
+
+    with torch.profiler.profile() as profiler:
+        start = now()
+        yield
+        seconds = now() - start
+    device, own = "CPU", "self_cpu_time_total"
+    if torch.cuda.is_available():
+        device, own = "CUDA", "self_device_time_total"
+    events = profiler.key_averages()
+    rows = []
+    for event in events:
+        if event.device_type.name == device:
+            rows.append([getattr(event, own) / 1e6, event.count, event.key[:80]])
+    found[name] = dict(
+        seconds=seconds,
+        launches=sum(event.count for event in events if "Launch" in event.key),
+        kernels=sum(count for _, count, _ in rows),
+        busy=sum(time for time, _, _ in rows) / seconds,
+        longest=sorted(rows)[:-16:-1],
+    )
+
+
+# ---- the row of a job
+
+
+def difference(one: dict, two: dict) -> dict:
+    """How far two runs are apart: completions, log-probabilities of their tokens, up to the first
+    that differs, and metrics without times."""
+    for run in (one, two):
+        if "failed" in run:
+            return run
+    logprobs = [0.0]
+    for a, b in zip(one["rollouts"], two["rollouts"]):
+        for x, y, p, q in zip(a["token_ids"], b["token_ids"], a["logprobs"], b["logprobs"]):
+            if x != y:
+                break
+            logprobs.append(abs(p - q))
+    metrics = [0.0]
+    for a, b in zip(one["metrics"], two["metrics"], strict=True):
+        for name in a.keys() - {"eps", "seconds", "time/rollout_s", "time/train_s"}:
+            metrics.append(abs(a[name] - b[name]))
+    distances = dict(
+        logprob=max(logprobs), logprob_mean=sum(logprobs) / len(logprobs), metric=max(metrics)
+    )
+    return count_different(one, two) | distances
+
+
+def with_and_without(case: Case, script: str, flags: str, *edits) -> dict:
+    """A run with CUDA graphs, and one without."""
+    return difference(*(apart(tally, script, f"{flags} {own}", *edits) for own in ("", EAGER)))
+
+
+def repeated(kills: dict, case: Case, script: str, flags: str) -> dict:
+    """The same run twice. The second one is killed at these calls of a phase, and resumed."""
+    struck = 0
+    with tempfile.TemporaryDirectory() as folder:
+        one, two = Path(folder, "one"), Path(folder, "two")
+        for phase, call in kills.items():
+            kill = partial(kill_and_resume.kill_at, phase=phase, call=call)
+            struck += "exit code -9" in apart(tally, script, flags, kill, two).get("failed", "")
+        row = difference(*(apart(tally, script, flags, path) for path in (one, two)))
+        if "failed" not in row:
+            row |= dict(weights=relative_distance(two, one), kills=struck)
+        return row
+
+
+def find_gpu():
+    """Stop where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("There is no GPU. Only --smoke needs none.")
+
+
+# ---- the parts of the program
+
+EQUAL = [
+    (dict(model="built-in"), "rloo", f"{BUILT_IN} --response-length 8"),
+    (dict(model="0.5B"), "rloo", "", force_lengths),
+]
+TWICE = []
+for script, (dtype, epochs) in product(SCRIPTS, dict(float32=2, bfloat16=1).items()):
+    TWICE.append((dict(dtype=dtype), script, f"--dtype {dtype} --num-ppo-epochs {epochs}"))
+KILLED = [({}, script, "") for script in SCRIPTS]
+KILLS = dict(rollout=5, training=2)
+GIVEN = [({}, "rloo", "", force_lengths, give_tokens)]
+SAVED = "--save-rollouts --num-sample-generations 0 --total-episodes"
+TRAINED = f"{BUILT_IN} {SAVED} 512 --learning-rate 1e-4 --response-length 8"
+KILLED_RUN = f"{BUILT_IN} {kill_and_resume.FLAGS} --dtype float32"
+PROGRAMS = partial(in_turn, dict(tally=[""], eager=[EAGER], trl=[]))
+PROFILES = partial(in_turn, dict(tally=["", profile], eager=[EAGER, profile]))
+ROWS = partial(in_turn, dict(tally=[""], own_rows=["", own_rows]))
+
+PARTS = {"equal": part(with_and_without, SHORT, EQUAL, f"{SAVED} 64 --dtype float32")}
+for case, size in product((SHORT, LONG), (16, 64)):
+    name = f"tokens{case.completion_tokens}_micro{size}"
+    PARTS[name] = part(PROGRAMS, replace(case, micro_batch=size))
+PARTS |= {
+    "profile": part(PROFILES, replace(RLOO, completion_tokens=16, steps=3, pairs=1)),
+    "repeated": part(partial(repeated, {}), SHORT, TWICE, TRAINED),
+    "killed": part(partial(repeated, KILLS), SHORT, KILLED, KILLED_RUN),
+    "rows_micro16": part(ROWS, RLOO),
+    "rows_micro64": part(ROWS, replace(RLOO, micro_batch=64)),
+    "given": part(with_and_without, SHORT, GIVEN, f"{SAVED} 64"),
+}
+for each in PARTS.values():
+    each.prepare = find_gpu
+
+if __name__ == "__main__":
+    start(__doc__, RESULT, PARTS)
+    print("next: python benchmark/default/curves.py smollm2_rloo; then smollm2_grpo, smollm2_ppo")
