@@ -36,6 +36,13 @@ BENCHMARK = Path(__file__).resolve().parent
 ROOT = BENCHMARK.parent
 POLICY = BENCHMARK / "default" / "policy"
 BUILT_IN = f"--model-path {POLICY} --dataset benchmark/default/train.jsonl --reward exact_match"
+# a real model, and in a smoke run of it the built-in one
+SMOLLM2 = "--model-path benchmark/smollm2/model --dataset benchmark/smollm2/chain_sum_train.jsonl"
+SMOLLM2 += " --eval-dataset benchmark/smollm2/chain_sum_eval.jsonl --eval-every 2"
+SMOLLM2 += " --reward benchmark/smollm2/tasks.py:score --response-length 24 --dtype bfloat16"
+SMOLLM2 += " --per-device-train-batch-size 16 --total-episodes 1280 --learning-rate 3e-5"
+SMOLLM2 += " --kl-coef 0"
+TINY = f"{BUILT_IN} --eval-dataset benchmark/default/eval.jsonl --total-episodes 128"
 SCRIPTS = ("rloo", "grpo", "ppo")
 K_FLAGS = {"rloo": "--rloo-k", "grpo": "--num-generations"}
 DEFAULTS = dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")

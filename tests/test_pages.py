@@ -490,7 +490,8 @@ def test_the_page_of_differences_is_written_by_its_command():
 def test_the_recipe_of_merging_adapters(run):
     run_few(run, "python rloo.py --lora-r 2 --output-dir runs/x")
     run(first_command(RECIPES, "python -c"))
-    run_few(run, "python rloo.py --model-path merged --response-length 8")
+    dataset = "benchmark/default/train.jsonl"
+    run_few(run, f"python rloo.py --model-path merged --dataset {dataset} --response-length 8")
 
 
 @mark.slow

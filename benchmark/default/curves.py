@@ -17,7 +17,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-from run import SCRIPTS, Part, column, having, logged, main
+from run import SCRIPTS, SMOLLM2, TINY, Part, column, having, logged, main
 
 RESULT = Path(__file__).with_suffix(".json")
 SEEDS = range(1, 11)
@@ -96,13 +96,6 @@ def with_bounds(*bounds: str) -> list[tuple]:
 
 
 EVALUATED = "--eval-every 16"
-SMOLLM2 = "--model-path benchmark/smollm2/model --dataset benchmark/smollm2/chain_sum_train.jsonl"
-SMOLLM2 += " --eval-dataset benchmark/smollm2/chain_sum_eval.jsonl --eval-every 2"
-SMOLLM2 += " --reward benchmark/smollm2/tasks.py:score --response-length 24 --dtype bfloat16"
-SMOLLM2 += " --per-device-train-batch-size 16 --total-episodes 1280 --learning-rate 3e-5"
-SMOLLM2 += " --kl-coef 0"
-TINY = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
-TINY += " --eval-dataset benchmark/default/eval.jsonl --reward exact_match --total-episodes 128"
 PARTS = {
     "default": Part(with_bounds("1"), EVALUATED, SEEDS, to_curve),  # All scripts have this bound.
     "clipping": Part(with_bounds("10", "inf"), EVALUATED, SEEDS, clipped),
