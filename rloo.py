@@ -1449,12 +1449,9 @@ def open_run(args, policy, output_dir, plan, state):
         with blaming(f"{file.parent} may be damaged; then remove it"):
             state |= json.loads(file.read_text())
             accelerator.load_state(str(file.parent))
-    if args.resume:
-        accelerator.print(
-            f"resuming after iteration {state['iteration']}"
-            if newest
-            else "no checkpoint, starting at 0"
-        )
+        accelerator.print(f"resuming after iteration {state['iteration']}")
+    if args.resume and not newest:
+        accelerator.print("no checkpoint, starting at 0")
     if accelerator.is_main_process:
         output_dir.mkdir(parents=True, exist_ok=True)
         # A killed process gives its lock back. A notebook may take its own again.
@@ -1479,11 +1476,10 @@ def open_run(args, policy, output_dir, plan, state):
     accelerator.project_configuration.logging_dir = str(output_dir)
     # tensorboard takes no None
     config = {name: value for name, value in vars(args).items() if value is not None}
-    name = {"name": output_dir.name}
+    name = {"name": os.environ.get("WANDB_NAME", output_dir.name)}
     project = os.environ.get("WANDB_PROJECT", "tally")
     accelerator.init_trackers(project, config, {"wandb": name, "trackio": name})
-    # With None there is a bar only in a terminal.
-    disable = None if accelerator.is_main_process else True
+    disable = not accelerator.is_main_process or None  # None: there is a bar only in a terminal
     return tqdm(total=plan.steps, initial=state["step"], disable=disable)
 
 

@@ -97,13 +97,16 @@ vf_coef: -1.0
 }
 
 
-def test_bad_flags_are_refused_by_name(script):
+def test_bad_flags_are_refused_by_name(script, tmp_path):
     """`Args` raises a ValueError. That is before anything is loaded or written."""
     lines = BAD_FLAGS + OWN_BAD_FLAGS[script.__name__]
     for line in filter(None, lines.splitlines()):
         flags = with_group(script, yaml.safe_load("{" + line + "}"))
         with raises(ValueError, match=option(next(iter(flags)))):
             script.Args(**flags)
+    (tmp_path / "adapter_config.json").touch()
+    with raises(ValueError, match="merge_and_unload"):
+        script.Args(model_path=str(tmp_path), dataset="mine.jsonl")
     num_ppo_epochs = 1 if script.__name__ == "rloo" else 2  # of a ratio for each token
     make_args(script, dtype="bfloat16", num_ppo_epochs=num_ppo_epochs)
     make_args(script, seed=2**32 - 1, max_grad_norm=math.inf, cliprange=0.0, eval_temperature=0.0)

@@ -148,10 +148,12 @@ def test_a_folder_belongs_to_one_process(script, run, out, flags, goes_on):
 
 
 @one_text
-def test_damaged_files(script, run, stopped_after, out, flags, expected, goes_on):
+def test_damaged_files(script, run, stopped_after, out, flags, expected, goes_on, capsys):
     """A newest checkpoint that is damaged is named. Without it the run goes on from the one before,
     also without its log."""
     flags["resume"] = True
+    run(script, output_dir=out.with_name("new"), **flags)
+    assert "no checkpoint, starting at 0" in capsys.readouterr().out
     stopped_after(2, **flags)
     newest = out / "checkpoints/iteration_00000002"
     for name in ("model.safetensors", "optimizer.bin", "state.json"):
@@ -167,6 +169,7 @@ def test_damaged_files(script, run, stopped_after, out, flags, expected, goes_on
     assert result_of(without_log)[1] == expected[1]
     shutil.rmtree(newest)
     goes_on()
+    assert "resuming after iteration 1\n" in capsys.readouterr().out
 
 
 @only("rloo", "ppo")
