@@ -135,14 +135,14 @@ def test_what_ends_a_program(script, tmp_path):
     copy = shutil.copy(script.__file__, tmp_path)
     stop = tmp_path / "stop.py"
     stop.write_text("import os\ndef stop(**_):\n    os.kill(os.getpid(), 2)\n")
-    out = tmp_path / "run"
-    interrupted = [script.__file__, "--output-dir", str(out), "--reward", f"{stop}:stop"]
+    interrupted = [script.__file__, "--reward", f"{stop}:stop"]
     for words, said in (
         ([script.__file__, "--nonsense"], "docs/coming_from.md"),
         ([copy], "benchmark/default is missing"),
-        (interrupted, f"--resume --output-dir {out}"),
+        (interrupted, f"--resume --output-dir {tmp_path}/runs/rloo__1__"),
     ):
-        ended = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+        words = [sys.executable, *words]
+        ended = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
         assert ended.returncode and said in ended.stdout + ended.stderr
         assert "Traceback" not in ended.stderr
 

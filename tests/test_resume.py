@@ -11,6 +11,7 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import accelerate
 import yaml
@@ -144,6 +145,17 @@ def test_a_folder_belongs_to_one_process(script, run, out, flags, goes_on):
         run(script, **flags)
     process.kill()
     process.join()
+    goes_on()
+
+
+@one_text
+def test_a_notebook_goes_on_in_the_same_process(script, run, out, flags, goes_on, monkeypatch):
+    """After an interrupt the traceback, and so the lock, may still exist."""
+    with monkeypatch.context() as patch, raises(KeyboardInterrupt):
+        patch.setattr(script, "generate", Mock(side_effect=KeyboardInterrupt))
+        run(script, output_dir=out, **flags)
+    lock = script.accelerator.lock.lock
+    assert lock.is_locked
     goes_on()
 
 
