@@ -136,6 +136,10 @@ benchmark/engine/README.md
 engine/measure.json part=smollm2 run=rloo.py: {sampled[0]:.2f} -> {sampled[-1]:.2f} of the answers
 docs/variants.md
 variants/one_batch_late.json each=part: {eval/scores[-1]:±.3f}
+variants/curves.json part=self_distillation flags=.+0.1: with a weight of 0.1 {eval/scores[-1]:.2f}
+variants/curves.json part=self_distillation flags=.+0.5: with 0.5 {eval/scores[-1]:.2f}
+variants/curves.json part=self_distillation: falls to {eval/scores[-1]:min.2f}
+default/curves.json part=smollm2_grpo: with GRPO alone {greedy_after:.2f}
 """
 
 

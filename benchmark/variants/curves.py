@@ -144,10 +144,10 @@ PARTS["distillation"].prepare = train_teacher
 PARTS["distillation"].short += f" --ref-model-path {POLICY}"
 TAUGHT = [
     ({}, "grpo variants/self_distillation.patch", f"--num-generations 8 --distill-weight {weight}")
-    for weight in (0.1, 0.5, 0.9)
+    for weight in (0.1, 0.5)
 ]
 PARTS["self_distillation"] = Part(
-    TAUGHT, SMOLLM2, (1,), kept, short=TINY, needs="smollm2/prepare.py"
+    TAUGHT, SMOLLM2, (1, 2, 3), kept, short=TINY, needs="smollm2/prepare.py"
 )
 
 
