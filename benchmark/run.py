@@ -35,7 +35,8 @@ from safetensors.numpy import load_file
 BENCHMARK = Path(__file__).resolve().parent
 ROOT = BENCHMARK.parent
 POLICY = BENCHMARK / "default" / "policy"
-BUILT_IN = f"--model-path {POLICY} --dataset benchmark/default/train.jsonl --reward exact_match"
+BUILT_IN = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
+BUILT_IN += " --reward exact_match"
 # a real model, and in a smoke run of it the built-in one
 SMOLLM2 = "--model-path benchmark/smollm2/model --dataset benchmark/smollm2/chain_sum_train.jsonl"
 SMOLLM2 += " --eval-dataset benchmark/smollm2/chain_sum_eval.jsonl --eval-every 2"

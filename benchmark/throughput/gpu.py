@@ -188,7 +188,7 @@ KILLS = dict(rollout=5, training=2)
 GIVEN = [({}, "rloo", "", force_lengths, give_tokens)]
 SAVED = "--save-rollouts --num-sample-generations 0 --total-episodes"
 TRAINED = f"{BUILT_IN} {SAVED} 512 --learning-rate 1e-4 --response-length 8"
-KILLED_RUN = f"{BUILT_IN} {kill_and_resume.FLAGS} --dtype float32"
+KILLED_RUN = f"{BUILT_IN} {kill_and_resume.FLAGS} --dtype float32 --response-length 8"
 PROGRAMS = partial(in_turn, dict(tally=[""], eager=[EAGER], trl=[]))
 PROFILES = partial(in_turn, dict(tally=["", profile], eager=[EAGER, profile]))
 ROWS = partial(in_turn, dict(tally=[""], own_rows=["", own_rows]))
