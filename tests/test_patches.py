@@ -1,7 +1,7 @@
-"""Every patch of benchmark/ applies, trains, and does the one thing that it promises. So do the
-lines of docs/papers.md and the broken functions.
+"""Every patch of benchmark/patches/ applies, trains, and does the one thing that it promises. So do
+the lines of docs/papers.md and the broken functions.
 
-The patches of benchmark/engine run with a stand-in for vLLM.
+The patches vllm_rloo and vllm_grpo run with a stand-in for vLLM.
 """
 
 import math
@@ -46,7 +46,7 @@ from plain import groups_of, plain_advantages, plain_gradient, token_counts, tok
 from pytest import approx, fixture, mark, raises
 from test_pages import commands, diffs, patched
 
-PATCHES = sorted(glob("benchmark/*/*.patch", root_dir=HERE))
+PATCHES = sorted(glob("benchmark/patches/*", root_dir=HERE))
 REFUSED = "sampling and training give log-probabilities"
 broken = import_file(HERE / "benchmark/failures/broken.py")
 
@@ -92,7 +92,7 @@ def variant(run, monkeypatch, tmp_path):
 
 def test_reinforce(variant, world, updates):
     """The scores are the advantages. The gradient is the mean of -score * grad log p(y)."""
-    ran = variant("benchmark/ladder/reinforce.patch", kl_coef=0.0)
+    ran = variant("benchmark/patches/reinforce.patch", kl_coef=0.0)
     assert column(ran.rows, "advantage") == approx(column(ran.rows, "score"))
     weights = token_weights(MODULES["rloo"], ran.rows)
     expected = plain_gradient(world.llama, ran.rows, weights)
@@ -104,7 +104,7 @@ def test_reinforce_plus_plus(variant):
     whitened."""
     returns = []
     advantages = []
-    for row in variant("benchmark/variants/reinforce_plus_plus.patch", k=1).rows:
+    for row in variant("benchmark/patches/reinforce_plus_plus.patch", k=1).rows:
         kl = np.subtract(row["logprobs"], row["ref_logprobs"])
         kl_to_come = kl[::-1].cumsum()[::-1]
         returns.extend(row["score"] - 0.05 * kl_to_come)
@@ -113,9 +113,9 @@ def test_reinforce_plus_plus(variant):
     assert advantages == approx(expected, abs=2e-3)
 
 
-MASKED = "benchmark/variants/masked_importance_sampling.patch"
+MASKED = "benchmark/patches/masked_importance_sampling.patch"
 CORRECTIONS = {  # the flags, and the weight of an episode, by those of its tokens
-    "benchmark/variants/sampler_weights.patch": (
+    "benchmark/patches/sampler_weights.patch": (
         dict(weight_cap=1.01),
         lambda weights: weights.prod().clamp(max=1.01),
     ),
@@ -155,7 +155,7 @@ def test_corrections_of_the_sampler(variant, case):
 
 def test_overlong_punishment(variant):
     """Of 6 tokens the last 5 cost a fifth each (arXiv 2503.14476, eq. 13)."""
-    ran = variant("benchmark/variants/overlong_punishment.patch", reward="five")
+    ran = variant("benchmark/patches/overlong_punishment.patch", reward="five")
     for row in ran.rows:
         assert row["score"] == approx(5 - (len(row["token_ids"]) - 1) / 5)
 
@@ -163,10 +163,7 @@ def test_overlong_punishment(variant):
 def test_dynamic_sampling(variant):
     """The trained prompts are those of the stream, in its order, without groups of equal scores."""
     ran = variant(
-        "benchmark/variants/dynamic_sampling.patch",
-        reward="seldom",
-        kl_coef=0.0,
-        sampling_rounds=99,
+        "benchmark/patches/dynamic_sampling.patch", reward="seldom", kl_coef=0.0, sampling_rounds=99
     )
     prompts = make_prompts(7)
     stream = [prompts[number] for number in ran.module.draw_prompts(1, 7, 0, 1000)]
@@ -180,7 +177,7 @@ def test_dynamic_sampling(variant):
 def test_unbiased_kl(variant):
     """The mean of the loss over all four tokens, weighted by p_old, is KL(p_new, p_ref), and so is
     its gradient."""
-    ran = variant("benchmark/variants/unbiased_kl.patch", num_ppo_epochs=2)
+    ran = variant("benchmark/patches/unbiased_kl.patch", num_ppo_epochs=2)
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 4, generator=draw, dtype=torch.float64, requires_grad=True)
     new, old, ref = logits.log_softmax(1)
@@ -198,7 +195,7 @@ def test_entropy_bonus(variant, world, updates):
     """The entropy has its gradient, by plain passes of all episodes. So it has one where the
     advantage is 0, too, which the script as it is leaves out."""
     rows = variant(
-        "benchmark/variants/entropy_bonus.patch",
+        "benchmark/patches/entropy_bonus.patch",
         reward="seldom",
         kl_coef=0.0,
         temperature=0.7,
@@ -221,7 +218,7 @@ def test_entropy_bonus(variant, world, updates):
 
 def test_adaptive_entropy(run, tmp_path):
     """Where the entropy is low, the weight grows. Elsewhere it shrinks, and does not count."""
-    module = patched("grpo", ["benchmark/variants/entropy_bonus.patch"], tmp_path)
+    module = patched("grpo", ["benchmark/patches/entropy_bonus.patch"], tmp_path)
     flags = dict(entropy_target=9.0, entropy_coef=0.004)
     ran = run(module, **flags, total_episodes=24)
     assert column(ran.metrics, "entropy_coef") == approx([0.004, 0.009])
@@ -236,7 +233,7 @@ def test_adaptive_entropy(run, tmp_path):
 def teacher(tmp_path_factory):
     """The patched script."""
     folder = tmp_path_factory.mktemp("teacher")
-    return patched("grpo", ["benchmark/variants/self_distillation.patch"], folder)
+    return patched("grpo", ["benchmark/patches/self_distillation.patch"], folder)
 
 
 def next_logprobs(model, prompt, tokens):
@@ -352,13 +349,12 @@ def test_a_run_with_a_teacher(teacher, run, killed, same_on, tmp_path):
 
 
 def test_every_patch_is_tested():
-    """Two patches have their tests in test_turns.py. Those of benchmark/engine have theirs
-    below."""
+    """Two patches have their tests in test_turns.py. Those for vLLM have theirs below."""
     tests = ""
     for name in ("test_patches.py", "test_turns.py"):
         tests += (HERE / "tests" / name).read_text()
     for patch in PATCHES:
-        assert "engine" in patch or f'"{patch}"' in tests, patch
+        assert "vllm" in patch or f'"{patch}"' in tests, patch
 
 
 # ---- the lines of docs/papers.md
@@ -493,7 +489,7 @@ ENGINE_FLAGS = dict(
 def load_engine(script, folder):
     """The stand-in for vLLM, and the patched script."""
     vllm = import_file(HERE / "tests/stand_in_engine/vllm.py")
-    return vllm, patched(script, [f"benchmark/engine/{script}.patch"], folder)
+    return vllm, patched(script, [f"benchmark/patches/vllm_{script}.patch"], folder)
 
 
 @mark.parametrize("rank", [None, 2])
