@@ -9,18 +9,14 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import partial
 from glob import glob
-from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 import tyro
 from conftest import (
-    EOS,
     HERE,
-    KILLS,
     MODULES,
     SCRIPTS,
     column,
@@ -29,7 +25,6 @@ from conftest import (
     fresh_imports,
     import_file,
     load_policy,
-    make_args,
     make_prompts,
     make_rows,
     make_tokenizer,
@@ -37,8 +32,6 @@ from conftest import (
     read_jsonl,
     record_calls,
     reset_accelerate,
-    result_of,
-    save_model,
     weights_of,
     write_jsonl,
 )
@@ -228,60 +221,6 @@ def test_adaptive_entropy(run, tmp_path):
     assert found == approx([0, 0, 0.005, 0.01, 0, 0.01])
 
 
-# ---- self-distillation
-@fixture(scope="module")
-def teacher(tmp_path_factory):
-    """The patched script."""
-    folder = tmp_path_factory.mktemp("teacher")
-    return patched("grpo", ["benchmark/patches/self_distillation.patch"], folder)
-
-
-def next_logprobs(model, prompt, tokens):
-    """Those of the whole vocabulary, in place of each of the tokens."""
-    logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
-    return logits[len(prompt) - 1 : -1].log_softmax(-1)
-
-
-def test_a_teacher_gives_the_gradient_of_the_reverse_kl(
-    teacher, run, updates, monkeypatch, tmp_path
-):
-    """Over all completions of two tokens out of ten, by their probability: the gradient of the
-    sum over tokens of KL(p, teacher). How often a token's beginning is sampled is constant."""
-    dataset = write_jsonl(tmp_path / "rows.jsonl", [dict(prompt="0", demonstration="11")])
-    model_path = save_model(tmp_path / "model", vocab_size=10)
-    completions = set()
-    for tokens in product(range(10), repeat=2):
-        completions.add(tokens[: (*tokens, EOS).index(EOS) + 1])
-    probabilities = []
-
-    @torch.no_grad()
-    def sample_all(model, prompts, uniforms, temperature):
-        tokens = torch.tensor([[*tokens, -1][:2] for tokens in completions])
-        logprobs = teacher.token_logprobs(model, prompts, tokens)
-        probabilities.append(logprobs.sum(1, keepdim=True).exp())
-        ended = (tokens == EOS).any(1)
-        return dict(tokens=tokens, ended=ended, logprobs=logprobs, entropies=logprobs)
-
-    monkeypatch.setattr(teacher, "sample", sample_all)
-    monkeypatch.setattr(teacher, "token_weights", lambda *_: probabilities[0])
-    size = len(completions)
-    sizes = dict(k=size, batch_size=size, total_episodes=size, response_length=2)
-    flags = dict(dataset=dataset, model_path=model_path, reward="five", kl_coef=0.0)
-    run(teacher, **sizes, **flags, distill_weight=1.0)
-    model = load_policy(model_path)
-    total = 0
-    for tokens in completions:
-        p = next_logprobs(model, encode("0"), tokens)
-        q = next_logprobs(model, [*encode("011"), EOS, *encode("0")], tokens).detach()
-        probability = p.gather(1, torch.tensor(tokens)[:, None]).sum().exp().detach()
-        total += probability
-        kl = (p.exp() * (p - q)).sum()
-        (probability * kl).backward()
-    assert total == approx(1)
-    gradients = [parameter.grad for parameter in model.parameters()]
-    assert distance(gradients, updates[0].gradients) < 1e-4
-
-
 CHAT = (
     "{% for m in messages %}{{ {'system': '+', 'user': '=', 'assistant': '-'}[m['role']] }}"
     "{{ m['content'] }}{% endfor %}{{ '-' if add_generation_prompt else '' }}"
@@ -289,15 +228,16 @@ CHAT = (
 
 
 @mark.parametrize("is_chat", [False, True])
-def test_a_teacher_reads_a_right_answer(teacher, run, world, tmp_path, is_chat):
-    """That of the row, or the first one of the group's other episodes. Without one the advantage is
-    GRPO's."""
+def test_self_distillation(run, world, tmp_path, is_chat):
+    """The teacher reads a right answer: that of the row, or the first one of the group's other
+    episodes. Without one the advantage is GRPO's."""
+    module = patched("grpo", ["benchmark/patches/self_distillation.patch"], tmp_path)
     model_path = shutil.copytree(world.llama, tmp_path / "model")
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(model_path)
     data = make_rows(make_prompts(7))
-    [first] = teacher.draw_prompts(1, 7, 0, 1)
+    [first] = module.draw_prompts(1, 7, 0, 1)
     data[first]["demonstration"] = "12"
     for row in data:
         if is_chat:
@@ -305,8 +245,7 @@ def test_a_teacher_reads_a_right_answer(teacher, run, world, tmp_path, is_chat):
             row["prompt"] = [dict(role="system", content="3"), question]
     flags = dict(model_path=model_path, dataset=write_jsonl(tmp_path / "rows.jsonl", data))
     flags |= dict(reward="squares", kl_coef=0.0, right_score=60.0, distill_weight=0.3)
-    ran = run(teacher, **flags, total_episodes=12)
-    rows = ran.rollouts
+    rows = run(module, **flags, total_episodes=12).rollouts
     advantages = plain_advantages(MODULES["grpo"], column(rows, "score"))
     model = load_policy(model_path)
     hints = []
@@ -328,24 +267,6 @@ def test_a_teacher_reads_a_right_answer(teacher, run, world, tmp_path, is_chat):
             hints.append(i)
         assert row["advantage"] == approx(expected.tolist(), abs=1e-4)
     assert hints == [0, 1, 2, 6, 7, 9, 10, 11]
-    assert ran.metrics[0]["val/hinted_fraction"] == approx(8 / 12)
-
-
-def test_a_run_with_a_teacher(teacher, run, killed, same_on, tmp_path):
-    """Two processes make it, a kill does not change it, and with the weight 0 it is that of the
-    script."""
-    flags = dict(right_score=6.0, kl_coef=0.0, num_ppo_epochs=2, total_episodes=36)
-    metrics, _ = same_on(teacher, 2, flags)
-    assert 0 < metrics[0]["val/hinted_fraction"] < 1
-    expected = result_of(run(teacher, **flags).folder)
-    flags |= dict(save_every=1, resume=True, output_dir=tmp_path / "killed")
-    killed(teacher, partial(import_file(KILLS).kill_at, teacher, "metrics", 2), **flags)
-    assert result_of(run(teacher, **flags).folder) == expected
-    without = run(teacher, distill_weight=0.0)
-    assert result_of(without.folder) == result_of(run(MODULES["grpo"]).folder)
-    for wrong in dict(distill_weight=1.1), dict(importance_sampling_level="sequence"):
-        with raises(ValueError, match="--distill-weight"):
-            make_args(teacher, **wrong)
 
 
 def test_every_patch_is_tested():
