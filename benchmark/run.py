@@ -175,14 +175,14 @@ def run(
 
 
 def copy_script(folder: Path, script: str, patch: str | None = None) -> Path:
-    """A copy of a script, with a patch of benchmark/ or as it is, and beside it what its defaults
-    need."""
+    """A copy of a script, with a patch of benchmark/patches/ or as it is, and beside it what its
+    defaults need."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / f"{script}.py", folder)
     if not (folder / "benchmark").exists():
         (folder / "benchmark").symlink_to(BENCHMARK)
     if patch is not None:
-        subprocess.run(["git", "apply", str(BENCHMARK / patch)], cwd=folder, check=True)
+        subprocess.run(["git", "apply", str(BENCHMARK / "patches" / patch)], cwd=folder, check=True)
     return folder / f"{script}.py"
 
 
@@ -204,7 +204,7 @@ def run_forked(job: tuple) -> dict:
     nothing.
 
     A job is a script, its flags, functions that change the script before it starts, and where given
-    the folder that keeps the run. `rloo ladder/reinforce.patch` is a script with a patch.
+    the folder that keeps the run. `rloo reinforce.patch` is a script with a patch.
     """
     script, flags, *more = job
     # OMP_NUM_THREADS comes too late for a program that imports torch before it calls `run_all`.

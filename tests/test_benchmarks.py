@@ -423,7 +423,7 @@ def test_tasks(tmp_path, monkeypatch):
         assert rows == [dict(prompt=row["prompt"], answer=row["answer"]) for row in made]
 
 
-# test_patches.py tests the patch of benchmark/ladder/.
+# test_patches.py tests the patch of the ladder.
 def test_the_measured_gradients_are_right(world, tmp_path):
     """With learning rate 0, both iterations of ladder.py have the gradient of their own
     completions and of the same weights."""

@@ -190,7 +190,7 @@ def load(tmp_path_factory):
     def load(name, patches):
         if not patches:
             return MODULES[name]
-        with mock.patch.dict(sys.modules, vllm=mock.MagicMock()):  # for benchmark/engine
+        with mock.patch.dict(sys.modules, vllm=mock.MagicMock()):  # for two patches
             module = patched(name, patches, tmp_path_factory.mktemp("patched"))
         sys.modules[module.__name__] = module  # tyro looks there
         return module

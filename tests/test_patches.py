@@ -1,7 +1,7 @@
-"""Every patch of benchmark/ applies, trains, and does the one thing that it promises. So do the
-lines of docs/papers.md and the broken functions.
+"""Every patch of benchmark/patches/ applies, trains, and does the one thing that it promises. So do
+the lines of docs/papers.md and the broken functions.
 
-The patches of benchmark/engine run with a stand-in for vLLM.
+The patches vllm_rloo and vllm_grpo run with a stand-in for vLLM.
 """
 
 import math
@@ -9,18 +9,14 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import partial
 from glob import glob
-from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 import tyro
 from conftest import (
-    EOS,
     HERE,
-    KILLS,
     MODULES,
     SCRIPTS,
     column,
@@ -29,7 +25,6 @@ from conftest import (
     fresh_imports,
     import_file,
     load_policy,
-    make_args,
     make_prompts,
     make_rows,
     make_tokenizer,
@@ -37,8 +32,6 @@ from conftest import (
     read_jsonl,
     record_calls,
     reset_accelerate,
-    result_of,
-    save_model,
     weights_of,
     write_jsonl,
 )
@@ -46,7 +39,7 @@ from plain import groups_of, plain_advantages, plain_gradient, token_counts, tok
 from pytest import approx, fixture, mark, raises
 from test_pages import commands, diffs, patched
 
-PATCHES = sorted(glob("benchmark/*/*.patch", root_dir=HERE))
+PATCHES = sorted(glob("benchmark/patches/*", root_dir=HERE))
 REFUSED = "sampling and training give log-probabilities"
 broken = import_file(HERE / "benchmark/failures/broken.py")
 
@@ -92,7 +85,7 @@ def variant(run, monkeypatch, tmp_path):
 
 def test_reinforce(variant, world, updates):
     """The scores are the advantages. The gradient is the mean of -score * grad log p(y)."""
-    ran = variant("benchmark/ladder/reinforce.patch", kl_coef=0.0)
+    ran = variant("benchmark/patches/reinforce.patch", kl_coef=0.0)
     assert column(ran.rows, "advantage") == approx(column(ran.rows, "score"))
     weights = token_weights(MODULES["rloo"], ran.rows)
     expected = plain_gradient(world.llama, ran.rows, weights)
@@ -104,7 +97,7 @@ def test_reinforce_plus_plus(variant):
     whitened."""
     returns = []
     advantages = []
-    for row in variant("benchmark/variants/reinforce_plus_plus.patch", k=1).rows:
+    for row in variant("benchmark/patches/reinforce_plus_plus.patch", k=1).rows:
         kl = np.subtract(row["logprobs"], row["ref_logprobs"])
         kl_to_come = kl[::-1].cumsum()[::-1]
         returns.extend(row["score"] - 0.05 * kl_to_come)
@@ -113,9 +106,9 @@ def test_reinforce_plus_plus(variant):
     assert advantages == approx(expected, abs=2e-3)
 
 
-MASKED = "benchmark/variants/masked_importance_sampling.patch"
+MASKED = "benchmark/patches/masked_importance_sampling.patch"
 CORRECTIONS = {  # the flags, and the weight of an episode, by those of its tokens
-    "benchmark/variants/sampler_weights.patch": (
+    "benchmark/patches/sampler_weights.patch": (
         dict(weight_cap=1.01),
         lambda weights: weights.prod().clamp(max=1.01),
     ),
@@ -155,7 +148,7 @@ def test_corrections_of_the_sampler(variant, case):
 
 def test_overlong_punishment(variant):
     """Of 6 tokens the last 5 cost a fifth each (arXiv 2503.14476, eq. 13)."""
-    ran = variant("benchmark/variants/overlong_punishment.patch", reward="five")
+    ran = variant("benchmark/patches/overlong_punishment.patch", reward="five")
     for row in ran.rows:
         assert row["score"] == approx(5 - (len(row["token_ids"]) - 1) / 5)
 
@@ -163,10 +156,7 @@ def test_overlong_punishment(variant):
 def test_dynamic_sampling(variant):
     """The trained prompts are those of the stream, in its order, without groups of equal scores."""
     ran = variant(
-        "benchmark/variants/dynamic_sampling.patch",
-        reward="seldom",
-        kl_coef=0.0,
-        sampling_rounds=99,
+        "benchmark/patches/dynamic_sampling.patch", reward="seldom", kl_coef=0.0, sampling_rounds=99
     )
     prompts = make_prompts(7)
     stream = [prompts[number] for number in ran.module.draw_prompts(1, 7, 0, 1000)]
@@ -180,7 +170,7 @@ def test_dynamic_sampling(variant):
 def test_unbiased_kl(variant):
     """The mean of the loss over all four tokens, weighted by p_old, is KL(p_new, p_ref), and so is
     its gradient."""
-    ran = variant("benchmark/variants/unbiased_kl.patch", num_ppo_epochs=2)
+    ran = variant("benchmark/patches/unbiased_kl.patch", num_ppo_epochs=2)
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 4, generator=draw, dtype=torch.float64, requires_grad=True)
     new, old, ref = logits.log_softmax(1)
@@ -198,7 +188,7 @@ def test_entropy_bonus(variant, world, updates):
     """The entropy has its gradient, by plain passes of all episodes. So it has one where the
     advantage is 0, too, which the script as it is leaves out."""
     rows = variant(
-        "benchmark/variants/entropy_bonus.patch",
+        "benchmark/patches/entropy_bonus.patch",
         reward="seldom",
         kl_coef=0.0,
         temperature=0.7,
@@ -221,7 +211,7 @@ def test_entropy_bonus(variant, world, updates):
 
 def test_adaptive_entropy(run, tmp_path):
     """Where the entropy is low, the weight grows. Elsewhere it shrinks, and does not count."""
-    module = patched("grpo", ["benchmark/variants/entropy_bonus.patch"], tmp_path)
+    module = patched("grpo", ["benchmark/patches/entropy_bonus.patch"], tmp_path)
     flags = dict(entropy_target=9.0, entropy_coef=0.004)
     ran = run(module, **flags, total_episodes=24)
     assert column(ran.metrics, "entropy_coef") == approx([0.004, 0.009])
@@ -231,60 +221,6 @@ def test_adaptive_entropy(run, tmp_path):
     assert found == approx([0, 0, 0.005, 0.01, 0, 0.01])
 
 
-# ---- self-distillation
-@fixture(scope="module")
-def teacher(tmp_path_factory):
-    """The patched script."""
-    folder = tmp_path_factory.mktemp("teacher")
-    return patched("grpo", ["benchmark/variants/self_distillation.patch"], folder)
-
-
-def next_logprobs(model, prompt, tokens):
-    """Those of the whole vocabulary, in place of each of the tokens."""
-    logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
-    return logits[len(prompt) - 1 : -1].log_softmax(-1)
-
-
-def test_a_teacher_gives_the_gradient_of_the_reverse_kl(
-    teacher, run, updates, monkeypatch, tmp_path
-):
-    """Over all completions of two tokens out of ten, by their probability: the gradient of the
-    sum over tokens of KL(p, teacher). How often a token's beginning is sampled is constant."""
-    dataset = write_jsonl(tmp_path / "rows.jsonl", [dict(prompt="0", demonstration="11")])
-    model_path = save_model(tmp_path / "model", vocab_size=10)
-    completions = set()
-    for tokens in product(range(10), repeat=2):
-        completions.add(tokens[: (*tokens, EOS).index(EOS) + 1])
-    probabilities = []
-
-    @torch.no_grad()
-    def sample_all(model, prompts, uniforms, temperature):
-        tokens = torch.tensor([[*tokens, -1][:2] for tokens in completions])
-        logprobs = teacher.token_logprobs(model, prompts, tokens)
-        probabilities.append(logprobs.sum(1, keepdim=True).exp())
-        ended = (tokens == EOS).any(1)
-        return dict(tokens=tokens, ended=ended, logprobs=logprobs, entropies=logprobs)
-
-    monkeypatch.setattr(teacher, "sample", sample_all)
-    monkeypatch.setattr(teacher, "token_weights", lambda *_: probabilities[0])
-    size = len(completions)
-    sizes = dict(k=size, batch_size=size, total_episodes=size, response_length=2)
-    flags = dict(dataset=dataset, model_path=model_path, reward="five", kl_coef=0.0)
-    run(teacher, **sizes, **flags, distill_weight=1.0)
-    model = load_policy(model_path)
-    total = 0
-    for tokens in completions:
-        p = next_logprobs(model, encode("0"), tokens)
-        q = next_logprobs(model, [*encode("011"), EOS, *encode("0")], tokens).detach()
-        probability = p.gather(1, torch.tensor(tokens)[:, None]).sum().exp().detach()
-        total += probability
-        kl = (p.exp() * (p - q)).sum()
-        (probability * kl).backward()
-    assert total == approx(1)
-    gradients = [parameter.grad for parameter in model.parameters()]
-    assert distance(gradients, updates[0].gradients) < 1e-4
-
-
 CHAT = (
     "{% for m in messages %}{{ {'system': '+', 'user': '=', 'assistant': '-'}[m['role']] }}"
     "{{ m['content'] }}{% endfor %}{{ '-' if add_generation_prompt else '' }}"
@@ -292,15 +228,16 @@ CHAT = (
 
 
 @mark.parametrize("is_chat", [False, True])
-def test_a_teacher_reads_a_right_answer(teacher, run, world, tmp_path, is_chat):
-    """That of the row, or the first one of the group's other episodes. Without one the advantage is
-    GRPO's."""
+def test_self_distillation(run, world, tmp_path, is_chat):
+    """The teacher reads a right answer: that of the row, or the first one of the group's other
+    episodes. Without one the advantage is GRPO's."""
+    module = patched("grpo", ["benchmark/patches/self_distillation.patch"], tmp_path)
     model_path = shutil.copytree(world.llama, tmp_path / "model")
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(model_path)
     data = make_rows(make_prompts(7))
-    [first] = teacher.draw_prompts(1, 7, 0, 1)
+    [first] = module.draw_prompts(1, 7, 0, 1)
     data[first]["demonstration"] = "12"
     for row in data:
         if is_chat:
@@ -308,8 +245,7 @@ def test_a_teacher_reads_a_right_answer(teacher, run, world, tmp_path, is_chat):
             row["prompt"] = [dict(role="system", content="3"), question]
     flags = dict(model_path=model_path, dataset=write_jsonl(tmp_path / "rows.jsonl", data))
     flags |= dict(reward="squares", kl_coef=0.0, right_score=60.0, distill_weight=0.3)
-    ran = run(teacher, **flags, total_episodes=12)
-    rows = ran.rollouts
+    rows = run(module, **flags, total_episodes=12).rollouts
     advantages = plain_advantages(MODULES["grpo"], column(rows, "score"))
     model = load_policy(model_path)
     hints = []
@@ -331,34 +267,15 @@ def test_a_teacher_reads_a_right_answer(teacher, run, world, tmp_path, is_chat):
             hints.append(i)
         assert row["advantage"] == approx(expected.tolist(), abs=1e-4)
     assert hints == [0, 1, 2, 6, 7, 9, 10, 11]
-    assert ran.metrics[0]["val/hinted_fraction"] == approx(8 / 12)
-
-
-def test_a_run_with_a_teacher(teacher, run, killed, same_on, tmp_path):
-    """Two processes make it, a kill does not change it, and with the weight 0 it is that of the
-    script."""
-    flags = dict(right_score=6.0, kl_coef=0.0, num_ppo_epochs=2, total_episodes=36)
-    metrics, _ = same_on(teacher, 2, flags)
-    assert 0 < metrics[0]["val/hinted_fraction"] < 1
-    expected = result_of(run(teacher, **flags).folder)
-    flags |= dict(save_every=1, resume=True, output_dir=tmp_path / "killed")
-    killed(teacher, partial(import_file(KILLS).kill_at, teacher, "metrics", 2), **flags)
-    assert result_of(run(teacher, **flags).folder) == expected
-    without = run(teacher, distill_weight=0.0)
-    assert result_of(without.folder) == result_of(run(MODULES["grpo"]).folder)
-    for wrong in dict(distill_weight=1.1), dict(importance_sampling_level="sequence"):
-        with raises(ValueError, match="--distill-weight"):
-            make_args(teacher, **wrong)
 
 
 def test_every_patch_is_tested():
-    """Two patches have their tests in test_turns.py. Those of benchmark/engine have theirs
-    below."""
+    """Two patches have their tests in test_turns.py. Those for vLLM have theirs below."""
     tests = ""
     for name in ("test_patches.py", "test_turns.py"):
         tests += (HERE / "tests" / name).read_text()
     for patch in PATCHES:
-        assert "engine" in patch or f'"{patch}"' in tests, patch
+        assert "vllm" in patch or f'"{patch}"' in tests, patch
 
 
 # ---- the lines of docs/papers.md
@@ -493,7 +410,7 @@ ENGINE_FLAGS = dict(
 def load_engine(script, folder):
     """The stand-in for vLLM, and the patched script."""
     vllm = import_file(HERE / "tests/stand_in_engine/vllm.py")
-    return vllm, patched(script, [f"benchmark/engine/{script}.patch"], folder)
+    return vllm, patched(script, [f"benchmark/patches/vllm_{script}.patch"], folder)
 
 
 @mark.parametrize("rank", [None, 2])

@@ -37,7 +37,7 @@ from test_pages import patched
 @fixture(scope="module")
 def late(tmp_path_factory):
     folder = tmp_path_factory.mktemp("late")
-    return patched("grpo", ["benchmark/variants/one_batch_late.patch"], folder)
+    return patched("grpo", ["benchmark/patches/one_batch_late.patch"], folder)
 
 
 LATE = dict(k=3, total_episodes=45, kl_coef=0.0)  # four batches, the last one of 9 episodes
@@ -134,7 +134,7 @@ def kinds(completion_ids, **_):
 def turns(request, tmp_path_factory):
     """A patched script."""
     folder = tmp_path_factory.mktemp("turns")
-    return patched(request.param, ["benchmark/variants/turns.patch"], folder)
+    return patched(request.param, ["benchmark/patches/turns.patch"], folder)
 
 
 @fixture

@@ -60,7 +60,7 @@ TASKS = {  # of reasoning-gym, with their settings
     "spell_backward": "--max-word-len 3",
 }
 RATES = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4)
-FILTERED = "rloo ladder/reinforce.patch"  # With scores 0 and 1 wrong answers have no loss.
+FILTERED = "rloo reinforce.patch"  # With scores 0 and 1 wrong answers have no loss.
 METHODS = {  # script and flags
     "RLOO": ("rloo", ""),
     "GRPO": ("grpo", ""),

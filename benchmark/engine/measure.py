@@ -1,5 +1,5 @@
-"""Runs the two patches of this folder with a real engine, vLLM's build for CPUs, and measures what
-they promise.
+"""Runs vllm_rloo.patch and vllm_grpo.patch with a real engine, vLLM's build for CPUs, and measures
+what they promise.
 
     python benchmark/engine/measure.py          # the environment and all parts
     python benchmark/engine/measure.py smollm2  # one part; the results of the others stay
@@ -39,7 +39,7 @@ HELD_OUT = f"{TASK} --eval-dataset benchmark/smollm2/chain_sum_eval.jsonl --eval
 HELD_OUT += " --eval-temperature 0.8"
 HELD_OUT += " --total-episodes 8 --batch-size 8 --learning-rate 0 --kl-coef 0"
 BFLOAT16 = "--engine-dtype bfloat16"
-RLOO, GRPO = "rloo engine/rloo.patch", "grpo engine/grpo.patch"
+RLOO, GRPO = "rloo vllm_rloo.patch", "grpo vllm_grpo.patch"
 RUNS = [
     (dict(run="rloo.py without the patch"), "rloo", ""),
     (dict(run="rloo.py"), RLOO, ""),

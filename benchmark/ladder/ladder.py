@@ -69,7 +69,7 @@ SHIFTED = f"{COMMON} --reward benchmark/ladder/shifted.py"
 RAW = f"{COMMON} --no-whiten-advantages"
 UNSCALED = f"{COMMON} --scale-rewards none"
 
-REINFORCE = "rloo ladder/reinforce.patch"
+REINFORCE = "rloo reinforce.patch"
 HALF_WAY = "the policy half-way"
 
 # name: script, flags, and functions that change the script before it runs

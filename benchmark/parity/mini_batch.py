@@ -332,7 +332,7 @@ def same_runs() -> list[tuple]:
             if level == "token" and (kl or (loss_type, scale) == ("grpo", "group")):
                 add(NONE, "grpo", f"{flags} {NO_SCORE}")
         for level in ("token", "sequence"):
-            script = "grpo variants/unbiased_kl.patch"
+            script = "grpo unbiased_kl.patch"
             add(UNBIASED, script, f"{grpo_flags(loss_type, level)} --kl-coef 0.5 {TWICE}")
     order = ["RLOO", *(f"GRPO, {loss_type}" for loss_type in LOSS_TYPES), NONE, PIECES, UNBIASED]
     return sorted(runs, key=lambda run: order.index(run[0]["what"]))

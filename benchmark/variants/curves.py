@@ -1,4 +1,4 @@
-"""Runs each variant of this folder beside the script that it changes, seeds 1 to 5.
+"""Runs variants beside the script that they change, seeds 1 to 5.
 
     python benchmark/variants/curves.py                               # all
     python benchmark/variants/curves.py dynamic_sampling original     # some; the others are kept
@@ -6,9 +6,9 @@
 
 Writes curves.json, a run a line, and curves.png. The figure shows held-out right answers, at
 temperature 0 but for the KL and MaxRL. Dynamic sampling has a second curve, over the episodes that
-it generated. Distillation and MaxRL have no patch: they are flags alone. The teacher is a run of
-rloo.py with its defaults. The part `self_distillation` trains SmolLM2. GRPO without the patch is
-the part smollm2_grpo of default/curves.py.
+it generated. Distillation and MaxRL have no patch in benchmark/patches/: they are flags alone. The
+teacher is a run of rloo.py with its defaults. The part `self_distillation` trains SmolLM2. GRPO
+without the patch is the part smollm2_grpo of default/curves.py.
 """
 
 import sys
@@ -109,7 +109,7 @@ VARIANTS = {
 
 
 def is_patch(name: str) -> bool:
-    return (BENCHMARK / f"variants/{name}.patch").exists()
+    return (BENCHMARK / f"patches/{name}.patch").exists()
 
 
 def kept(result: dict) -> dict:
@@ -137,13 +137,13 @@ RUNS = {"original": [({}, *settings) for settings in ORIGINALS]}
 for name, variant in VARIANTS.items():
     script = variant.script
     if is_patch(name):
-        script += f" variants/{name}.patch"
+        script += f" {name}.patch"
     RUNS[name] = [({}, script, f"{variant.flags} {variant.own_flags}")]
 PARTS = {name: Part(runs, "--eval-every 8", range(1, 6), kept) for name, runs in RUNS.items()}
 PARTS["distillation"].prepare = train_teacher
 PARTS["distillation"].short += f" --ref-model-path {POLICY}"
 TAUGHT = [
-    ({}, "grpo variants/self_distillation.patch", f"--num-generations 8 --distill-weight {weight}")
+    ({}, "grpo self_distillation.patch", f"--num-generations 8 --distill-weight {weight}")
     for weight in (0.1, 0.5)
 ]
 PARTS["self_distillation"] = Part(

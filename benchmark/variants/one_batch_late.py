@@ -23,7 +23,7 @@ def held_out(result: dict) -> dict:
 
 PARTS = {
     "in time": Part([({}, "grpo", "")], FLAGS, SEEDS, held_out),
-    "late": Part([({}, "grpo variants/one_batch_late.patch", "")], FLAGS, SEEDS, held_out),
+    "late": Part([({}, "grpo one_batch_late.patch", "")], FLAGS, SEEDS, held_out),
 }
 
 
