@@ -45,6 +45,7 @@ import contextlib
 import copy
 import hashlib
 import importlib.util
+import inspect
 import json
 import logging
 import os
@@ -54,7 +55,7 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
-from math import ceil, comb, floor, inf, isfinite, isinf, lcm, nan
+from math import ceil, floor, inf, isfinite, isinf, lcm, nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, NamedTuple
@@ -79,6 +80,11 @@ Schedule = Literal[
 ]
 
 
+def alias(kind, name):
+    """The type of a flag that has a second name, that of TRL."""
+    return Annotated[kind, tyro.conf.arg(aliases=[name])]
+
+
 @dataclass
 class Args:
     # run
@@ -98,7 +104,8 @@ class Args:
     lora_alpha: int | None = None  # adapters are multiplied by this / rank; None: twice the rank
     gradient_checkpointing: bool = False  # compute activations again in the backward pass
     ref_model_path: str | None = None  # reference model of the KL; None: --model-path
-    dataset: str = str(DEFAULT / "train.jsonl")  # .jsonl file or Hub dataset NAME:SPLIT
+    dataset: str | None = None
+    """.jsonl file or Hub dataset NAME:SPLIT; None: the sums of the built-in policy"""
     max_prompt_length: int | None = None  # drop prompts with more tokens than this; None: no limit
     reward: str = "exact_match"  # or FILE.py:FUNCTION, package.module:FUNCTION, none
     reward_model_path: str | None = None  # one-label classifier; its score is added to --reward
@@ -116,15 +123,18 @@ class Args:
     per_device_train_batch_size: int = 64  # episodes in one forward pass; fewer save memory
     per_device_rollout_batch_size: int | None = None  # episodes sampled at once; None: --batch-size
     # sampling
-    response_length: int | None = None  # token limit of a completion; None: 256, built-in policy 8
+    response_length: alias(int | None, "--max-completion-length") = None
+    """token limit of a completion; None: 256, built-in policy 8"""
     temperature: float = 1.0  # divides the logits, in sampling and in every log-probability
     stop_token_id: int | None = None  # this token ends a completion as an EOS does
     stop_string: str | None = None  # this text does, too, such as "</answer>"; a newline is $'\n'
     # algorithm
-    rloo_k: Annotated[int, tyro.conf.arg(aliases=["--num-generations"])] = 4
+    rloo_k: alias(int, "--num-generations") = 4
     """completions of each prompt; each is compared with the mean of the others"""
-    kl_coef: float = 0.01  # weight of the KL in the reward; 0: no KL and no reference model
-    cliprange: float = 0.2  # clips the ratio to 1 - this .. 1 + this (arXiv 1707.06347, eq. 7)
+    kl_coef: alias(float, "--beta") = 0.01
+    """weight of the KL in the reward; 0: no KL and no reference model"""
+    cliprange: alias(float, "--epsilon") = 0.2
+    """clips the ratio to 1 - this .. 1 + this (arXiv 1707.06347, eq. 7)"""
     missing_eos_penalty: float = 0.0
     """subtracted from the score of a completion that has not ended (arXiv 2403.17031, detail 23)"""
     # optimizer
@@ -143,7 +153,7 @@ class Args:
     updates_per_batch = property(lambda self: self.num_ppo_epochs * self.num_mini_batches)
 
     def __post_init__(self):
-        check_flags(self)  # It also fills in what depends on the model or the launcher.
+        check_flags(self)  # Only `main` fills in what depends on the model or the launcher.
 
 
 # ===================================== 2  the arithmetic =====================================
@@ -227,12 +237,16 @@ def clipped_policy_loss(logratio, advantages, low, high):
 # The accelerator knows which process this is, and connects all of them. `main` starts it.
 accelerator: accelerate.Accelerator
 
+# A model is called in one way: model(function) is function(model). Where processes share the
+# weights of a model, its weights are whole only inside of such a call.
+
 
 def main(args):
     """Set up, train, save. Each turn of the loop is one iteration, in the stages 4a to 4f.
 
     Returns the policy, and the metrics of all rows that this call has written.
     """
+    args = check_flags(args)  # a copy, with all defaults filled in
     start_accelerator(args)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_path)
     prompts = load_prompts(args, args.dataset, args.reward, tokenizer)
@@ -242,10 +256,12 @@ def main(args):
         accelerator.print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
         return
 
-    output_dir = choose_output_dir(args, prompts)  # A run that is finished stops here.
-    scorers, eval_scorers = load_scorers(args, tokenizer)
-    policy = load_policy(args, tokenizer, prompts + eval_prompts)
-    reference = load_reference(args, policy)  # None: there is no KL
+    output_dir, settings = choose_output_dir(args, prompts)  # A finished run stops here.
+    scorers, eval_scorers = load_scorers(args, tokenizer, prompts, eval_prompts)
+    # The most tokens that a prompt with its completion may have.
+    longest_row = max(len(p.token_ids) for p in prompts + eval_prompts) + args.response_length
+    policy = load_policy(args, tokenizer, longest_row)
+    reference = load_reference(args, policy, longest_row)  # None: there is no KL
 
     size = args.per_device_train_batch_size  # of a micro-batch, in episodes
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
@@ -256,10 +272,16 @@ def main(args):
     name = args.lr_scheduler_type
     scheduler = transformers.get_scheduler(name, optimizer, plan.warmup_steps, plan.steps)
     policy, optimizer = accelerator.prepare(policy, optimizer)
-    # What one iteration hands to the next. With --resume, `open_run` takes it from a checkpoint.
-    state = {"iteration": 0, "step": 0, "jsonl_sizes": {}}
-    progress = open_run(args, policy, output_dir, plan, state)
+    lock = claim_folder(output_dir, settings)
+    # What one iteration hands to the next. With --resume, a checkpoint has it.
+    state = {"iteration": 0, "step": 0}
+    state |= load_checkpoint(args, output_dir)
+    announce(args, settings, plan, accelerator.unwrap_model(policy))
     scheduler.last_epoch = state["step"]
+    # The bar counts optimizer steps. disable=None: there is a bar only in a terminal.
+    progress = tqdm(
+        total=plan.steps, initial=state["step"], disable=not accelerator.is_main_process or None
+    )
     history = []  # the metrics of each row of metrics.jsonl
     if eval_prompts and state["iteration"] == 0:
         metrics = evaluate(args, policy, eval_prompts, eval_scorers, output_dir, iteration=0)
@@ -272,8 +294,8 @@ def main(args):
         is_last = iteration == plan.iterations
         num_episodes = plan.last_batch_size if is_last else args.batch_size
         first = (iteration - 1) * plan.prompts_per_iteration  # prompts that were drawn before
-        positions = draw_prompts(args.seed, len(prompts), first, num_episodes // args.k)
-        drawn = [prompts[position] for position in positions]  # [groups]
+        indices = draw_prompts(args.seed, len(prompts), first, num_episodes // args.k)
+        drawn = [prompts[index] for index in indices]  # [groups]
         rng = keyed_rng(args.seed, SAMPLING, iteration)
         batch = generate(args, policy, drawn, args.k, rng, args.temperature)
 
@@ -312,7 +334,9 @@ def main(args):
                             args, logprobs, batch.logprobs[episodes], advantages[episodes].float()
                         )
                         # [episodes, actions]; a second loss is added here, its sum over tokens
-                        assert losses.shape == advantages[episodes].shape
+                        assert losses.shape == advantages[episodes].shape, (
+                            "losses are [episodes, actions]: one for each action"
+                        )
                         losses = losses * batch.mask[episodes, : losses.shape[1]]
                         # Divide by the size of the whole mini-batch, not of this micro-batch. So
                         # neither micro-batches nor processes change the gradient.
@@ -321,9 +345,9 @@ def main(args):
                         accelerator.backward(loss * accelerator.num_processes)
                     passes.append((episodes, is_real, (logprobs, losses, logratio, is_clipped)))
                 grad_norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-                # From here on, every process has the rows of all processes.
-                rows = [row[to_train] for row in collect(passes, num_episodes)]
-                new_logprobs, losses, logratio, is_clipped = rows
+                # From here on, every process has what all processes computed.
+                computed = [tensor[to_train] for tensor in collect(passes, num_episodes)]
+                new_logprobs, losses, logratio, is_clipped = computed
                 update = {"loss/policy_avg": losses.sum() / len(mini_batch), "grad_norm": grad_norm}
                 if len(to_train) > 0:
                     mask = batch.mask[to_train]
@@ -369,11 +393,12 @@ def main(args):
 
     progress.close()
     if plan.steps > 0:
-        finish(args, policy, output_dir, plan)
+        save_result(args, policy, output_dir, plan)
     model = accelerator.unwrap_model(policy)
     # The end of the process group can hang while what `prepare` made exists.
     policy, optimizer = accelerator.free_memory(policy, optimizer)
     accelerator.end_training()
+    lock.release()
     return model, history
 
 
@@ -404,8 +429,7 @@ def generate(args, policy, drawn, k, rng, temperature):
     """Sample k completions of every prompt. Each process samples a share, and then gets them all.
 
     An inference engine takes the place of `sample` here. First give it the new weights. It returns
-    the same tensors. It may ignore `uniforms`, and return 0 as entropies. model(function) is
-    function(model): the model's weights are whole only inside of its own call.
+    the same tensors. It may ignore `uniforms`, and return 0 as entropies.
     drawn: [groups]; rng: gives all processes the same random numbers in [0, 1)
     """
     prompts = [prompt for prompt in drawn for _ in range(k)]  # [episodes], group by group
@@ -452,35 +476,36 @@ def sample(model, prompts, uniforms, temperature):
     # In train mode, transformers drops the KV cache when gradient checkpointing is on.
     is_training = model.language_model.training
     model.eval()
-    tokens = torch.full_like(uniforms, -1, dtype=torch.long)
+    response = uniforms.shape[1]
+    rows = torch.nn.functional.pad(prompts, (0, response), value=-1)  # -1: there is no token yet
+    tokens = rows[:, -response:]  # These are the same memory: `rows` gets what is sampled, too.
     ended = torch.zeros_like(tokens[:, 0], dtype=torch.bool)
     logprobs = torch.zeros_like(uniforms, dtype=torch.float)
     entropies = torch.zeros_like(logprobs)
     eos_ids = torch.tensor(model.eos_ids, device=uniforms.device)
-    active = torch.arange(len(prompts), device=uniforms.device)  # episodes that have not ended
-    decoder = Decoder(model.language_model, prompts, uniforms.shape[1], model.records)
-    logits = decoder.logits
-    for t in range(uniforms.shape[1]):
+    running = torch.arange(len(rows), device=rows.device)  # the episodes that have not ended
+    steps = model.sampling_steps(model.language_model, rows, prompts.shape[1])
+    logits = steps.first_logits
+    for t in range(response):
         logits = logits[:, -1].float() / (temperature or 1.0)
-        log_p = torch.log_softmax(logits, dim=-1)  # [active, vocabulary]
+        log_p = torch.log_softmax(logits, dim=-1)  # [running, vocabulary]
         p = log_p.exp()
         if temperature > 0:
-            picked = pick_tokens(p, uniforms[active, t])
+            picked = pick_tokens(p, uniforms[running, t])
         else:
             picked = log_p.argmax(-1)
-        tokens[active, t] = picked
-        logprobs[active, t] = log_p.gather(-1, picked[:, None]).squeeze(1)
+        tokens[running, t] = picked
+        logprobs[running, t] = log_p.gather(-1, picked[:, None]).squeeze(1)
         # Where p is 0, log_p may be -inf, and 0 * -inf would be nan. Below -104, p is always 0.
-        entropies[active, t] = -p.mul_(log_p.clamp_(min=-104)).sum(-1)  # overwrites p and log_p
+        entropies[running, t] = -p.mul_(log_p.clamp_(min=-104)).sum(-1)  # overwrites p and log_p
         has_ended = torch.isin(picked, eos_ids)
         if model.ends_with_stop_string is not None:
-            has_ended |= model.ends_with_stop_string(tokens[active, : t + 1], None)
-        ended[active] = has_ended
-        goes_on = (~has_ended).nonzero().squeeze(1)  # rows of the completions that have not ended
-        if t + 1 == uniforms.shape[1] or len(goes_on) == 0:
+            has_ended |= model.ends_with_stop_string(tokens[running, : t + 1], None)
+        ended[running] = has_ended
+        running = running[~has_ended]  # Completions that have ended get no more tokens.
+        if t + 1 == response or len(running) == 0:
             break
-        active = active[goes_on]  # Completions that have ended leave the batch.
-        logits = decoder.run(picked, goes_on)
+        logits = steps.next_logits(running)
     model.train(is_training)
     return dict(tokens=tokens, ended=ended, logprobs=logprobs, entropies=entropies)
 
@@ -504,7 +529,7 @@ def token_logprobs(model, prompts, tokens):
     """
     # The hidden state at the position before a token gives the logits of this token.
     trunk = model.language_model.get_decoder()  # the model without its head
-    hidden = completion_outputs(trunk, model.shares_prompts, prompts, tokens)
+    hidden = model.completion_outputs(trunk, prompts, tokens)
 
     def logprobs_of(hidden, tokens):  # of some tokens: [tokens, hidden size], [tokens]
         logits = head_logits(model.language_model, hidden) / model.temperature
@@ -529,9 +554,9 @@ def micro_batches(episodes, lengths, size):
     if count == 0:  # A pass that does not count makes the gradients 0 instead of None.
         episodes = torch.zeros(1, dtype=torch.long)
     share = ceil(len(episodes) / accelerator.num_processes)
-    positions = accelerator.process_index * share + torch.arange(share)
-    is_real = positions < count
-    episodes = episodes[positions.clamp(max=len(episodes) - 1)]
+    mine = accelerator.process_index * share + torch.arange(share)
+    is_real = mine < count
+    episodes = episodes[mine.clamp(max=len(episodes) - 1)]
     pieces = lengths[episodes].argsort(stable=True).tensor_split(ceil(share / size))
     for piece in pieces:
         device = accelerator.device
@@ -539,8 +564,18 @@ def micro_batches(episodes, lengths, size):
 
 
 # =================================== MACHINERY ===================================
-# You can skip everything below on a first reading. It loads data and models, divides the work over
-# processes, logs, saves, resumes and checks. The algorithm is complete above.
+# You can skip everything below on a first reading. The lecture calls from it:
+#   check_flags, start_accelerator, load_prompts, load_scorers, load_policy, load_reference: make
+#     what a run needs. A scorer scores the episodes of a batch, and score_episodes calls them.
+#   choose_output_dir, claim_folder, load_checkpoint, announce: the folder of the run, and its state
+#   keyed_rng, SAMPLING, draw_prompts, draw_mini_batches: random numbers, and what is drawn by them
+#   pad_left, trim, without_end: token lists as a tensor, its columns with tokens, a text's tokens
+#   forward_pass, map_episodes, collect: a model's results for some episodes, for all episodes, and
+#     of passes that are done. The processes share the passes, and then all have the results.
+#   exchange_gradients, sampling_weights: inside, processes add up gradients, or gather weights
+#   sampling_steps, completion_outputs, head_logits, in_pieces: logits and hidden states of a model
+#   evaluate, all_equal, compare_with_sampler, save_checkpoint, save_result, and *_metrics, write_*:
+#     measure, log and save
 
 
 # ==================================== 6  data and rewards ====================================
@@ -556,13 +591,13 @@ def load_prompts(args, path, reward, tokenizer):
     if path is None:
         return []
     if path.endswith(".jsonl"):
-        rows = Path(path).read_bytes().rstrip().splitlines()
+        dataset = Path(path).read_bytes().rstrip().splitlines()
     else:
         with blaming(f"{path} must be a .jsonl file, or a Hub dataset as NAME:SPLIT"):
             *names, split = re.split(r":(?![^\[]*\])", path)  # at colons that are not in brackets
-            rows = importlib.import_module("datasets").load_dataset(*names, split=split)
+            dataset = importlib.import_module("datasets").load_dataset(*names, split=split)
     prompts = []
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(dataset, start=1):
         with blaming(f"{path}:{number} (a row has a `prompt`: text, or messages with a `role`)"):
             if isinstance(row, bytes):
                 row = json.loads(row)
@@ -573,8 +608,6 @@ def load_prompts(args, path, reward, tokenizer):
                 check_chat(row["prompt"], text)
             if reward == "exact_match" and type(row.get("answer")) not in (str, int):
                 raise ValueError("exact_match needs an `answer`, a text or an integer")
-            if row.keys() & {"prompts", "completions", "completion_ids"}:
-                raise ValueError("a column has a name that rewards get from the script")
         prompts.append(Prompt(number - 1, row, text, token_ids))
     # A column that only some rows have is None in the others.
     columns = dict.fromkeys(name for prompt in prompts for name in prompt.row)
@@ -651,27 +684,38 @@ def load_reward(spec):
         file = Path(module).resolve(strict=True)
         # The file may import its neighbours. The folder comes last, so that it hides no library.
         sys.path.append(str(file.parent))
-        module = file.stem
-        if "." in module or importlib.util.find_spec(module).origin != str(file):
-            # The name is that of another module. That one stays.
-            module = re.sub(r"\W", "_", str(file))
-            found = importlib.util.spec_from_file_location(module, file)
-            sys.modules[module] = importlib.util.module_from_spec(found)
-            found.loader.exec_module(sys.modules[module])
+        module = re.sub(r"\W", "_", str(file))  # No other module has this name.
+        found = importlib.util.spec_from_file_location(module, file)
+        sys.modules[module] = importlib.util.module_from_spec(found)
+        found.loader.exec_module(sys.modules[module])  # each time, since it may have changed
     return getattr(importlib.import_module(module), function)
 
 
-def load_scorers(args, tokenizer):
+def load_scorers(args, tokenizer, prompts, eval_prompts):
     """The scorers of training, and of evaluations. The scores that they give are added.
 
     A scorer is a function of a batch and a slice of its episodes: it gives lists of scores by name.
     """
-    scorers = [partial(call_reward, load_reward(args.reward))]
+    reward = eval_reward = load_reward(args.reward)
+    if args.eval_reward is not None:
+        eval_reward = load_reward(args.eval_reward)
+    check_columns(reward, prompts)
+    check_columns(eval_reward, eval_prompts)
+    scorers = [partial(call_reward, reward)]
     if args.reward_model_path is not None:
         scorers.append(load_reward_model(args, tokenizer))
     if args.eval_reward is None:
         return scorers, scorers
-    return scorers, [partial(call_reward, load_reward(args.eval_reward))]
+    return scorers, [partial(call_reward, eval_reward)]
+
+
+def check_columns(reward, prompts):
+    """Refuse a reward function that cannot be called with the columns of the dataset."""
+    for prompt in prompts[:1]:  # All rows have the same columns.
+        columns = dict(prompt.row)
+        del columns["prompt"]
+        with blaming(f"--reward gets prompts, completions, completion_ids, {', '.join(columns)}"):
+            inspect.signature(reward).bind(prompts=0, completions=0, completion_ids=0, **columns)
 
 
 def score_episodes(batch, scorers, where):
@@ -680,28 +724,26 @@ def score_episodes(batch, scorers, where):
     Returns the scores [episodes] in float64, nan where there is none, and a dict for each episode:
     the named parts of its score.
     """
-    size = ceil(len(batch.prompts) // batch.k / accelerator.num_processes) * batch.k
-    share = slice(accelerator.process_index * size, (accelerator.process_index + 1) * size)
+    # The episodes of a share.
+    count = ceil(len(batch.prompts) // batch.k / accelerator.num_processes) * batch.k
+    share = slice(accelerator.process_index * count, (accelerator.process_index + 1) * count)
     prompts = batch.prompts[share]
-    rows = [{} for _ in prompts]
+    parts = [{} for _ in prompts]  # of the score of each episode
     for scorer in scorers if prompts else []:
         for name, values in scorer(batch, share).items():
             with blaming(f"{where}: --reward, part {name!r}: a number or None for each completion"):
-                if f"reward/{name}" in rows[0]:
+                if f"reward/{name}" in parts[0]:
                     raise ValueError("another part of the score has this name")
-                if len(values) != len(prompts):
-                    raise ValueError(f"{len(values)} scores for {len(prompts)} completions")
-                for i, row in enumerate(rows):
-                    value = values[i]
+                for part, prompt, value in zip(parts, prompts, values, strict=True):
                     if value is not None:  # None means: no score.
                         value = float(value)
                         if not abs(value) < 1e38:  # float32 holds it
-                            raise ValueError(f"{prompts[i].text!r} got {value}")
-                    row[f"reward/{name}"] = value
-    rows = gather_object(rows)
-    table = [[part for part in row.values() if part is not None] for row in rows]
-    scores = [sum(parts) if parts else nan for parts in table]
-    parts = [{name: row[name] for name in row if name != "reward/"} for row in rows]
+                            raise ValueError(f"{prompt.text!r} got {value}")
+                    part[f"reward/{name}"] = value
+    parts = gather_object(parts)
+    table = [[value for value in part.values() if value is not None] for part in parts]
+    scores = [sum(values) if values else nan for values in table]
+    parts = [{name: part[name] for name in part if name != "reward/"} for part in parts]
     return torch.tensor(scores, dtype=torch.double, device=accelerator.device), parts
 
 
@@ -726,13 +768,14 @@ def load_reward_model(args, tokenizer):
     vocabulary = its_tokenizer.get_vocab()
     auto_class = transformers.AutoModelForSequenceClassification
     model = load_model(path, args.dtype, 0, auto_class, num_labels=1)
+    choose_way(path, model, [separate_rows], outputs_of_training)
     head = model.score  # of the last token; a model that scores its first token has no `score`
     eos = its_tokenizer.eos_token_id
-    rows = model.get_input_embeddings().num_embeddings
-    if rows <= max(vocabulary.values()):
-        raise UsageError(f"{path} has {rows} embeddings, fewer than its tokenizer has tokens")
+    embeddings = model.get_input_embeddings().num_embeddings
+    if embeddings <= max(vocabulary.values()):
+        raise UsageError(f"{path} has {embeddings} embeddings, fewer than its tokenizer has tokens")
     config = transformers.AutoConfig.from_pretrained(args.model_path).get_text_config()
-    same_vocabulary = vocabulary == tokenizer.get_vocab() and rows >= config.vocab_size
+    same_vocabulary = vocabulary == tokenizer.get_vocab() and embeddings >= config.vocab_size
 
     @torch.no_grad()
     def reward_model(batch, share):
@@ -753,7 +796,7 @@ def load_reward_model(args, tokenizer):
             rows.append(tuple(tokens))
         # Equal rows get one score. Computed twice, it would differ by rounding.
         different = sorted(set(rows), key=len)  # neighbours are of similar length: less padding
-        check_positions(path, model.config, len(different[-1]))
+        check_positions(path, model.config, len(different[-1]) + 1)  # Its last token is an input.
         scores = {}  # of each row
         size = args.per_device_train_batch_size
         for first in range(0, len(different), size):
@@ -782,7 +825,8 @@ def keyed_rng(seed, purpose, *key):
 
 
 def draw_prompts(seed, num_prompts, first, count):
-    """The rows first .. first + count - 1 of an endless stream: each epoch is a permutation."""
+    """The prompts first .. first + count - 1 of an endless stream, in which each epoch is a
+    permutation. Returns their indices."""
     epochs = range(first // num_prompts, (first + count - 1) // num_prompts + 1)
     stream = [keyed_rng(seed, PROMPT_ORDER, epoch).permutation(num_prompts) for epoch in epochs]
     return np.concatenate(stream)[first % num_prompts :][:count].tolist()
@@ -824,19 +868,19 @@ def refuse_infinite(tensor):
 
 @torch.no_grad()
 def collect(passes, num_episodes):
-    """What the passes of all processes computed: a row for each of the batch's episodes.
+    """What the passes of all processes computed, for each of the batch's episodes.
 
-    Without a pass the row is 0. passes: for each pass of this process its episodes, is_real, and a
-    tensor, or a tuple or dict of them
+    It is 0 for an episode without a pass. passes: for each pass of this process its episodes,
+    is_real, and a tensor, or a tuple or dict of them
     """
     episodes, is_real, outputs = concatenate(passes)
 
-    def share_rows(rows):
-        table = rows.new_zeros(num_episodes, *rows.shape[1:])
-        table[episodes[is_real]] = rows[is_real]
-        return accelerator.reduce(table)  # A row is 0 on all processes but one.
+    def share(computed):
+        table = computed.new_zeros(num_episodes, *computed.shape[1:])
+        table[episodes[is_real]] = computed[is_real]
+        return accelerator.reduce(table)  # An episode is 0 on all processes but one.
 
-    return recursively_apply(share_rows, outputs)
+    return recursively_apply(share, outputs)
 
 
 def forward_pass(model, function, batch, episodes):
@@ -847,7 +891,7 @@ def forward_pass(model, function, batch, episodes):
     """
     chosen = episodes.tolist()
     prompts = trim(batch.prompt_tokens[chosen]).to(episodes.device)
-    # At least two columns: with one, `completion_outputs` would skip its second pass, and the other
+    # At least two columns: with one, `shared_prompts` would skip its second pass, and the other
     # processes of a sharded model would wait for it forever.
     longest = max(2, *(len(batch.token_ids[i]) for i in chosen))
     tokens = batch.tokens[episodes, :longest]
@@ -880,7 +924,8 @@ def trim(tokens):
 class CompletionModel(torch.nn.Module):
     """A causal language model with what it needs to sample completions and to compute them."""
 
-    def __init__(self, language_model, tokenizer, eos_ids, args):
+    def __init__(self, args, language_model, tokenizer, eos_ids, completion_outputs, steps=None):
+        """completion_outputs, steps: the ways that `choose_way` found for training and sampling"""
         super().__init__()
         self.language_model = language_model
         self.tokenizer = tokenizer
@@ -891,11 +936,9 @@ class CompletionModel(torch.nn.Module):
                 tokenizer, [args.stop_string]
             )
         self.temperature = args.temperature  # of the passes that compute log-probabilities
-        # With gradient checkpointing there is no KV cache, which holds the shared prompts.
-        has_cache = language_model.can_share_prompts and not args.gradient_checkpointing
-        self.shares_prompts = has_cache and args.k > 1
+        self.completion_outputs = completion_outputs
+        self.sampling_steps = steps
         self.autocast = args.dtype == "bfloat16"
-        self.records = False  # passes of `Decoder`, as CUDA graphs
         # A checkpoint of LoRA holds only the adapters. The rest comes from --model-path.
         self.register_state_dict_post_hook(CompletionModel.leave_out_frozen)
         self.register_load_state_dict_post_hook(CompletionModel.frozen_are_not_missing)
@@ -924,15 +967,13 @@ class CompletionModel(torch.nn.Module):
 
 
 class KVCache(transformers.DynamicCache):
-    """The keys and values of the tokens so far. In a `Decoder` it has room for those that come.
+    """The keys and values of the tokens so far.
 
     While sampling, keys have the type of the values. With autocast they would be float32, and
     attention would cast all of them again for every token.
     """
 
-    column = None  # where the newest tokens are written, [1]; None: there is no room
-    width = None  # number of columns that attention sees
-    room = None  # number of columns that are added when all are full
+    column = None  # [1], where `RecordedSteps` writes the newest tokens
 
     def update(self, keys, values, layer_idx, *args, **kwargs):
         if not torch.is_grad_enabled():
@@ -940,69 +981,77 @@ class KVCache(transformers.DynamicCache):
         if self.column is None:
             return super().update(keys, values, layer_idx, *args, **kwargs)
         layer = self.layers[layer_idx]
-        if layer.keys.shape[2] < self.width:
-            layer.keys = torch.nn.functional.pad(layer.keys, (0, 0, 0, self.room))
-            layer.values = torch.nn.functional.pad(layer.values, (0, 0, 0, self.room))
         layer.keys.index_copy_(2, self.column, keys)
         layer.values.index_copy_(2, self.column, values)
-        return layer.keys[:, :, : self.width], layer.values[:, :, : self.width]
+        return layer.keys, layer.values
 
 
-class Decoder:
+class PlainSteps:
     """Runs a language model on the newest token of each row, again and again.
 
-    A GPU would wait for Python, which starts a thousand small kernels for every token. So they are
-    recorded once, as a CUDA graph, and then started together. A graph uses the same memory each
-    time. So rows that have ended stay in it.
+    rows: [episodes, tokens], the prompts, and room for completions, which the caller fills
+    start: the number of columns that hold the prompts
+    `first_logits`, of the first token of each completion: [episodes, 1, vocabulary]
     """
 
-    def __init__(self, network, prompts, num_tokens, records):
+    def __init__(self, network, rows, start):
         self.network = network
-        self.records = records
-        self.count = prompts.shape[1]  # columns so far
-        # A column without tokens yet has -1.
-        self.rows = torch.nn.functional.pad(prompts, (0, num_tokens), value=-1)
-        self.logits, self.cache = prefill(network, prompts, logits_to_keep=1)
-        if network.step_fault is None:
-            self.cache.column = torch.full_like(prompts[0, :1], self.count - 1)
-            self.cache.room = num_tokens if records else 8 + self.count // 4
-        self.places = torch.arange(len(prompts), device=prompts.device)  # of the rows that go on
-        self.graph = None
+        self.rows = rows
+        self.count = start  # columns that the cache holds
+        self.cached = torch.arange(len(rows), device=rows.device)  # episodes that it holds
+        self.first_logits, self.cache = prefill(network, rows[:, :start], logits_to_keep=1)
 
-    def run(self, tokens, goes_on):
-        """The logits of the next tokens, [rows that go on, 1, vocabulary].
+    def next_logits(self, running):
+        """The logits of the next token, [running, 1, vocabulary].
 
-        tokens: the newest ones of the rows so far, [rows]; goes_on: which of these rows go on
+        running: the episodes that have not ended. Their newest tokens are in the next column of
+        `rows`.
         """
-        if self.records:
-            self.places = self.places[goes_on]
-        elif len(goes_on) < len(self.rows):
-            self.places = self.places[: len(goes_on)]
-            self.rows = self.rows[goes_on]
-            self.cache.reorder_cache(goes_on)
-        self.rows[self.places, self.count] = tokens[goes_on]
+        if len(running) < len(self.cached):
+            self.cache.reorder_cache(torch.isin(self.cached, running).nonzero().squeeze(1))
+            self.cached = running
         self.count += 1
-        self.cache.width = self.rows.shape[1] if self.records else self.count
+        rows = self.rows[running, : self.count]
+        return run_network(self.network, rows, self.cache, self.count - 1)
+
+
+class RecordedSteps(PlainSteps):
+    """The same on a GPU, which would wait for Python: a token is a thousand small kernels.
+
+    So they are recorded once, as a CUDA graph, and then started together. A graph uses the same
+    memory each time. So the cache has room for all tokens, and no episode leaves it.
+    """
+
+    def __init__(self, network, rows, start):
+        super().__init__(network, rows, start)
+        self.graph = None
+        self.cache.column = torch.full_like(rows[0, :1], start - 1)
+        for layer in self.cache.layers:
+            if (getattr(layer, "sliding_window", None) or inf) <= rows.shape[1]:
+                raise ValueError("a layer does not keep all tokens")
+            missing = (0, 0, 0, rows.shape[1] - start)
+            layer.keys = torch.nn.functional.pad(layer.keys, missing)
+            layer.values = torch.nn.functional.pad(layer.values, missing)
+
+    def next_logits(self, running):
         if self.graph is not None:
             self.graph.replay()
-            return self.logits[self.places]
-        logits = self.step()
-        if self.records:  # The step has loaded the kernels.
-            self.graph = torch.cuda.CUDAGraph()
-            with blaming("the pass on one token cannot be recorded; use --no-cuda-graphs"):
-                # Other threads, such as NCCL's, may use the GPU meanwhile.
-                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                    self.logits = self.step()  # Memory for it. The replay computes it.
-        return logits[self.places]
+            return self.logits[running]
+        torch.cuda.set_sync_debug_mode("error")  # What waits for the GPU cannot be recorded.
+        try:
+            logits = self.step()  # It also loads the kernels.
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        self.graph = torch.cuda.CUDAGraph()
+        # Other threads, such as NCCL's, may use the GPU meanwhile.
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.logits = self.step()  # Memory for it. The replay computes it.
+        return logits[running]
 
     def step(self):
-        """The pass on the newest column: logits [rows, 1, vocabulary]."""
-        if self.network.step_fault is not None:
-            rows = self.rows[:, : self.count]
-            return run_network(self.network, rows, self.cache, self.count - 1)
-        # To be recorded, it does not wait for the GPU, and uses no number that changes.
+        """The pass on the next column, with shapes and numbers that never change."""
         column = self.cache.column.add_(1)
-        is_token = self.rows[:, : self.cache.width] >= 0
+        is_token = self.rows >= 0
         mask = torch.zeros_like(is_token, dtype=self.cache.layers[0].values.dtype)
         mask.masked_fill_(~is_token, torch.finfo(mask.dtype).min)  # added to attention's scores
         outputs = self.network(
@@ -1058,21 +1107,26 @@ def prefill(network, prompts, **settings):
     return outputs.index_select(0, row_of), cache
 
 
-def completion_outputs(network, shares_prompts, prompts, tokens):
-    """What `run_network` gives at the position before each completion token.
+def separate_rows(network, prompts, tokens):
+    """What `run_network` gives at the position before each token of the completions.
 
-    With shared prompts, a prompt is run once for all its completions, which go on from its KV
-    cache, with gradient. Otherwise each row holds a prompt and its completion.
+    Each row holds a prompt and its completion.
     prompts: [episodes, longest prompt]; tokens: [episodes, tokens]. Returns [episodes, tokens, ..].
     """
     rows = torch.cat([prompts, tokens[:, :-1]], dim=1)  # Nothing follows the last token.
-    start = prompts.shape[1]
-    if not shares_prompts:
-        return run_network(network, rows)[:, start - 1 :]
+    return run_network(network, rows)[:, prompts.shape[1] - 1 :]
+
+
+def shared_prompts(network, prompts, tokens):
+    """The same. A prompt is run once for all its completions.
+
+    They go on from its KV cache, with gradient.
+    """
     outputs, cache = prefill(network, prompts)
     if tokens.shape[1] == 1:
         return outputs
-    return torch.cat([outputs, run_network(network, rows, cache, start)], dim=1)
+    rows = torch.cat([prompts, tokens[:, :-1]], dim=1)
+    return torch.cat([outputs, run_network(network, rows, cache, prompts.shape[1])], dim=1)
 
 
 def head_logits(language_model, hidden):
@@ -1103,29 +1157,29 @@ def in_pieces(function, head, *inputs):
         pieces = max(gather_object([pieces]))
     if pieces > 1:
         function = partial(torch.utils.checkpoint.checkpoint, function, use_reentrant=False)
-    return torch.cat(list(map(function, *(rows.tensor_split(pieces) for rows in inputs))))
+    return torch.cat(list(map(function, *(tensor.tensor_split(pieces) for tensor in inputs))))
 
 
-def quiet(config):
+def switch_off(config):
     """Switch off dropout, and outputs that nobody reads, also in the configs inside of a config."""
-    config.return_dict = True
     for key, value in list(vars(config).items()):
         if isinstance(value, transformers.PreTrainedConfig):
-            quiet(value)
+            switch_off(value)
         elif "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)
         elif "output_" in key and value is True:
             setattr(config, key, False)
 
 
-def load_model(path, dtype, positions, auto_class=transformers.AutoModelForCausalLM, **changes):
+def load_model(path, dtype, longest_row, auto_class=transformers.AutoModelForCausalLM, **changes):
     """`from_pretrained` with all dropout off, on the device.
 
-    positions: that it must have, at least; changes: of its config
+    longest_row: tokens of the longest row that the model must have positions for; changes: of its
+    config
     """
     config = transformers.AutoConfig.from_pretrained(path, **changes)
-    check_positions(path, config, positions)
-    quiet(config)
+    check_positions(path, config, longest_row)
+    switch_off(config)
     model, info = auto_class.from_pretrained(
         path, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
     )
@@ -1135,93 +1189,89 @@ def load_model(path, dtype, positions, auto_class=transformers.AutoModelForCausa
     wrong |= {w for w in info["unexpected_keys"] if re.sub(r"\.\d+\.", ".0.", w) in own}
     if wrong:  # The others would be random.
         raise UsageError(f"{path}: weights do not fit the config: {sorted(wrong)}")
-    model = model.to(accelerator.device)
-    model.can_share_prompts = check_model(path, model, positions)
-    return model
+    return model.to(accelerator.device)
 
 
-def check_model(path, model, positions):
-    """Refuse a model that needs more than masks and positions. May its prompts be shared?"""
-    trunk = model.get_decoder()
-    has_logits = model.get_output_embeddings() is not None  # for each token
-    network = model if has_logits else trunk
+def choose_way(path, model, ways, outputs_of):
+    """The first of some ways to run a model that gives what plain passes give. Three rows show it.
+
+    outputs_of: a function of a way, the model, prompts and tokens; it returns what `separate_rows`
+    does. All processes take the same way: those of a sharded model wait for each other.
+    """
     # Two rows of one prompt, and one of another.
     prompts = torch.tensor([[-1, -1, 1, 2], [-1, -1, 1, 2], [3, 4, 5, 6]]).to(accelerator.device)
     tokens = (torch.arange(15) % 10).view(3, 5).to(accelerator.device)
-    # The first of the short rows, alone: without padding and cache.
-    alone = completion_outputs(network, False, prompts[:1, 2:], tokens[:1])
+    network = model if model.get_output_embeddings() is not None else model.get_decoder()
+    # Each row alone, without padding and cache.
+    pairs = zip(map(trim, prompts.split(1)), tokens.split(1))
+    alone = torch.cat([separate_rows(network, *pair) for pair in pairs])
+    counts = alone > -1e9  # A head may rule tokens out.
+    # bfloat16: at most 0.009 was measured where it is right, and 0.045 where it is wrong
+    limit = 1e-3 if model.dtype == torch.float32 else 0.02
+    faults = []
+    for way in ways:
+        fault = "its results are not those of a plain pass"
+        try:
+            difference = outputs_of(way, model, prompts, tokens) - alone
+            if difference[counts].std() < limit * alone[counts].std():
+                break
+        except Exception as error:  # Some models change their cache in place, or repeat no rows.
+            fault = error
+        faults.append(f"{path} is not run by {way.__name__}: {fault}")
+    faults = max(gather_object([faults]), key=len)
+    if len(faults) == len(ways):
+        raise UsageError("; ".join(faults))
+    for fault in faults:
+        accelerator.print(fault)
+    return ways[len(faults)]
 
-    def agrees(outputs):
-        difference = outputs[:1] - alone
-        # bfloat16: at most 0.009 was measured where it is right, and 0.045 where it is wrong
-        limit = 1e-3 if model.dtype == torch.float32 else 0.02
-        return difference.std() < limit * alone.std()
 
-    model.step_fault = None  # why `Decoder` cannot take a step of fixed shapes
-    try:
-        if has_logits and not agrees(try_steps(model, prompts, tokens, positions)):
-            raise ValueError("its masks or positions are special")
-    except Exception as error:
-        model.step_fault = error
-    for shares_prompts in (True, False):
-        try:  # Some models change their cache in place, or cannot repeat rows of it.
-            outputs = completion_outputs(trunk, shares_prompts, prompts, tokens)
-            if has_logits:
-                outputs = head_logits(model, outputs)
-            torch.autograd.grad(outputs.sum(), model.get_input_embeddings().weight)
-        except (RuntimeError, AttributeError):
-            if shares_prompts:
-                continue
-            raise
-        if agrees(outputs):
-            if not shares_prompts:
-                accelerator.print(f"{path} needs a row for each episode")
-            return shares_prompts
-    raise UsageError(f"{path} gives other results in padded rows, is random, or has another head")
+def outputs_of_training(way, model, prompts, tokens):
+    """The logits of a training pass, with gradients. Without a head these are the hidden states."""
+    outputs = way(model.get_decoder(), prompts, tokens)
+    if model.get_output_embeddings() is not None:
+        outputs = head_logits(model, outputs)
+    torch.autograd.grad(outputs.sum(), model.get_input_embeddings().weight)
+    return outputs
 
 
 @torch.no_grad()
-def try_steps(model, prompts, tokens, positions):
-    """The logits of some rows by steps of fixed shapes. An error says why it cannot take them.
-
-    positions: that rows of the run may have
-    """
-    decoder = Decoder(model, prompts, tokens.shape[1], records=False)
-    for layer in decoder.cache.layers:
-        is_plain = type(layer).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer")
-        window = getattr(layer, "sliding_window", None) or inf  # tokens that the layer keeps
-        if not is_plain or window <= positions + 1:
-            raise ValueError("a layer does not keep all tokens")
-    on_gpu = model.device.type == "cuda"
-    try:
-        if on_gpu:
-            torch.cuda.set_sync_debug_mode("error")  # What waits for the GPU cannot be recorded.
-        steps = [decoder.run(newest, decoder.places) for newest in tokens.T[:-1]]
-    finally:
-        if on_gpu:
-            torch.cuda.set_sync_debug_mode("default")
-    return torch.cat([decoder.logits, *steps], dim=1)
+def outputs_of_sampling(way, model, prompts, tokens, longest_row):
+    """The logits before each token, as `sample` gets them, in rows as long as those of the run."""
+    start = prompts.shape[1]
+    room = max(longest_row - start, tokens.shape[1])
+    rows = torch.nn.functional.pad(prompts, (0, room), value=-1)
+    steps = way(model, rows, start)
+    logits = [steps.first_logits]
+    for t in range(tokens.shape[1] - 1):
+        rows[:, start + t] = tokens[:, t]
+        logits.append(steps.next_logits(steps.cached))
+    return torch.cat(logits, dim=1)
 
 
-def load_policy(args, tokenizer, prompts):
-    """The model that is trained. It must have a position for each token of the longest row."""
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    positions = longest + args.response_length - 1  # The last token is no input.
-    dtype = "float32" if args.lora_r is None else args.dtype
-    model = load_model(args.model_path, dtype, positions)
+def load_policy(args, tokenizer, longest_row):
+    """The model that is trained. longest_row: tokens of a prompt with its completion, at most"""
+    path = args.model_path
+    model = load_model(path, "float32" if args.lora_r is None else args.dtype, longest_row)
     if args.lora_r is None and not all(weight.requires_grad for weight in model.parameters()):
-        raise UsageError(f"{args.model_path} has quantized weights, which need --lora-r")
+        raise UsageError(f"{path} has quantized weights, which need --lora-r")
+    ways = [PlainSteps]
+    is_sharded = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
+    if args.cuda_graphs and accelerator.device.type == "cuda" and not is_sharded:
+        ways = [RecordedSteps, PlainSteps]
+    steps = choose_way(path, model, ways, partial(outputs_of_sampling, longest_row=longest_row))
+    completion_outputs = choose_training_way(args, path, model)
     eos_ids = find_eos_ids(model, tokenizer, args.stop_token_id)
-    policy = CompletionModel(prepare_for_training(args, model, 1), tokenizer, eos_ids, args)
-    policy.positions = positions  # The models beside it need as many.
-    if args.cuda_graphs and accelerator.device.type == "cuda":
-        fault = model.step_fault
-        if accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
-            fault = "the weights are sharded"
-        policy.records = fault is None
-        if fault is not None:
-            accelerator.print(f"{args.model_path} samples without CUDA graphs: {fault}")
-    return policy
+    model = prepare_for_training(args, model, 1)
+    return CompletionModel(args, model, tokenizer, eos_ids, completion_outputs, steps)
+
+
+def choose_training_way(args, path, model):
+    """How the log-probabilities of completions are computed."""
+    ways = [shared_prompts, separate_rows]
+    if args.k == 1 or args.gradient_checkpointing:  # With checkpointing there is no KV cache.
+        ways = [separate_rows]
+    return choose_way(path, model, ways, outputs_of_training)
 
 
 def prepare_for_training(args, model, index):
@@ -1239,7 +1289,7 @@ def prepare_for_training(args, model, index):
     return peft.get_peft_model(model, config)
 
 
-def load_reference(args, policy):
+def load_reference(args, policy, longest_row):
     """The frozen model of the KL, which is called like the policy. None where there is no KL.
 
     With LoRA it is the policy without its adapters, unless --ref-model-path names another model.
@@ -1253,11 +1303,13 @@ def load_reference(args, policy):
                 return policy(call)
 
         return policy_without_adapters
-    model = load_model(args.ref_model_path or args.model_path, args.dtype, policy.positions)
-    sizes = {m.config.get_text_config().vocab_size for m in (model, policy.language_model)}
-    if len(sizes) > 1:
+    path = args.ref_model_path or args.model_path
+    model = load_model(path, args.dtype, longest_row)
+    completion_outputs = choose_training_way(args, path, model)
+    vocabularies = {m.config.get_text_config().vocab_size for m in (model, policy.language_model)}
+    if len(vocabularies) > 1:
         raise UsageError("--ref-model-path must have the vocabulary of --model-path")
-    return CompletionModel(model, policy.tokenizer, policy.eos_ids, args)
+    return CompletionModel(args, model, policy.tokenizer, policy.eos_ids, completion_outputs)
 
 
 def find_eos_ids(model, tokenizer, stop_token_id):
@@ -1271,36 +1323,32 @@ JSONL_FILES = ("metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl")
 
 
 def evaluate(args, policy, prompts, scorers, output_dir, iteration):
-    """The mean score of held-out prompts, and the expected best of m of --eval-k completions."""
+    """The mean score of held-out prompts, and the mean of the best of their --eval-k scores."""
     k = args.eval_k
     rng = keyed_rng(args.seed, EVALUATION, iteration)
     batch = generate(args, policy, prompts, k, rng, args.eval_temperature)
     scores, parts = score_episodes(batch, scorers, f"evaluation {iteration}")
     if args.save_rollouts:
         columns = {"score": scores, "logprobs": batch.logprobs}
-        rows = rollout_rows(batch, iteration, columns, parts)
-        append_jsonl(output_dir / "eval_rollouts.jsonl", rows)
+        records = episode_records(batch, iteration, columns, parts)
+        append_jsonl(output_dir / "eval_rollouts.jsonl", records)
     metrics = {"eval/scores": scores.nanmean(), "eval/num_unscored": scores.isnan().sum()}
     for name, mean in mean_metrics(parts).items():
         metrics[f"eval/{name}"] = mean
-    groups = scores.view(-1, k)
-    groups = groups[~groups.isnan().any(1)].sort(1).values  # prompts with all scores, low to high
-    for m in [2**i for i in range(k) if 2**i < k] + [k]:
-        # Of all choices of m scores, comb(i, m - 1) have score i as the best (2107.03374, eq. 1).
-        weights = [comb(i, m - 1) / comb(k, m) for i in range(k)]
-        metrics[f"eval/best_of_{m}"] = (groups @ groups.new_tensor(weights)).mean()
+    best = scores.view(-1, k).amax(1)  # of each prompt; nan where a score is missing
+    metrics[f"eval/best_of_{k}"] = best.nanmean()
     return metrics
 
 
-def append_jsonl(path, rows):
+def append_jsonl(path, records):
     """The main process appends one JSON object per line."""
     if not accelerator.is_main_process:
         return
     with open(path, "a", encoding="utf-8") as file:
-        for row in rows:
-            text = json.dumps(row, default=str)
-            row = json.loads(text, parse_constant=lambda _: None)  # JSON has null, and no NaN.
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        for record in records:
+            text = json.dumps(record, default=str)
+            record = json.loads(text, parse_constant=lambda _: None)  # JSON has null, and no NaN.
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def rollout_metrics(batch, scores):
@@ -1342,11 +1390,11 @@ def ratio_metrics(logratio, is_clipped, mask):
     }
 
 
-def mean_metrics(rows):
-    """The mean of each metric over the rows that have it."""
+def mean_metrics(dicts):
+    """The mean of each metric over the dicts that have it."""
     values = {}
-    for row in rows:
-        for name, value in row.items():
+    for metrics in dicts:
+        for name, value in metrics.items():
             if value is not None:
                 values.setdefault(name, []).append(float(value))
     return {name: np.mean(values[name]) for name in values}
@@ -1368,38 +1416,40 @@ def write_metrics(output_dir, metrics, progress):
     return metrics
 
 
-def rollout_rows(batch, iteration, tensors, parts):
-    """A row for each episode. tensors: [episodes] or [episodes, response], by name; None is null"""
-    rows = []
+def episode_records(batch, iteration, tensors, parts):
+    """What the .jsonl files hold of each episode.
+
+    tensors: [episodes] or [episodes, response], by name; None is null
+    """
+    records = []
     for i, (prompt, token_ids) in enumerate(zip(batch.prompts, batch.token_ids)):
-        row = dict(iteration=iteration, index=i, row=prompt.number, prompt=prompt.text)
-        row |= dict(completion=batch.completions[i], token_ids=token_ids)
-        row["columns"] = {name: prompt.row[name] for name in prompt.row if name != "prompt"}
-        rows.append(row | parts[i])
+        record = dict(iteration=iteration, index=i, row=prompt.number, prompt=prompt.text)
+        record |= dict(completion=batch.completions[i], token_ids=token_ids)
+        record["columns"] = {name: prompt.row[name] for name in prompt.row if name != "prompt"}
+        records.append(record | parts[i])
     for name, tensor in ({"ended": batch.ended} | tensors).items():
-        values = [None] * len(rows) if tensor is None else tensor.tolist()
-        for row, value in zip(rows, values):
+        values = [None] * len(records) if tensor is None else tensor.tolist()
+        for record, value in zip(records, values):
             is_list = isinstance(value, list)  # a number for each token, and then padding
-            row[name] = value[: len(row["token_ids"])] if is_list else value
-    return rows
+            record[name] = value[: len(record["token_ids"])] if is_list else value
+    return records
 
 
 def write_rollouts(args, output_dir, plan, metrics, batch, tensors, parts):
     """Append all episodes to rollouts.jsonl where asked, and now and then show a few of them."""
-    rows = rollout_rows(batch, metrics["iteration"], tensors, parts)
+    records = episode_records(batch, metrics["iteration"], tensors, parts)
     if args.save_rollouts:
-        append_jsonl(output_dir / "rollouts.jsonl", rows)
+        append_jsonl(output_dir / "rollouts.jsonl", records)
     # This is true --num-sample-generations times in a run, at equal distances.
     wanted = args.num_sample_generations
     if not accelerator.is_main_process or metrics["iteration"] * wanted % plan.iterations >= wanted:
         return
     names = ["prompt", "completion", "score", *parts[0]]
-    samples = [[row.get(name) for name in names] for row in rows[:: args.k][:4]]  # of four groups
-    for sample in samples:
+    samples = [[record[name] for name in names] for record in records[:: args.k][:4]]
+    for sample in samples:  # of four groups
         tqdm.write(f"---- a sample of episode {metrics['episode']}")
         for name, value in zip(names, sample):
-            text = f"{value:.4g}" if isinstance(value, float) else str(value)
-            tqdm.write(f"{name:>10}  " + text.replace("\n", "\n" + " " * 12))
+            tqdm.write(f"{name}: {value}")
     for tracker in accelerator.trackers:
         if hasattr(tracker, "log_table"):
             tracker.log_table("samples", columns=names, data=samples, step=metrics["episode"])
@@ -1438,52 +1488,60 @@ def save_model(policy, folder):
     model.tokenizer.save_pretrained(folder)
 
 
-def open_run(args, policy, output_dir, plan, state):
-    """Load the newest checkpoint, if there is one, lock the folder, and start the trackers.
+def claim_folder(output_dir, settings):
+    """Make and lock the folder of the run, and write its args.yaml. Returns the lock."""
+    # A killed process gives its lock back. A notebook may take its own again.
+    lock = filelock.FileLock(output_dir / ".lock", blocking=False, is_singleton=True)
+    if accelerator.is_main_process:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with blaming(f"another run writes into {output_dir}"):
+            lock.acquire()
+        temporary = output_dir / "args.tmp"
+        temporary.write_text(yaml.safe_dump(settings, sort_keys=False))
+        temporary.replace(output_dir / "args.yaml")
+    return lock
 
-    What the checkpoint does not know is cut from the folder's files. Prints the plan. Returns a bar
-    over all optimizer steps.
+
+def load_checkpoint(args, output_dir):
+    """Load the newest checkpoint. Returns its state, or an empty one where there is no checkpoint.
+
+    What the state does not know is cut from the folder's files.
     """
+    state = {"jsonl_sizes": {}}
     newest = sorted(output_dir.glob("checkpoints/iteration_*/state.json"))[-1:]
     for file in gather_object([newest])[0]:  # as the main process sees it
         with blaming(f"{file.parent} may be damaged; then remove it"):
-            state |= json.loads(file.read_text())
+            state = json.loads(file.read_text())
             accelerator.load_state(str(file.parent))
         accelerator.print(f"resuming after iteration {state['iteration']}")
     if args.resume and not newest:
         accelerator.print("no checkpoint, starting at 0")
     if accelerator.is_main_process:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        # A killed process gives its lock back. A notebook may take its own again.
-        lock = filelock.FileLock(output_dir / ".lock", blocking=False, is_singleton=True)
-        with blaming(f"another run writes into {output_dir}"):
-            accelerator.lock = lock.acquire()
         shutil.rmtree(output_dir / "checkpoints" / "unfinished", ignore_errors=True)
         for file in map(output_dir.joinpath, JSONL_FILES):
             if file.exists():
                 os.truncate(file, state["jsonl_sizes"].get(file.name, 0))
-        temporary = output_dir / "args.tmp"
-        temporary.write_text(yaml.safe_dump(vars(args), sort_keys=False))
-        temporary.replace(output_dir / "args.yaml")
+    return state
+
+
+def announce(args, settings, plan, model):
+    """Print what the run will do, and start the trackers."""
     accelerator.print(
         f"{accelerator.num_processes} x {accelerator.device.type}, {args.dtype}, learning rate"
-        f" {args.learning_rate:g}, response length {args.response_length}; writing to {output_dir}"
+        f" {args.learning_rate:g}, response length {args.response_length}; writing to"
+        f" {settings['output_dir']}"
     )
-    model = accelerator.unwrap_model(policy)
     ends = dict(zip(model.eos_ids, model.tokenizer.convert_ids_to_tokens(model.eos_ids)))
     accelerator.print(f"tokens that end a completion: {ends}; --stop-string: {args.stop_string!r}")
     accelerator.print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
-    accelerator.project_configuration.logging_dir = str(output_dir)
     # tensorboard takes no None
-    config = {name: value for name, value in vars(args).items() if value is not None}
-    name = {"name": os.environ.get("WANDB_NAME", output_dir.name)}
+    config = {name: value for name, value in settings.items() if value is not None}
+    name = {"name": os.environ.get("WANDB_NAME", Path(settings["output_dir"]).name)}
     project = os.environ.get("WANDB_PROJECT", "tally")
     accelerator.init_trackers(project, config, {"wandb": name, "trackio": name})
-    disable = not accelerator.is_main_process or None  # None: there is a bar only in a terminal
-    return tqdm(total=plan.steps, initial=state["step"], disable=disable)
 
 
-def finish(args, policy, output_dir, plan):
+def save_result(args, policy, output_dir, plan):
     """Write the model, and give its folder its name when it is whole."""
     save_model(policy, output_dir / "model.tmp")
     accelerator.wait_for_everyone()  # Another process may still be reading a checkpoint.
@@ -1524,6 +1582,8 @@ def sampling_weights(model):
 
 
 # ======================================== 11  checks ========================================
+BUILT_IN_DATASET = str(DEFAULT / "train.jsonl")
+
 # --learning-rate of the built-in policy, of any other, and of LoRA adapters.
 RATES = {"built-in": 1e-4, "other": 1e-6, "LoRA": 1e-5}
 
@@ -1550,15 +1610,17 @@ def blaming(cause):
 
 
 def check_flags(args):
-    """Fill in defaults. Refuse flags that are out of range or contradict each other."""
+    """A copy with all defaults filled in. Flags that contradict each other are refused."""
+    args = copy.copy(args)
     if args.dtype is None:
         launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
         args.dtype = "bfloat16" if launcher == "bf16" else "float32"
-    if args.eval_dataset is None and args.dataset == Args.dataset:
-        args.eval_dataset = str(DEFAULT / "eval.jsonl")
     kind = "other" if args.lora_r is None else "LoRA"
     if Path(args.model_path).resolve() == Path(Args.model_path).resolve():
         kind = "built-in"
+        args.dataset = args.dataset or BUILT_IN_DATASET
+    if args.eval_dataset is None and args.dataset == BUILT_IN_DATASET:
+        args.eval_dataset = str(DEFAULT / "eval.jsonl")
     if args.learning_rate is None:
         args.learning_rate = RATES[kind]
     if args.response_length is None:
@@ -1577,7 +1639,7 @@ def check_flags(args):
         "--temperature and --max-grad-norm must be above 0": (
             args.temperature == 0 or args.max_grad_norm == 0
         ),
-        "--model-path needs a --dataset": kind != "built-in" and args.dataset == Args.dataset,
+        "--model-path needs a --dataset": args.dataset is None,
         "--model-path has LoRA adapters; first merge them with peft: AutoPeftModelForCausalLM"
         ".from_pretrained(path).merge_and_unload().save_pretrained(folder)": (
             Path(args.model_path, "adapter_config.json").exists()
@@ -1589,22 +1651,23 @@ def check_flags(args):
     for message, is_true in faults.items():
         if is_true:
             raise ValueError(message)
+    return args
 
 
-def check_positions(path, config, needed):
-    """Refuse a model that has too few positions for the longest row."""
+def check_positions(path, config, longest_row):
+    """Refuse a model with too few positions for the longest row. Its last token is no input."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or inf
-    if positions < needed:
+    if positions < longest_row - 1:
         raise UsageError(
             f"{path} has {positions} positions, and the longest prompt with its completion needs"
-            f" {needed}; lower --response-length, or --max-prompt-length"
+            f" {longest_row - 1}; lower --response-length, or --max-prompt-length"
         )
 
 
 def start_accelerator(args):
     """Start the processes' connection, and refuse a launch in which some of them are missing."""
     global accelerator
-    if args.dataset == Args.dataset and not DEFAULT.exists():
+    if args.dataset == BUILT_IN_DATASET and not DEFAULT.exists():
         raise UsageError(f"{DEFAULT} is missing, so --model-path and --dataset are needed")
     accelerator = accelerate.Accelerator(
         # The scripts do accumulation and autocast themselves, whatever the launcher is set to.
@@ -1637,26 +1700,28 @@ def start_accelerator(args):
 
 
 def choose_output_dir(args, prompts):
-    """The folder of the run, the same on all processes. Nothing is written.
+    """The folder of the run, the same on all processes, and what its args.yaml will hold.
 
     Only --resume may use a folder that holds a run, and no flag or row may make it another run. If
     the run is finished, the program ends here.
     """
-    # Without the addresses of objects, such as images.
-    rows = re.sub(r" at 0x\w+", "", repr([prompt.row for prompt in prompts])).encode()
-    # This is kept and compared as a flag is.
-    args.dataset_rows = f"{len(prompts)}, SHA-256 {hashlib.sha256(rows).hexdigest()[:12]}"
     name = f"runs/{Path(__file__).stem}__{args.seed}__{int(time.time())}__{os.getpid()}"
     # The clocks of two processes may differ.
     output_dir = Path(gather_object([args.output_dir or name])[0]).absolute()
-    args.output_dir = str(output_dir)
+    accelerator.project_configuration.logging_dir = str(output_dir)
+    # Without the addresses of objects, such as images.
+    rows = re.sub(r" at 0x\w+", "", repr([prompt.row for prompt in prompts])).encode()
+    settings = vars(args) | {
+        "output_dir": str(output_dir),
+        "dataset_rows": f"{len(prompts)}, SHA-256 {hashlib.sha256(rows).hexdigest()[:12]}",
+    }
     if not any((output_dir / name).exists() for name in (*JSONL_FILES, "checkpoints", "model")):
-        return output_dir
+        return output_dir, settings
     if not args.resume:
         raise UsageError(f"--output-dir {output_dir} holds a run; --resume continues it")
     theirs = yaml.safe_load((output_dir / "args.yaml").read_text())
-    for name, its in (vars(Args()) | theirs).items():  # An older script had fewer flags.
-        mine = getattr(args, name, None)
+    for name, its in (vars(check_flags(Args())) | theirs).items():  # An older script had fewer.
+        mine = settings.get(name)
         if name not in FREE_FLAGS and its != mine:
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"--resume: {flag} is {mine}, but {its} in {output_dir}")
@@ -1664,7 +1729,7 @@ def choose_output_dir(args, prompts):
         accelerator.print(f"nothing to do: the run in {output_dir} is finished")
         accelerator.end_training()
         sys.exit()
-    return output_dir
+    return output_dir, settings
 
 
 def compare_with_sampler(args, difference):
@@ -1674,7 +1739,8 @@ def compare_with_sampler(args, difference):
     difference: [tokens], of their log-probabilities
     """
     largest = difference.abs().max()
-    is_rounding = largest < 1e-3 if args.dtype == "float32" else difference.abs().mean() < 0.3
+    # In bfloat16 at most 0.05 was measured where it is right, and 0.15 where it is wrong.
+    is_rounding = largest < 1e-3 if args.dtype == "float32" else difference.abs().mean() < 0.1
     if not is_rounding:
         raise RuntimeError(f"sampling and training give log-probabilities {largest:.2g} apart")
     return {"val/sampling_logprob_difference": largest}
@@ -1689,14 +1755,9 @@ if __name__ == "__main__":
     if hasattr(sys.stdout, "reconfigure"):  # Not so in a notebook. A terminal may know only ASCII.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        args = tyro.cli(Args, description=__doc__)
-        main(args)
+        main(tyro.cli(Args, description=__doc__))
     except UsageError as error:
         # The run is freed by now, so its progress bar has ended.
         sys.exit(f"\nerror: {error}")
     except KeyboardInterrupt:
-        sys.exit(f"\nstopped; --resume --output-dir {args.output_dir} goes on")
-    except SystemExit as error:
-        if error.code == 2:  # of an unknown flag
-            print("names of TRL's flags: docs/coming_from.md")
-        raise
+        sys.exit(f"\nstopped; --resume --output-dir {accelerator.logging_dir} goes on")
