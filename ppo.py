@@ -656,7 +656,7 @@ def micro_batches(episodes, lengths, size):
 #   sampling_steps, completion_outputs, head_logits, in_pieces: logits and hidden states of a model
 #   normalize_scores, refuse_missing_scores, token_kl, adapt_kl_coef: what PPO does to scores and KL
 #   updates_have_ended, is_dropped: whether an update is left out
-#   add_value_model, save_value_model: the model that predicts rewards
+#   add_value_model, save_value_model, separate_rows: the model that predicts rewards, and its rows
 #   evaluate, compare_with_sampler, save_checkpoint, save_result, and *_metrics, write_*:
 #     measure, log and save
 

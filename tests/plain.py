@@ -12,14 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-def completion_model(script, model, eos_ids, shares_prompts=True, temperature=1.0, dtype="float32"):
-    """A CompletionModel as a script makes it, around a language model."""
-    args = SimpleNamespace(k=2, dtype=dtype, temperature=temperature, stop_string=None)
-    args.gradient_checkpointing = not shares_prompts
-    model.can_share_prompts = True  # what `load_model` finds out
-    made = script.CompletionModel(model, None, eos_ids, args)
-    assert made.shares_prompts == shares_prompts
-    return made
+def completion_model(
+    script, model, eos_ids, way="shared_prompts", temperature=1.0, steps="PlainSteps"
+):
+    """A CompletionModel as a script makes it, around a language model. way, steps: names of the
+    ways to train and to sample"""
+    args = SimpleNamespace(dtype="float32", temperature=temperature, stop_string=None)
+    ways = getattr(script, way), getattr(script, steps)
+    return script.CompletionModel(args, model, None, eos_ids, *ways)
 
 
 class StandInGraph(TorchDispatchMode):
@@ -56,21 +56,27 @@ class StandInGraph(TorchDispatchMode):
                     memory.copy_(value)
 
 
-def record_steps(patch, policy):
-    """From now on, the steps of a policy are recorded, in stand-ins of CUDA graphs."""
-    policy.records = True
+def record_steps(patch, script):
+    """From now on, runs try to record their steps, in stand-ins of CUDA graphs, as on a GPU."""
     patch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
     patch.setattr(torch.cuda, "graph", lambda graph, **_: graph)
+    patch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    choose = script.choose_way
+
+    def choose_way(path, model, ways, outputs_of):
+        if ways == [script.PlainSteps]:
+            ways = [script.RecordedSteps, script.PlainSteps]
+        return choose(path, model, ways, outputs_of)
+
+    patch.setattr(script, "choose_way", choose_way)
 
 
-def sample(script, model, prompts, uniforms, temperature, eos_ids, step="fixed"):
-    """A script's `sample`, of these texts. step: `plain`, `fixed`, or `recorded`"""
-    policy = completion_model(script, model, eos_ids)
-    model.step_fault = "a test" if step == "plain" else None
+def sample(script, model, prompts, uniforms, temperature, eos_ids, steps="PlainSteps"):
+    """A script's `sample`, of these texts. steps: the name of a way to sample"""
+    policy = completion_model(script, model, eos_ids, steps=steps)
     tokens = script.pad_left([encode(prompt) for prompt in prompts])
     with pytest.MonkeyPatch.context() as patch:
-        if step == "recorded":
-            record_steps(patch, policy)
+        record_steps(patch, script)
         result = policy(
             partial(script.sample, prompts=tokens, uniforms=uniforms, temperature=temperature)
         )

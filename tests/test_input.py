@@ -19,6 +19,7 @@ from conftest import (
     base_flags,
     import_file,
     launch,
+    load_policy,
     make_args,
     make_prompts,
     make_rows,
@@ -26,12 +27,12 @@ from conftest import (
     one_text,
     only,
     option,
-    record_calls,
     save_classifier,
     save_model,
     with_group,
     write_jsonl,
 )
+from plain import record_steps
 from pytest import mark, raises
 from tokenizers.processors import TemplateProcessing
 
@@ -123,21 +124,24 @@ def test_the_command_line_shows_them_with_status_2(script, capsys):
 
 
 @only("rloo", "grpo")
-def test_a_groups_size_has_both_names(script):
+def test_some_flags_have_a_second_name(script):
+    """It is that of the other script, or TRL's."""
+    words = "--max-completion-length 8 --beta 0.5 --epsilon 0.1"
+    args = tyro.cli(script.Args, args=words.split())
+    assert (args.response_length, args.kl_coef, args.cliprange) == (8, 0.5, 0.1)
     for flag in ("--rloo-k", "--num-generations"):
         assert tyro.cli(script.Args, args=[flag, "8"]).k == 8
 
 
 @one_text
 def test_what_ends_a_program(script, tmp_path):
-    """An unknown flag, a copy that misses its default task, and Ctrl-C have a line of their own,
-    without a traceback."""
+    """A copy that misses its default task, and Ctrl-C have a line of their own, without a
+    traceback."""
     copy = shutil.copy(script.__file__, tmp_path)
     stop = tmp_path / "stop.py"
     stop.write_text("import os\ndef stop(**_):\n    os.kill(os.getpid(), 2)\n")
     interrupted = [script.__file__, "--reward", f"{stop}:stop"]
     for words, said in (
-        ([script.__file__, "--nonsense"], "docs/coming_from.md"),
         ([copy], "benchmark/default is missing"),
         (interrupted, f"--resume --output-dir {tmp_path}/runs/rloo__1__"),
     ):
@@ -151,7 +155,7 @@ def test_what_ends_a_program(script, tmp_path):
 @only("rloo", "grpo")
 def test_a_second_loss_is_summed_over_tokens(script, run, tmp_path, term):
     """A term for each token would count the first loss once for each of them, in silence."""
-    shape = "                        assert losses.shape =="
+    shape = f"{' ' * 24}assert losses.shape =="
     text = Path(script.__file__).read_text()
     assert text.count(shape) == 1
     copy = tmp_path / f"second_{script.__name__}.py"
@@ -161,7 +165,7 @@ def test_a_second_loss_is_summed_over_tokens(script, run, tmp_path, term):
     if "sum" in term:
         run(copy, **FEW)
     else:
-        with raises(AssertionError):
+        with raises(AssertionError, match="one for each"):
             run(copy, **FEW)
 
 
@@ -189,7 +193,6 @@ BAD_ROWS = [
     '{"prompt": "1", "answer": true}',
     '{"prompt": "1", "answer": null}',
     '{"prompt": "1", "answer": ["2"]}',
-    '{"prompt": "1", "answer": "2", "completions": 3}',
     '{"prompt": 3, "answer": "2"}',
     '{"prompt": null, "answer": "2"}',
     '{"prompt": [], "answer": "2"}',
@@ -292,42 +295,60 @@ def test_a_run_without_eos(script, run, capsys):
 
 @one_text
 @mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_must_give_the_same_in_padded_rows(script, run, refuses, tmp_path, capsys, dtype):
-    """Another model is refused, in each role and type. Where only a shared prompt changes the
-    results, every episode gets a row of its own, and one line says so."""
-    bart = save_model(tmp_path / "bart", "bart")
+def test_a_model_must_give_the_same_in_padded_rows(script, refuses, tmp_path, dtype):
+    """Another model is refused, in each role and type."""
     scaled = save_model(tmp_path / "scaled", logit_scale=3.0)  # which Llama does not use
-    for flag, path in (("model_path", bart), ("model_path", scaled), ("ref_model_path", bart)):
-        refuses(script, f"{path} ", **{flag: path}, dtype=dtype)
-    jamba = save_model(tmp_path / "jamba", "jamba", initializer_range=1.0)
-    for path, needs_rows in (("gpt2", False), (jamba, True)):
-        capsys.readouterr()
-        first, *_ = run(script, ref_model_path=path, dtype=dtype, **FEW).metrics
-        said = f"{path} needs a row for each episode"
-        assert (said in capsys.readouterr().out) == needs_rows
+    refuses(script, f"{scaled} is not run by separate_rows", model_path=scaled, dtype=dtype)
+    bart = save_model(tmp_path / "bart", "bart")
+    for flag in ("model_path", "ref_model_path"):
+        refuses(script, f"{bart} is not run by ", **{flag: bart}, dtype=dtype)
+
+
+@one_text
+@mark.parametrize("architecture", ["mamba", "mamba2"])
+def test_a_model_that_cannot_go_on_from_its_cache_is_refused(
+    script, refuses, tmp_path, architecture
+):
+    """Also for a run that only evaluates. It would sample what the model does not give."""
+    path = save_model(tmp_path / architecture, architecture)
+    for flags in (FEW, dict(total_episodes=0, eval_dataset=5)):
+        refuses(script, f"{path} is not run by PlainSteps", model_path=path, **flags)
+
+
+NOT_ALL = "RecordedSteps: a layer does not keep all tokens"
+OTHER = "its results are not those of a plain pass"
 
 
 @one_text
 @mark.parametrize(
-    "architecture, window, fault",
+    "architecture, changes, faults",
     [
-        ("gpt2", None, None),
-        ("mistral", LONGEST + 7, None),
-        ("mistral", LONGEST + 6, "a layer does not keep all tokens"),
-        ("jamba", None, "a layer does not keep all tokens"),
-        ("bloom", None, "too many values to unpack"),
+        ("gpt2", {}, []),
+        ("mistral", dict(sliding_window=LONGEST + 7), []),
+        ("mistral", dict(sliding_window=LONGEST + 6), [NOT_ALL]),
+        ("gpt_neo", dict(window_size=LONGEST + 6), []),
+        ("gpt_neo", dict(window_size=LONGEST + 5), [f"RecordedSteps: {OTHER}"]),
+        ("jamba", {}, ["RecordedSteps: ", "shared_prompts: "]),
+        ("falcon_h1", {}, ["shared_prompts: index out of range"]),
+        ("bloom", {}, ["RecordedSteps: too many values to unpack"]),
+        ("phi", {}, []),
     ],
 )
-def test_a_step_of_fixed_shapes_is_tried(
-    script, run, tmp_path, monkeypatch, architecture, window, fault
+def test_the_first_way_that_works_is_taken(
+    script, run, tmp_path, monkeypatch, capsys, architecture, changes, faults
 ):
-    """A model that cannot take it samples without it. A window must be longer than each row."""
-    changes = {"sliding_window": window} if window else {}
-    policy = save_model(tmp_path / "policy", architecture, **changes)
-    loaded = record_calls(monkeypatch, script, "load_policy")
-    run(script, model_path=policy, **FEW)
-    said = loaded[0].result.language_model.step_fault
-    assert said is None if fault is None else fault in str(said)
+    """The others are named, each with its reason. A window must be longer than each row. A head may
+    rule tokens out, by -inf. The run compares sampler and trainer."""
+    path = save_model(tmp_path / "policy", architecture, **changes)
+    if architecture == "phi":
+        model = load_policy(path)
+        model.lm_head.bias.data[3] = -math.inf
+        model.save_pretrained(path)
+    record_steps(monkeypatch, script)
+    run(script, model_path=path, **FEW)
+    said = dict.fromkeys(re.findall(f"{path} is not run by (.*)", capsys.readouterr().out))
+    for line, fault in zip(said, faults, strict=True):
+        assert line.startswith(fault)
 
 
 @only("rloo", "ppo")
@@ -336,7 +357,7 @@ def test_weights_that_do_not_fit_their_config_are_refused_by_name(script, refuse
     be left out. Such a policy, reference, reward model or value model is refused, and the message
     names the weight."""
     policy = script.Args.model_path
-    dataset = script.Args.dataset.replace("train", "eval")
+    dataset = HERE / "benchmark/default/eval.jsonl"
     flags = dict(model_path=policy, dataset=dataset, value_model_path=policy)
     if script.__name__ != "ppo":
         del flags["value_model_path"]
@@ -427,7 +448,7 @@ def test_rows_of_text_and_of_chats_keep_their_order(script, tmp_path):
     path = tmp_path / "mixed.jsonl"
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_text("\n".join(lines), encoding="utf-8")
-    found = script.load_prompts(script.Args(), str(path), "none", tokenizer)
+    found = script.load_prompts(script.check_flags(script.Args()), str(path), "none", tokenizer)
     assert [prompt.text for prompt in found] == ["22", "1+1==", "1+1=+", "<pad>5", "5<eos>"]
     assert found[0].row["note"] == rows[0]["note"]
     counts = [(row.token_ids.count(PAD), row.token_ids.count(EOS) > 0) for row in found]
@@ -439,11 +460,13 @@ def test_defaults_that_the_model_decides(script, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(HERE / "benchmark" / "default" / "policy")
     own, other = (5e-5, 3e-6) if script.__name__ == "ppo" else (1e-4, 1e-6)
+    built_in = str(HERE / "benchmark/default/train.jsonl")
     for flags, learning_rate, response_length in (
         (dict(model_path=str(link), lora_r=2), own, 8),
+        (dict(model_path="me/mine", dataset=built_in), other, 256),
         (dict(model_path="me/mine", dataset="mine:train"), other, 256),
         (dict(model_path="me/mine", dataset="mine:train", lora_r=2), 1e-5, 256),
         (dict(learning_rate=0.0, response_length=9), 0.0, 9),
     ):
-        args = script.Args(**flags)
+        args = script.check_flags(script.Args(**flags))
         assert (args.learning_rate, args.response_length) == (learning_rate, response_length)

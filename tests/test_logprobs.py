@@ -40,13 +40,13 @@ def gradient_of(model, logprobs):
     return torch.autograd.grad(weighted_sum, list(model.parameters()))
 
 
-def one_pass(script, model, shares_prompts=True, prompts=PROMPTS, completions=COMPLETIONS):
+def one_pass(script, model, way="shared_prompts", prompts=PROMPTS, completions=COMPLETIONS):
     """The log-probabilities [completions, tokens] by a training pass, and the gradients of a
     weighted sum of them."""
     rows = [torch.tensor(completion) for completion in completions]
     tokens = pad_sequence(rows, batch_first=True, padding_value=-1)
     prompts = script.pad_left([encode(prompt) for prompt in prompts])
-    policy = completion_model(script, model, [EOS], shares_prompts, temperature=0.7)
+    policy = completion_model(script, model, [EOS], way, temperature=0.7)
     function = partial(script.token_logprobs, prompts=prompts, tokens=tokens)
     logprobs = policy(function)
     return logprobs.detach(), gradient_of(model, logprobs)
@@ -99,9 +99,9 @@ def test_a_shared_prompt_gives_what_rows_of_their_own_give(script, architecture,
             plain.append(plain_logprobs(model, encode(text), ids, 0.7))
         expected = pad_sequence(plain, batch_first=True)
         expected_gradient = gradient_of(model, expected)
-        for shares_prompts, run_prompts in ((False, texts), (True, set(texts))):
+        for way, run_prompts in (("separate_rows", texts), ("shared_prompts", set(texts))):
             rows_in.clear()
-            logprobs, gradient = one_pass(script, model, shares_prompts, texts, tokens)
+            logprobs, gradient = one_pass(script, model, way, texts, tokens)
             assert rows_in[0] == len(run_prompts)
             torch.testing.assert_close(logprobs, expected.detach(), atol=1e-5, rtol=0)
             assert distance(expected_gradient, gradient) < 1e-5
@@ -209,13 +209,13 @@ def test_pieces_change_nothing(script, monkeypatch, tied, rows):
     """In pieces of 1 or 7 tokens, the log-probabilities and gradients are those of one piece. No
     tensor with all logits is kept for the backward pass."""
     model = make_model("llama", tie_word_embeddings=tied)
-    for shares_prompts in (True, False):
+    for way in ("shared_prompts", "separate_rows"):
         with shapes_kept() as shapes:
-            expected, expected_gradients = one_pass(script, model, shares_prompts)
+            expected, expected_gradients = one_pass(script, model, way)
         assert (24, len(VOCAB)) in shapes
         with monkeypatch.context() as patch, shapes_kept() as shapes:
             patch.setattr(script, "LOGITS_AT_ONCE", rows * len(VOCAB))
-            logprobs, gradients = one_pass(script, model, shares_prompts)
+            logprobs, gradients = one_pass(script, model, way)
         assert (24, len(VOCAB)) not in shapes
         torch.testing.assert_close(logprobs, expected, atol=1e-6, rtol=1e-6)
         assert distance(expected_gradients, gradients) < 1e-6

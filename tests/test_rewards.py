@@ -92,6 +92,28 @@ def test_a_reward_is_called_as_trl_calls_it(script, run, tmp_path, world):
     assert len(ends) == 4
 
 
+@one_text
+def test_a_reward_must_take_the_columns(script, refuses, tmp_path, monkeypatch):
+    """Else the run stops before a model is loaded. The message lists what the reward gets. Held-out
+    rows may have other columns."""
+    (tmp_path / "mine.py").write_text("def score(completions, completion_ids, prompts, answer): 0")
+    monkeypatch.setattr(script, "load_model", None)
+    mine = f"{tmp_path}/mine.py:score"
+    answer, level, reserved = [
+        write_jsonl(tmp_path / f"{i}.jsonl", [{"prompt": "1"} | columns])
+        for i, columns in enumerate([{"answer": 2}, {"level": 3}, {"completions": 4}])
+    ]
+    for flags, said in (
+        (dict(reward=mine, dataset=level), "level: missing .* 'answer'"),
+        (dict(reward=mine, dataset=answer, eval_dataset=level), "level: missing .* 'answer'"),
+        (dict(reward="none", dataset=answer, eval_dataset=level, eval_reward=mine), "missing"),
+        (dict(reward="none", dataset=reserved), "multiple values .* 'completions'"),
+    ):
+        refuses(script, f"gets prompts, completions, completion_ids, .*{said}", **flags)
+    with raises(TypeError):  # `load_model` is None.
+        refuses(script, reward=mine, dataset=answer)
+
+
 @only("rloo")
 def test_exact_match(script):
     """The stripped completion is compared with the answer, in rows of text and of chat. The answer
@@ -211,6 +233,9 @@ def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
     with fresh_imports():
         mine = load(f"{tmp_path}/mine.py:score")
         assert mine() == 7
+        (tmp_path / "mine.py").write_text("def score(**_): return 17")
+        mine = load(f"{tmp_path}/mine.py:score")
+        assert mine() == 17  # In a notebook a file is edited between two runs.
         assert pickle.loads(pickle.dumps(mine)) is mine  # as a pool of processes needs it
         assert load(f"{tmp_path}/other/mine.py:score")() == 3
         assert load(f"{tmp_path}/other/json.py:score")() == 4

@@ -117,9 +117,9 @@ def test_what_differs_is_what_the_page_shows():
 
 
 LIMITS = {  # tokens of the script, and of its lecture, which stands above the banner MACHINERY
-    "rloo": (11_575, 3_470),
-    "grpo": (12_045, 3_820),
-    "ppo": (12_960, 4_000),
+    "rloo": (11_600, 3_500),
+    "grpo": (12_070, 3_850),
+    "ppo": (13_000, 4_000),
 }
 
 
@@ -142,6 +142,22 @@ def test_a_script_is_short(name):
         f"{name}.py and its lecture have {tokens} tokens, and the limits are {LIMITS[name]}."
         " Write it shorter. If that makes it worse for a reader, raise the limit, and say why."
     )
+
+
+@mark.parametrize("name", SCRIPTS)
+def test_the_banner_names_what_the_lecture_calls(name):
+    """A `*` there stands for the rest of a name."""
+    lecture, _, machinery = source_of(name).partition("= MACHINERY =")
+    banner = machinery.split("\n\n")[0]
+    assert len(banner.splitlines()) - 1 <= (15 if name == "ppo" else 12)
+    listed = [word.replace("*", ".*") for word in re.findall(r"[\w*]+", banner)]
+    used = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(ast.parse(lecture))}
+    below = re.findall(r"^(?:def |class |)(\w+)(?=[:(].*:$| = )", machinery, re.MULTILINE)
+    missing = []
+    for name in used.intersection(below):
+        if not any(re.fullmatch(pattern, name) for pattern in listed):
+            missing.append(name)
+    assert not missing, f"the banner must say what {sorted(missing)} are"
 
 
 def letters_of(text):
@@ -325,7 +341,7 @@ def test_every_logged_metric_is_documented_and_not_always_zero(script, run):
         names.update(row)
         not_zero.update(name for name in row if row[name])
     logged = {re.sub("(?<=reward/).*", "<name>", name) for name in names}
-    logged = {re.sub("(?<=best_of_).*", "<m>", name) for name in logged}
+    logged = {re.sub("(?<=best_of_).*", "<k>", name) for name in logged}
     documented = set()
     page = (HERE / "docs/metrics.md").read_text(encoding="utf-8")
     for row in re.findall(r"^\| `.*", page, re.MULTILINE):
@@ -354,7 +370,9 @@ def test_what_a_run_writes(script, run, world, capsys):
         columns += " values returns"
         files.add("value_model")
     assert set(os.listdir(ran.folder)) == files
-    assert yaml.safe_load((ran.folder / "args.yaml").read_text()) == vars(ran.args)
+    written = yaml.safe_load((ran.folder / "args.yaml").read_text())
+    assert re.fullmatch("7, SHA-256 \\w+", written.pop("dataset_rows"))
+    assert written == vars(script.check_flags(ran.args))
     model = ran.folder / "model"
     assert distance(weights_of(world.llama), weights_of(model)) > 1e-4
     assert transformers.AutoTokenizer.from_pretrained(model).get_vocab()
@@ -369,9 +387,7 @@ def test_what_a_run_writes(script, run, world, capsys):
     assert set(ran.rollouts[0]) == set(columns.split())
     for sample in ran.rows_of(row["iteration"])[:: ran.args.k][:4]:
         lines = [f"---- a sample of episode {row['episode']}"]
-        for name in shown:
-            value = sample[name]
-            lines.append(f"{name:>10}  " + (value if isinstance(value, str) else f"{value:.4g}"))
+        lines += [f"{name}: {sample[name]}" for name in shown]
         assert "\n".join(lines) in printed
     assert len(set(re.findall(r"a sample of episode \d+", printed))) == 2
 
