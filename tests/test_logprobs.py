@@ -131,7 +131,7 @@ def test_ratio_is_one_while_the_weights_stand_still(script, run, policy):
         assert row["objective/kl"] == approx(0, abs=1e-5)
 
 
-@mark.parametrize("dtype, small, large", [("float32", 5e-4, 0.01), ("bfloat16", 0.2, 0.4)])
+@mark.parametrize("dtype, small, large", [("float32", 5e-4, 0.01), ("bfloat16", 0.05, 0.2)])
 @one_text
 def test_a_sampler_that_is_not_the_training_pass_stops_the_run(
     script, run, monkeypatch, updates, tmp_path, dtype, small, large
@@ -175,7 +175,7 @@ def test_gradient_checkpointing_keeps_fewer_activations(script, run):
     counts = []
     for gradient_checkpointing in (False, True):
         with shapes_kept() as shapes:
-            run(script, gradient_checkpointing=gradient_checkpointing, total_episodes=12)
+            run(script, gradient_checkpointing=gradient_checkpointing, total_episodes=48)
         counts.append(sum(shape.numel() for shape in shapes))
     assert 0 < counts[1] < counts[0] / 2
 

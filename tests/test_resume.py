@@ -15,7 +15,17 @@ from unittest.mock import Mock
 
 import accelerate
 import yaml
-from conftest import KILLS, column, contents, import_file, one_text, only, option, result_of
+from conftest import (
+    KILLS,
+    column,
+    contents,
+    import_file,
+    one_text,
+    only,
+    option,
+    record_calls,
+    result_of,
+)
 from pytest import fixture, raises
 from safetensors.torch import load_file
 
@@ -152,10 +162,10 @@ def test_a_folder_belongs_to_one_process(script, run, out, flags, goes_on):
 def test_a_notebook_goes_on_in_the_same_process(script, run, out, flags, goes_on, monkeypatch):
     """After an interrupt the traceback, and so the lock, may still exist."""
     with monkeypatch.context() as patch, raises(KeyboardInterrupt):
+        claimed = record_calls(patch, script, "claim_folder")
         patch.setattr(script, "generate", Mock(side_effect=KeyboardInterrupt))
         run(script, output_dir=out, **flags)
-    lock = script.accelerator.lock.lock
-    assert lock.is_locked
+    assert claimed[0].result.is_locked
     goes_on()
 
 
