@@ -113,24 +113,93 @@ def run_programs(words, folder, environments):
     return subprocess.run(command, env=environments[0], capture_output=True, text=True)
 
 
+LOSS = "(losses * is_real[:, None]).sum() / "
+SHARE = "mini_batch.tensor_split(accelerator.num_processes)[accelerator.process_index]"
+REWARDS = "rewards = scores[:, None]"
+RESTORED = 'scheduler.last_epoch = state["step"]'
+BEFORE_FLAGS = "    # optimizer\n"
+FAULTS = {  # what is planted into a copy of rloo.py: the texts before and after
+    "micro-batch": {LOSS + "len(mini_batch)": LOSS + "len(episodes)"},
+    "process": {
+        LOSS + "len(mini_batch)": LOSS + f"len({SHARE})",
+        "backward(loss * accelerator.num_processes)": "backward(loss)",
+    },
+    # A running mean that only the main process takes from a checkpoint.
+    "main process": {
+        RESTORED: f"""{RESTORED}
+    if not accelerator.is_main_process:
+        state.pop("mean", None)""",
+        REWARDS: f"""state["mean"] = 0.9 * state.get("mean", 0.0) + 0.1 * scores.mean().item()
+        {REWARDS} * (1 + 20 * state["mean"])
+        if iteration == 3 and "KILL" in os.environ:
+            os.kill(os.getpid(), 9)""",
+    },
+    # Random numbers that the processes draw themselves, if a new flag is given.
+    "flag": {
+        BEFORE_FLAGS: f"    noise: float = 0.0\n{BEFORE_FLAGS}",
+        REWARDS: f"{REWARDS} + args.noise * torch.randn(len(scores), 1)",
+    },
+}
+
+
+@fixture
+def plant(tmp_path):
+    def plant(fault):
+        copy = launcher.copy_script(tmp_path, "rloo")
+        text = copy.read_text()
+        for before, after in FAULTS[fault].items():
+            assert text.count(before) == 1
+            text = text.replace(before, after)
+        copy.write_text(text)
+        return copy
+
+    return plant
+
+
 @mark.slow
 @mark.parametrize(
-    "old, new, verdicts",
+    "fault, flags, verdicts",
     [
-        ("", "", ["right", "right"]),
-        ("scores - args", "scores - torch.rand(len(scores)) - args", ["BROKEN", "BROKEN"]),
-        (".sum() / len(mini_batch)\n", ".sum() / is_real.sum()\n", ["right", "BROKEN"]),
+        ("micro-batch", [], ["right", "BROKEN"]),
+        ("process", [], ["right", "BROKEN"]),
+        ("main process", [], ["BROKEN", "right"]),
+        ("flag", [], ["right", "right"]),
+        ("flag", ["--noise", "0.1"], ["BROKEN", "BROKEN"]),
     ],
 )
-def test_a_changed_copy_is_checked(old, new, verdicts, tmp_path):
-    """Global random numbers are found, and the denominator of a micro-batch."""
-    copy = launcher.copy_script(tmp_path, "rloo")
-    text = copy.read_text()
-    assert old in text
-    copy.write_text(text.replace(old, new))
-    ran = run_programs([HERE / "benchmark/check_copy.py", copy], tmp_path, [os.environ])
+def test_a_changed_copy_is_checked(fault, flags, verdicts, plant, tmp_path):
+    """The verdicts after kills, and about the second process. A new flag that is not given is
+    named. Nothing stays of what the runs wrote and printed."""
+    copy = plant(fault)
+    before = sorted(tmp_path.iterdir())
+    words = [HERE / "benchmark/check_copy.py", copy, *flags]
+    ran = run_programs(words, tmp_path, [os.environ | {"TMPDIR": str(tmp_path)}])
     assert re.findall("(right|BROKEN);", ran.stdout) == verdicts, ran.stderr
     assert ran.returncode == ("BROKEN" in verdicts)
+    assert ("--noise is new" in ran.stdout) == (fault == "flag" and not flags)
+    assert not ran.stderr
+    # PyTorch makes an empty folder of its own.
+    left = [path for path in tmp_path.iterdir() if "torchinductor" not in path.name]
+    assert sorted(left) == before
+
+
+@mark.slow
+@mark.parametrize("fault", ["process", "main process"])
+def test_a_planted_fault_is_one_under_torchrun(fault, plant, tmp_path, monkeypatch):
+    """The runs that `check_copy` compares, by the launcher itself."""
+    monkeypatch.syspath_prepend(HERE / "benchmark")
+    check_copy = import_file(HERE / "benchmark/check_copy.py")
+    copy = plant(fault)
+    flags = f"{check_copy.FLAGS} {check_copy.UNEVEN}"
+    words = launcher.torchrun(2)
+    launcher.run(copy, flags, tmp_path / "right", words)
+    if fault == "process":
+        words = []
+    else:
+        with raises(SystemExit, match="SIGKILL"):
+            launcher.run(copy, flags, tmp_path / "other", words, KILL="1")
+    launcher.run(copy, flags, tmp_path / "other", words)
+    assert launcher.relative_distance(tmp_path / "other", tmp_path / "right") > 0.01
 
 
 def test_a_part_is_measured_alone(tmp_path):

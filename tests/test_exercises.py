@@ -1,6 +1,7 @@
 """docs/exercises: the solutions pass, and typical wrong answers get the message for them."""
 
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import exercise_solutions as right
@@ -12,26 +13,27 @@ from pytest import mark, raises
 pytest_plugins = ["pytester"]
 FOLDER = HERE / "docs/exercises"
 MEMBERS = vars(import_file(FOLDER / "test_answers.py"))
-TESTS = {}  # "1" to "7"
+TESTS = {}  # "1" to "4"
 for name, member in MEMBERS.items():
     if name.startswith("test_"):
         TESTS[name.split("_")[1]] = member
 FUNCTIONS = {
-    "1": "count_run",
-    "2": "pick_tokens",
-    "3": "completion_logprobs",
-    "4a": "leave_one_out_advantages",
-    "4b": "group_normalized_advantages",
-    "5a": "clipped_loss",
-    "5b": "clipped_loss",
-    "6": "micro_batch_losses",
-    "7": "gae_from_scores",
+    "1": "pick_tokens",
+    "2a": "leave_one_out_advantages",
+    "2b": "group_normalized_advantages",
+    "3": "clipped_loss",
+    "4": "gae_from_scores",
 }
 
 
-def count(**changes):
-    """The counts of a run with other flags."""
-    return lambda **given: right.count_run(**given | changes)
+def hit(log_p, uniforms, add_up=lambda p: p.double().cumsum(-1), compare=torch.le):
+    """Sampling that adds up or compares in a wrong way, or does not multiply the random number."""
+    return compare(add_up(log_p.exp()), uniforms[:, None]).sum(-1)
+
+
+def in_float32(log_p, uniforms):
+    cumulative = log_p.exp().cumsum(-1)
+    return (cumulative <= uniforms[:, None] * cumulative[:, -1:]).sum(-1)
 
 
 def mixed(function):
@@ -50,65 +52,84 @@ def normalized(divisor):
     return advantages
 
 
-def hit(log_p, uniforms, compare):
-    """Sampling that does not multiply the dart by the sum of the probabilities."""
-    cumulative = log_p.double().exp().cumsum(-1)
-    return compare(cumulative, uniforms[:, None]).sum(-1)
+def larger_loss(ratio, advantages, low, high):
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
 
 
-undamped = normalized(lambda deviation: deviation)
+def value_after_the_end(scores, values, lengths, gamma, lam):
+    after = torch.nn.functional.pad(values, (0, 1))[range(len(lengths)), lengths]
+    return gae(scores + gamma * after, values, lengths, gamma, lam)
+
+
+pick = right.pick_tokens
 leave_one_out = right.leave_one_out_advantages
-logprobs = right.completion_logprobs
+group_normalized = right.group_normalized_advantages
+undamped = normalized(lambda deviation: deviation)
 clipped = right.clipped_loss
-losses = right.micro_batch_losses
 gae = right.gae_from_scores
 WRONG = {  # the message of each wrong answer
     "1": {
-        "You count prompts": count(k=1),
-        "You forget the PPO epochs": count(num_ppo_epochs=1),
-        "You forget that the processes share": count(world_size=1),
-    },
-    "2": {
+        "The same input": lambda log_p, u: torch.multinomial(log_p.exp(), 1).squeeze(1),
         "You take the most likely token": lambda log_p, u: log_p.argmax(-1),
-        "a token of probability 0": lambda log_p, u: hit(log_p, u, torch.lt),
-        "sum of the probabilities is": lambda log_p, u: hit(log_p, u, torch.le),
+        "too far to the left": lambda log_p, u: pick(log_p, u) - 1,
+        "You add up log-probabilities": partial(hit, add_up=lambda p: p.log().cumsum(-1)),
+        "You add up over the rows": partial(hit, add_up=lambda p: p.cumsum(0)),
+        "You search in the probabilities": partial(hit, add_up=lambda p: p),
+        "You leave it out": partial(hit, add_up=lambda p: p.cumsum(-1) - p),
+        "a token of probability 0": partial(hit, compare=torch.lt),
+        "sum of the probabilities is": hit,
+        "You add up in float32": in_float32,
     },
-    "3": {
-        "You forget the temperature": lambda *given: logprobs(*given[:-1], 1.0),
-        "Give the model a mask": lambda m, p, mask, *rest: logprobs(m, p, mask | 1, *rest),
-        "The EOS gets 0": lambda *given: logprobs(*given) * (given[3] != 0),
-    },
-    "4a": {
+    "2a": {
+        "You change rewards in place": lambda r, k: r.mul_(0),
+        "Your function returns None": lambda r, k: None,
+        "You return a tuple": lambda r, k: r.max(0),
+        "You return list": lambda r, k: r.tolist(),
+        "of the shape [6]. Yours has the shape [2, 3]": lambda r, k: r.view(-1, k),
+        "The sign is wrong": lambda r, k: -leave_one_out(r, k),
+        "Compute the first wrong number by hand": lambda r, k: 7 * leave_one_out(r, k),
         "You include the episode itself": normalized(torch.ones_like),
-        "(k - 1) / k": lambda r, k: leave_one_out(r, k) * (1 - 1 / k) ** 2,
+        "the others by k": lambda r, k: r - (r - leave_one_out(r, k)) * (k - 1) / k,
+        "You return the baselines": lambda r, k: r - leave_one_out(r, k),
         "You mix the groups": mixed(leave_one_out),
-        "You mix the groups.": lambda r, k: leave_one_out(r, len(r) // k),
+        "You compare with the whole batch": lambda r, k: leave_one_out(r, len(r)),
         "keepdim=True": lambda r, k: r.view(-1, k) - r.view(-1, k).mean(1),
     },
-    "4b": {
+    "2b": {
+        "You use the biased variance": lambda s, k: undamped(s, k) * (k / (k - 1)) ** 0.5,
+        "You do not divide by the deviation": normalized(torch.ones_like),
+        "You mix the groups": mixed(group_normalized),
+        "You compare with the whole batch": lambda s, k: group_normalized(s, len(s)),
         "you divide 0 by 0": undamped,
-        "You add less than 1e-4": normalized(lambda deviation: deviation + 1e-8),
-        "the lowest deviation": normalized(lambda deviation: deviation.clamp(min=1e-4)),
-        "You add 1e-4 to the variance": normalized(lambda x: (x**2 + 1e-4).sqrt()),
-        "You add 1e-8 to the variance": normalized(lambda x: (x**2 + 1e-8).sqrt()),
-        "to the quotient": lambda s, k: undamped(s, k) + 1e-4,
-        "You mix the groups": mixed(right.group_normalized_advantages),
+        "not less": normalized(lambda deviation: deviation + 1e-8),
+        "not inside the root": normalized(lambda x: (x**2 + 1e-8).sqrt()),
     },
-    "5a": {
-        "You never clip": lambda new, old, a, c: clipped(new, old, a, 10.0),
+    "3": {
         "You take the smaller": lambda new, old, a, c: -clipped(new, old, -a, c),
+        "You always clip.": lambda new, old, a, c: -a * (new - old).exp().clamp(1 - c, 1 + c),
+        "You never clip": lambda new, old, a, c: clipped(new, old, a, 10.0),
+        "You forget the minus": lambda new, old, a, c: clipped(new, old, -a, c),
+        "You clip at -c and c": lambda new, old, a, c: larger_loss((new - old).exp(), a, -c, c),
+        "The ratio is upside down": lambda new, old, a, c: clipped(old, new, a, c),
+        "the exponential": lambda new, old, a, c: larger_loss(new - old, a, 1 - c, 1 + c),
+        "Use the argument cliprange": lambda new, old, a, c: clipped(new, old, a, 0.2),
+        "they have no gradient": lambda new, *rest: clipped(new.detach(), *rest),
     },
-    "5b": {"no gradient": lambda new, *rest: clipped(new.detach(), *rest)},
-    "6": {
-        "a sum of means": lambda p: [[losses([[x]])[0][0] for x in mine] for mine in p],
-        "DDP takes a mean": lambda p: [[x / len(p) for x in mine] for mine in losses(p)],
-        "Each process divides": lambda p: [losses([mine])[0] for mine in p],
-    },
-    "7": {
+    "4": {
         "You forget lam": lambda *given: gae(*given[:4], 1.0),
+        "in front of A_{t+1}": lambda s, v, n, gamma, lam: gae(s, v, n, gamma, lam / gamma),
+        "You forget gamma in delta": lambda s, v, n, gamma, lam: gae(s, v, n, 1.0, lam * gamma),
+        "You return the deltas": lambda *given: gae(*given[:4], 0.0),
+        "These are the returns": lambda s, v, *rest: gae(s, v, *rest) + v,
         "Monte Carlo returns": lambda s, v, *rest: gae(s, 0 * v, *rest),
-        # gamma * lam is still 0.4, but gamma V_{t+1} is nearly 0.
-        "You forget V of the next": lambda *given: gae(*given[:3], 1e-6, 0.4e6),
+        "the last value twice": lambda s, v, *rest: gae(s + rest[1] * v[:, -1], v, *rest),
+        "The score is in the last column": lambda s, v, n, *rest: gae(
+            s, v.where(v < 9, 0.0), 0 * n + v.shape[1], *rest
+        ),
+        "You read the value after the end": value_after_the_end,
+        "after the end of a completion the answer must be 0": lambda *given: gae(
+            *given
+        ).masked_fill(gae(*given) == 0, 7.0),
     },
 }
 
@@ -160,5 +181,5 @@ def test_what_a_student_sees(pytester, answers, status, messages):
     assert "site-packages" not in output
     if answers == ANSWERS:
         found = dict(re.findall(r"^exercise (\S+) .*?  +(.*)$", output, re.MULTILINE))
-        written = {"2": "wrong", "4a": "right", "5a": "wrong", "5b": "wrong"}
+        written = {"1": "wrong", "2a": "right", "3": "wrong"}
         assert found == dict.fromkeys(TESTS, "not written yet") | written

@@ -215,7 +215,7 @@ def check_program(words: list[str]):
         for flag in words:
             if flag.startswith("--"):
                 name = flag[2:].replace("-", "_")
-                assert re.search(rf"\b{name}\b", text), f"{words[1]} has no {flag}"
+                assert re.search(rf"(\b|__){name}\b", text), f"{words[1]} has no {flag}"
 
 
 def check_command(command: str, patches: list[str], load):
