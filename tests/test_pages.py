@@ -135,7 +135,7 @@ hardware/kill_and_resume.json: within {relative_distance:max.1e} of the distance
 benchmark/engine/README.md
 engine/measure.json part=smollm2 run=rloo.py: {sampled[0]:.2f} -> {sampled[-1]:.2f} of the answers
 docs/variants.md
-variants/one_batch_late.json each=part: {eval/scores[-1]:±.3f}
+variants/curves.json part=one_batch.+ each=part: {eval/scores[-1]:±.3f}
 variants/curves.json part=self_distillation flags=.+0.1: with a weight of 0.1 {eval/scores[-1]:.2f}
 variants/curves.json part=self_distillation flags=.+0.5: with 0.5 {eval/scores[-1]:.2f}
 variants/curves.json part=self_distillation: falls to {eval/scores[-1]:min.2f}
