@@ -32,8 +32,10 @@ from run import (
     SCRIPTS,
     Part,
     column,
+    complete,
     grouped,
     having,
+    import_script,
     main,
     read_result,
     read_rows,
@@ -313,7 +315,7 @@ def run_gold(_, smoke: bool) -> list[dict]:
 def fine_tune(rate: float, seed: int, steps: int = 64) -> dict:
     """Fine-tune on 64 right answers in each step, without sampling or reward: the share of right
     answers, greedily."""
-    make, win_rate = importlib.import_module("default.make"), importlib.import_module("win_rate")
+    make, rloo = importlib.import_module("default.make"), import_script("rloo")
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -327,10 +329,10 @@ def fine_tune(rate: float, seed: int, steps: int = 64) -> dict:
 
     def right(rows):
         prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
-        tokens, ended = win_rate.complete(
+        tokens, ended = complete(
             policy.eval(), tokenizer, prompts, np.zeros((len(rows), 8)), temperature=0.0
         )
-        shown = map(partial(win_rate.rloo.without_end, tokenizer), tokens, ended)
+        shown = map(partial(rloo.without_end, tokenizer), tokens, ended)
         texts = tokenizer.batch_decode(list(shown))
         return float(np.mean(np.equal(texts, column(rows, "answer"))))
 
