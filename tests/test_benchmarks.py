@@ -221,16 +221,17 @@ def code_of(page, beginning):
 
 
 def test_a_judge_that_likes_a_position_gives_one_half(run, tmp_path, capsys):
-    """Exactly half of the pairs are swapped. The win rate of each place shows the bias. A column
-    may be a side. The judge is that of the page, and its model says 0."""
+    """Exactly half of the pairs are swapped. The win rate of each place shows the bias. The last
+    evaluation of a run counts. A column may be a side. The judge is that of the page, and its model
+    says 0."""
     code = code_of("benchmark/tldr/README.md", "def better")
     (tmp_path / "judge.py").write_text(f"ask = lambda question: '0'\n{code}")
-    flags = dict(total_episodes=0, eval_dataset=12, eval_temperature=1.0)
+    flags = dict(eval_dataset=12, eval_temperature=1.0)
     model = run(MODULES["rloo"], **flags).folder
-    other = run(MODULES["rloo"], **flags, model_path="reference", seed=2).folder
+    other = run(MODULES["rloo"], **flags, total_episodes=0, seed=2).folder
     output = tmp_path / "deep" / "pairs.jsonl"
     flags = dict(model=model, judge=f"{tmp_path}/judge.py:better", output=output)
-    rows, others = (read_jsonl(folder / "eval_rollouts.jsonl") for folder in (model, other))
+    rows, others = (read_jsonl(path / "eval_rollouts.jsonl")[-12:] for path in (model, other))
     baselines = {str(other): column(others, "completion")}
     baselines["column:number"] = [row["columns"]["number"] for row in rows]
     for baseline, texts in baselines.items():
