@@ -140,6 +140,13 @@ variants/curves.json part=self_distillation flags=.+0.1: with a weight of 0.1 {e
 variants/curves.json part=self_distillation flags=.+0.5: with 0.5 {eval/scores[-1]:.2f}
 variants/curves.json part=self_distillation: falls to {eval/scores[-1]:min.2f}
 default/curves.json part=smollm2_grpo: with GRPO alone {greedy_after:.2f}
+benchmark/ablations/README.md
+ablations/ablations.json part=group|epochs|clip|learning_rate: {episode[-1]:,.0f} episodes (
+ablations/ablations.json part=kl|eos|loss: ({episode[-1]:,.0f} with reward model, judge and losses)
+ablations/ablations.json part=kl each=label: {held_out:.2f} at {label}
+ablations/ablations.json part=eos label=1: and {held_out:±.2f} are right
+ablations/ablations.json part=learning_rate label=5e-05|0.0002: all reach {held_out:min.2f} or more
+ablations/ablations.json part=learning_rate label=1e-05 script=ppo: (PPO at 1e-5: {held_out:min.2f})
 """
 
 
