@@ -8,7 +8,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-import textwrap
 import time
 from itertools import combinations
 from types import SimpleNamespace
@@ -213,24 +212,15 @@ def test_methods_take_rates_that_the_same_command_measured(monkeypatch):
     assert {names["rate"] for names in part.jobs().values()} == {8e-4}
 
 
-def code_of(page, beginning):
-    """The code of a page that begins so. It ends with the last indented line."""
-    text = (HERE / page).read_text()
-    code = re.search(rf"^    {beginning}.*\n(?:(?:    .*)?\n)*", text, re.M)[0]
-    return textwrap.dedent(code)
-
-
 def test_a_judge_that_likes_a_position_gives_one_half(run, tmp_path, capsys):
     """Exactly half of the pairs are swapped. The win rate of each place shows the bias. The last
-    evaluation of a run counts. A column may be a side. The judge is that of the page, and its model
-    says 0."""
-    code = code_of("benchmark/tldr/README.md", "def better")
-    (tmp_path / "judge.py").write_text(f"ask = lambda question: '0'\n{code}")
+    evaluation of a run counts. A column may be a side."""
+    (tmp_path / "judge.py").write_text("def first_shown(prompts, **_): return [0] * len(prompts)")
     flags = dict(eval_dataset=12, eval_temperature=1.0)
     model = run(MODULES["rloo"], **flags).folder
     other = run(MODULES["rloo"], **flags, total_episodes=0, seed=2).folder
     output = tmp_path / "deep" / "pairs.jsonl"
-    flags = dict(model=model, judge=f"{tmp_path}/judge.py:better", output=output)
+    flags = dict(model=model, judge=f"{tmp_path}/judge.py:first_shown", output=output)
     rows, others = (read_jsonl(path / "eval_rollouts.jsonl")[-12:] for path in (model, other))
     baselines = {str(other): column(others, "completion")}
     baselines["column:number"] = [row["columns"]["number"] for row in rows]
@@ -344,23 +334,6 @@ def test_the_recipe_of_tldr_runs(name, run, tmp_path, monkeypatch):
     assert "eval/scores" in before
     assert 0 < after["val/num_eos_tokens"] <= 64
     assert (ran.folder / "model").exists()
-
-
-def test_the_page_of_gsm8k_makes_prompts(tmp_path, monkeypatch):
-    """The answers of the Hub's rows are right."""
-    texts = ["3 + 4 = <<3+4=7>>7 pens.\n#### 7", "That is $<<1000+9=1009>>1009.\n#### 1,009"]
-    hub = {}
-    for split, text in zip(("train", "test"), texts):
-        hub[split] = [dict(question="How many?", answer=text)]
-    datasets = SimpleNamespace(load_dataset=lambda name, config, split: hub[split])
-    monkeypatch.setitem(sys.modules, "datasets", datasets)
-    monkeypatch.setattr(tasks, "verifier", lambda task: lambda text, entry: text == entry["answer"])
-    monkeypatch.chdir(tmp_path)
-    exec(code_of("benchmark/gsm8k/README.md", "import json"), {})
-    for split, text in zip(hub, texts):
-        [row] = read_jsonl(f"gsm8k_{split}.jsonl")
-        assert row["prompt"][0]["content"].startswith("How many?\nThink")
-        assert tasks.score([text, "It is 3."], [row["answer"]] * 2) == [1.0, 0.0]
 
 
 TASKS = """

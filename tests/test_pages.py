@@ -300,6 +300,13 @@ def test_a_diff_of_a_page_fits(page):
         assert changed or any(patch.issuperset(lines) for patch in patches), lines
 
 
+@of_each_page
+def test_python_of_a_page_compiles(page):
+    """Indented lines from an import or a function on."""
+    for block in re.findall(r"^    (?:import|from|def) .*\n(?:(?:    .*)?\n)*", read(page), re.M):
+        compile(textwrap.dedent(block), page.name, "exec")
+
+
 def test_the_readme_shows_the_loop_of_nano():
     nano = SOURCES["docs/nano/rloo.py"]
     loop = re.search(r"^for iteration.*?(?=^    print)", nano, re.M | re.S)[0]
