@@ -199,8 +199,8 @@ def import_script(script: str):
     return importlib.import_module(path.stem)
 
 
-def complete(language_model, tokenizer, prompts: list, uniforms, temperature=1.0) -> tuple:
-    """Complete prompts as the scripts do -> the tokens of each completion, and which ones ended.
+def complete(language_model, tokenizer, prompts: list, uniforms, temperature=1.0) -> list:
+    """Complete prompts as the scripts do -> the tokens of each completion.
 
     uniforms: [prompts, length], the random numbers
     """
@@ -211,10 +211,7 @@ def complete(language_model, tokenizer, prompts: list, uniforms, temperature=1.0
     model = rloo.CompletionModel(language_model, tokenizer, eos_ids, rloo.Args())
     rows = rloo.torch.from_numpy(uniforms)
     batch = rloo.sample(model, rloo.pad_left(prompts), rows, temperature)
-    token_ids = []
-    for row in batch["tokens"].tolist():
-        token_ids.append([token for token in row if token >= 0])
-    return token_ids, batch["ended"].tolist()
+    return [[token for token in row if token >= 0] for row in batch["tokens"].tolist()]
 
 
 def run_forked(job: tuple) -> dict:

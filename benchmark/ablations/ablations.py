@@ -65,7 +65,7 @@ def make_policy(_=None, smoke: bool = False) -> list[dict]:
     prompts = tokenizer(texts)["input_ids"]
     rng = np.random.default_rng([1, 0])
     uniforms = rng.random((len(prompts), 4))
-    answers, _ = complete(policy, tokenizer, prompts, uniforms)
+    answers = complete(policy, tokenizer, prompts, uniforms)
     space = tokenizer.convert_tokens_to_ids(" ")
     rows = []  # prompt, answer, spaces, EOS
     for text, prompt, answer in zip(texts, prompts, answers):

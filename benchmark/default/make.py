@@ -197,7 +197,7 @@ def draw_pairs(policy, tokenizer, path: Path, seed: int) -> list[tuple[list[int]
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
     rng = rloo.keyed_rng(seed, SAMPLES)
     uniforms = rng.random((len(rows), SAMPLED_LENGTH))
-    drawn, _ = complete(policy, tokenizer, prompts, uniforms)
+    drawn = complete(policy, tokenizer, prompts, uniforms)
     chosen = {}  # of each prompt, a dict as a set that keeps its order
     rejected = {}
     for row, prompt, tokens in zip(rows, prompts, drawn):

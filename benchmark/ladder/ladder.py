@@ -121,13 +121,11 @@ def learning_runs(equal: str) -> list[tuple]:
 
 
 def to_curve(result: dict) -> dict:
-    """The evaluations on held-out prompts, and the norms of the gradients before clipping."""
+    """The evaluations on held-out prompts."""
     evaluations = result["evaluations"]
-    norm = np.median(column(result["metrics"][1:], "grad_norm"))
     return dict(
         episode=column(evaluations, "episode"),
         held_out=[round(score, 4) for score in column(evaluations, "eval/scores")],
-        grad_norm=round(float(norm), 3),
     )
 
 
