@@ -199,6 +199,21 @@ def import_script(script: str):
     return importlib.import_module(path.stem)
 
 
+def complete(language_model, tokenizer, prompts: list, uniforms, temperature=1.0) -> list:
+    """Complete prompts as the scripts do -> the tokens of each completion.
+
+    uniforms: [prompts, length], the random numbers
+    """
+    rloo = import_script("rloo")
+    eos_ids = rloo.find_eos_ids(language_model, tokenizer, None)
+    language_model.can_share_prompts = True
+    language_model.step_fault = "rows may have any length"
+    model = rloo.CompletionModel(language_model, tokenizer, eos_ids, rloo.Args())
+    rows = rloo.torch.from_numpy(uniforms)
+    batch = rloo.sample(model, rloo.pad_left(prompts), rows, temperature)
+    return [[token for token in row if token >= 0] for row in batch["tokens"].tolist()]
+
+
 def run_forked(job: tuple) -> dict:
     """`run(*job)` inside this process, which has imported the libraries already: a start costs
     nothing.

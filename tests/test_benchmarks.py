@@ -22,6 +22,7 @@ from conftest import (
     MODULES,
     SCRIPTS,
     base_flags,
+    column,
     command_line,
     distance,
     fork_programs,
@@ -42,7 +43,6 @@ from pytest import approx, fixture, mark, raises
 
 plot = import_file(HERE / "benchmark" / "plot.py")
 win_rate = import_file(HERE / "benchmark" / "win_rate.py")
-gsm8k = import_file(HERE / "benchmark" / "gsm8k" / "gsm8k.py")
 tasks = import_file(HERE / "benchmark" / "smollm2" / "tasks.py")
 ladder = import_file(HERE / "benchmark" / "ladder" / "ladder.py")
 claims = import_file(HERE / "benchmark" / "claims" / "claims.py")
@@ -281,29 +281,32 @@ def test_methods_take_rates_that_the_same_command_measured(monkeypatch):
     assert {names["rate"] for names in part.jobs().values()} == {8e-4}
 
 
-def test_a_judge_that_likes_a_position_gives_one_half(world, tmp_path, capsys):
-    """Exactly half of the pairs are swapped. The win rate of each place shows the bias. A column
-    may be a side. The batch size changes no completion."""
+def test_a_judge_that_likes_a_position_gives_one_half(run, tmp_path, capsys):
+    """Exactly half of the pairs are swapped. The win rate of each place shows the bias. The last
+    evaluation of a run counts. A column may be a side."""
     (tmp_path / "judge.py").write_text("def first_shown(prompts, **_): return [0] * len(prompts)")
-    flags = dict(
-        model=world.llama,
-        judge=f"{tmp_path}/judge.py:first_shown",
-        dataset=world.dataset(12, seed=5),
-        temperature=1.0,
-        output=tmp_path / "deep" / "pairs.jsonl",
-    )
-    with fresh_imports():
-        rate, *_ = win_rate.main(win_rate.Args(baseline=world.reference, **flags))
+    flags = dict(eval_dataset=12, eval_temperature=1.0)
+    model = run(MODULES["rloo"], **flags).folder
+    other = run(MODULES["rloo"], **flags, total_episodes=0, seed=2).folder
+    output = tmp_path / "deep" / "pairs.jsonl"
+    flags = dict(model=model, judge=f"{tmp_path}/judge.py:first_shown", output=output)
+    rows, others = (read_jsonl(path / "eval_rollouts.jsonl")[-12:] for path in (model, other))
+    baselines = {str(other): column(others, "completion")}
+    baselines["column:number"] = [row["columns"]["number"] for row in rows]
+    for baseline, texts in baselines.items():
+        with fresh_imports():
+            rate, *_ = win_rate.main(win_rate.Args(baseline=baseline, **flags))
         assert rate == 0.5
         printed = capsys.readouterr().out
-        assert "shown first: 100.0 % of 6; shown second: 0.0 % of 6" in printed
-        pairs = read_jsonl(flags["output"])
-        win_rate.main(win_rate.Args(baseline="column:number", batch_size=5, **flags))
-    of_column = read_jsonl(flags["output"])
-    for number, (pair, other) in enumerate(zip(pairs, of_column, strict=True)):
-        assert pair["win"] == (pair["model_shown"] == "first")
-        assert other["model"] == pair["model"]
-        assert other["baseline"] == number
+        assert "shown first: 100.0 % of 6\nshown second: 0.0 % of 6" in printed
+        pairs = read_jsonl(output)
+        assert column(pairs, "model") == column(rows, "completion")
+        assert column(pairs, "baseline") == texts
+        for pair in pairs:
+            assert pair["win"] == (pair["model_shown"] == "first")
+    short = run(MODULES["rloo"], total_episodes=0, eval_dataset=11).folder
+    with raises(SystemExit, match="on other rows"):
+        win_rate.main(win_rate.Args(baseline=str(short), **flags))
 
 
 def test_every_verdict_is_counted_for_the_right_side():
@@ -317,7 +320,8 @@ def test_every_verdict_is_counted_for_the_right_side():
         return said
 
     def judged():
-        return win_rate.judge_pairs(judge, [{"prompt": "1+1="}] * 21, ["m"] * 21, ["b"] * 21, 1)
+        rows = [dict(prompt="1+1=", completion="m", columns={})] * 21
+        return win_rate.judge_pairs(judge, rows, ["b"] * 21, 1)
 
     pairs = judged()
     for pair, first, verdict in zip(pairs, shown["first"], said, strict=True):
@@ -399,56 +403,6 @@ def test_the_recipe_of_tldr_runs(name, run, tmp_path, monkeypatch):
     assert "eval/scores" in before
     assert 0 < after["val/num_eos_tokens"] <= 64
     assert (ran.folder / "model").exists()
-
-
-# The working of each answer, as the Hub has it, and the number in its last line.
-GSM8K = {
-    "7": "3 + 4 = <<3+4=7>>7 pens.",
-    "-5": "2 - 7 = <<2-7=-5>>-5 dollars.",
-    "45": "90 * .5 = <<90*.5=45>>45 go.\n90 - 45 = <<90-45=45>>45.",
-    "15": "6 * 2.5 = $<<6*2.5=15.00>>15.00.",
-    "1,234,567": "That is <<1000000+234567=1234567>>1,234,567.",
-    "0": "Nobody is <<0=0>>0.",
-}
-READ = {
-    "-5": ["= \u22125", "-$5.00"],
-    "5": ["10-5", "$10 - $5", "5.0%"],
-    "0.5": ["$.50"],
-    "42": [
-        "#### 42\nin 3 days",
-        r"$\boxed{42}$ in 3 days",
-        r"\boxed{7}, no: \boxed{6 * 7 = 42}",
-        "**42**",
-    ],
-    "1000.5": [r"\boxed{1{,}000.50}", r"\(\$1\,000.5\)", "#### 1,000.5."],
-}
-
-
-def test_gsm8k_reads_answers_as_published_evaluations_do(tmp_path, monkeypatch):
-    """The Hub's rows become prompts. Their own answers are right, also by the patterns of verl and
-    of lm-eval."""
-    rows = []
-    for number, working in GSM8K.items():
-        rows.append({"question": f"Is it {number}?", "answer": f"{working}\n#### {number}"})
-    hub = {"train": rows[:4], "test": rows[4:]}
-    datasets = SimpleNamespace(load_dataset=lambda name, config, split: hub[split])
-    monkeypatch.setitem(sys.modules, "datasets", datasets)
-    gsm8k.main(tmp_path)
-    written = read_jsonl(tmp_path / "gsm8k_train.jsonl") + read_jsonl(tmp_path / "gsm8k_test.jsonl")
-    for row, made, working in zip(rows, written, GSM8K.values(), strict=True):
-        text = row["answer"]
-        answer = made["answer"]
-        assert made["prompt"][0]["content"].startswith(row["question"] + "\n")
-        # The second pattern is the flexible one of lm-eval.
-        for pattern in (r"#### (\-?[0-9\.\,]+)", r"(-?[$0-9.,]{2,}|-?[0-9]+)"):
-            assert re.findall(pattern, text)[-1].replace(",", "") == answer
-        completions = [text, working, [{"content": text}], text]
-        answers = [answer, answer, answer, "1"]
-        assert gsm8k.score(completions, answers) == [1.0, 1.0, 1.0, 0.0]
-    for number, texts in READ.items():
-        for text in texts:
-            assert gsm8k.score([text], [number]) == [1.0], text
-    assert gsm8k.last_number("####, or none.") is None
 
 
 TASKS = """

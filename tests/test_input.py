@@ -5,7 +5,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from conftest import (
     HERE,
     PAD,
     base_flags,
+    fork_programs,
     import_file,
     launch,
     load_policy,
@@ -139,14 +139,13 @@ def test_what_ends_a_program(script, tmp_path):
     traceback."""
     copy = shutil.copy(script.__file__, tmp_path)
     stop = tmp_path / "stop.py"
-    stop.write_text("import os\ndef stop(**_):\n    os.kill(os.getpid(), 2)\n")
+    stop.write_text("def stop(**_):\n    raise KeyboardInterrupt\n")  # as Ctrl-C does
     interrupted = [script.__file__, "--reward", f"{stop}:stop"]
     for words, said in (
         ([copy], "benchmark/default is missing"),
         (interrupted, f"--resume --output-dir {tmp_path}/runs/rloo__1__"),
     ):
-        words = [sys.executable, *words]
-        ended = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+        ended = fork_programs(words, tmp_path, [{}])
         assert ended.returncode and said in ended.stdout + ended.stderr
         assert "Traceback" not in ended.stderr
 

@@ -1,5 +1,6 @@
 """What a run leaves: rows of its rollouts, checkpoints that load, and what a stop string ended."""
 
+import os
 from functools import partial
 
 import numpy as np
@@ -50,13 +51,19 @@ def test_a_row_of_the_dataset_can_be_joined(script, run, tmp_path):
 
 
 def test_held_out_completions_are_written(script, run):
-    """Also where nothing is trained. The rows of one evaluation have its score as their mean."""
+    """The rows of one evaluation have its score as their mean. --total-episodes 0 makes only the
+    evaluation before training, and writes no model."""
     flags = dict(eval_dataset=5, eval_every=1)
-    for ran in (run(script, **flags), run(script, **flags, total_episodes=0)):
+    trained = run(script, **flags)
+    evaluated = run(script, **flags, total_episodes=0)
+    assert evaluated.metrics == trained.metrics[:1]
+    for ran in (trained, evaluated):
         rows = read_jsonl(ran.folder / "eval_rollouts.jsonl")
         for line, group in zip(ran.metrics, groups_of(rows, 5), strict=True):
             assert set(column(group, "iteration")) == {line["iteration"]}
             assert np.mean(column(group, "score")) == approx(line["eval/scores"])
+    files = {".lock", "args.yaml", "metrics.jsonl", "eval_rollouts.jsonl"}
+    assert set(os.listdir(evaluated.folder)) == files
 
 
 @only("rloo", "grpo")

@@ -135,11 +135,18 @@ hardware/kill_and_resume.json: within {relative_distance:max.1e} of the distance
 benchmark/engine/README.md
 engine/measure.json part=smollm2 run=rloo.py: {sampled[0]:.2f} -> {sampled[-1]:.2f} of the answers
 docs/variants.md
-variants/one_batch_late.json each=part: {eval/scores[-1]:±.3f}
+variants/curves.json part=one_batch.+ each=part: {eval/scores[-1]:±.3f}
 variants/curves.json part=self_distillation flags=.+0.1: with a weight of 0.1 {eval/scores[-1]:.2f}
 variants/curves.json part=self_distillation flags=.+0.5: with 0.5 {eval/scores[-1]:.2f}
 variants/curves.json part=self_distillation: falls to {eval/scores[-1]:min.2f}
 default/curves.json part=smollm2_grpo: with GRPO alone {greedy_after:.2f}
+benchmark/ablations/README.md
+ablations/ablations.json part=group|epochs|clip|learning_rate: {episode[-1]:,.0f} episodes (
+ablations/ablations.json part=kl|eos|loss: ({episode[-1]:,.0f} with reward model, judge and losses)
+ablations/ablations.json part=kl each=label: {held_out:.2f} at {label}
+ablations/ablations.json part=eos label=1: and {held_out:±.2f} are right
+ablations/ablations.json part=learning_rate label=5e-05|0.0002: all reach {held_out:min.2f} or more
+ablations/ablations.json part=learning_rate label=1e-05 script=ppo: (PPO at 1e-5: {held_out:min.2f})
 """
 
 
@@ -291,6 +298,13 @@ def test_a_diff_of_a_page_fits(page):
         for text in changed.values():
             compile(text, page.name, "exec")
         assert changed or any(patch.issuperset(lines) for patch in patches), lines
+
+
+@of_each_page
+def test_python_of_a_page_compiles(page):
+    """Indented lines from an import or a function on."""
+    for block in re.findall(r"^    (?:import|from|def) .*\n(?:(?:    .*)?\n)*", read(page), re.M):
+        compile(textwrap.dedent(block), page.name, "exec")
 
 
 def test_the_readme_shows_the_loop_of_nano():

@@ -26,14 +26,12 @@ from conftest import (
     import_file,
     load_policy,
     make_prompts,
-    make_rows,
     make_tokenizer,
     plain_logprobs,
     read_jsonl,
     record_calls,
     reset_accelerate,
     weights_of,
-    write_jsonl,
 )
 from plain import groups_of, plain_advantages, plain_gradient, token_counts, token_weights
 from pytest import approx, fixture, mark, raises
@@ -221,52 +219,34 @@ def test_adaptive_entropy(run, tmp_path):
     assert found == approx([0, 0, 0.005, 0.01, 0, 0.01])
 
 
-CHAT = (
-    "{% for m in messages %}{{ {'system': '+', 'user': '=', 'assistant': '-'}[m['role']] }}"
-    "{{ m['content'] }}{% endfor %}{{ '-' if add_generation_prompt else '' }}"
-)
-
-
-@mark.parametrize("is_chat", [False, True])
-def test_self_distillation(run, world, tmp_path, is_chat):
-    """The teacher reads a right answer: that of the row, or the first one of the group's other
-    episodes. Without one the advantage is GRPO's."""
-    module = patched("grpo", ["benchmark/patches/self_distillation.patch"], tmp_path)
-    model_path = shutil.copytree(world.llama, tmp_path / "model")
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(model_path)
-    data = make_rows(make_prompts(7))
-    [first] = module.draw_prompts(1, 7, 0, 1)
-    data[first]["demonstration"] = "12"
-    for row in data:
-        if is_chat:
-            question = dict(role="user", content=row["prompt"])
-            row["prompt"] = [dict(role="system", content="3"), question]
-    flags = dict(model_path=model_path, dataset=write_jsonl(tmp_path / "rows.jsonl", data))
-    flags |= dict(reward="squares", kl_coef=0.0, right_score=60.0, distill_weight=0.3)
-    rows = run(module, **flags, total_episodes=12).rollouts
+def test_self_distillation(variant, world):
+    """The teacher reads the first right answer of the group's other episodes. Without one the
+    advantage is GRPO's. The data are texts without demonstrations."""
+    rows = variant(
+        "benchmark/patches/self_distillation.patch",
+        reward="squares",
+        kl_coef=0.0,
+        right_score=60.0,
+        distill_weight=0.3,
+    ).rows
     advantages = plain_advantages(MODULES["grpo"], column(rows, "score"))
-    model = load_policy(model_path)
+    model = load_policy(world.llama)
+    tokenizer = make_tokenizer()
     hints = []
     for i, row in enumerate(rows):
-        answers = []  # The groups have 0, 0, 1 and 3 right answers.
+        expected = torch.full([len(row["token_ids"])], advantages[i])
         for other in groups_of(rows)[i // 3]:
             if other is not row and other["score"] >= 60:
-                answers.append(other["completion"])
-        if row["row"] == first:
-            answers = ["12"]
-        expected = torch.full([len(row["token_ids"])], advantages[i])
-        for answer in answers[:1]:
-            prompt = row["prompt"]
-            again = prompt.removeprefix("+3") if is_chat else f"<eos>{prompt}"
-            hint = tokenizer(prompt + answer + again)["input_ids"]
-            with torch.no_grad():
-                gain = plain_logprobs(model, hint, row["token_ids"]) - torch.tensor(row["logprobs"])
-            expected = 0.7 * expected + 0.3 * gain
-            hints.append(i)
+                text = f"{row['prompt']}{other['completion']}<eos>{row['prompt']}"
+                hint = tokenizer(text)["input_ids"]
+                with torch.no_grad():
+                    logprobs = plain_logprobs(model, hint, row["token_ids"])
+                gain = logprobs - torch.tensor(row["logprobs"])
+                expected = 0.7 * expected + 0.3 * gain
+                hints.append(i)
+                break
         assert row["advantage"] == approx(expected.tolist(), abs=1e-4)
-    assert hints == [0, 1, 2, 6, 7, 9, 10, 11]
+    assert hints == [6, 7, 9, 10, 11]
 
 
 def test_every_patch_is_tested():

@@ -392,14 +392,6 @@ def test_what_a_run_writes(script, run, world, capsys):
     assert len(set(re.findall(r"a sample of episode \d+", printed))) == 2
 
 
-def test_a_run_that_only_evaluates(script, run):
-    """--total-episodes 0 writes the row of the evaluation before training, and no model."""
-    ran = run(script, total_episodes=0, eval_dataset=5)
-    assert ran.metrics == run(script, eval_dataset=5).metrics[:1]
-    files = {".lock", "args.yaml", "metrics.jsonl", "eval_rollouts.jsonl"}
-    assert set(os.listdir(ran.folder)) == files
-
-
 def test_trackers_get_every_metric(script, run, monkeypatch):
     """--log-with tensorboard writes the numbers of metrics.jsonl into the run's folder. Its steps
     are episodes. wandb's variables for the project and the run's name count."""

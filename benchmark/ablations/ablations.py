@@ -16,7 +16,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-from run import BENCHMARK, POLICY, SCRIPTS, Part, column, grouped, having, main, read_rows
+from run import BENCHMARK, POLICY, SCRIPTS, Part, column, complete, grouped, having, main, read_rows
 
 RESULT = Path(__file__).with_suffix(".json")
 OWN_POLICY = RESULT.with_name("policy")
@@ -53,7 +53,6 @@ def make_policy(_=None, smoke: bool = False) -> list[dict]:
     import torch  # These imports take seconds, and --help does not need them.
     from torch.nn.utils.rnn import pad_sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from win_rate import complete
 
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
@@ -66,7 +65,7 @@ def make_policy(_=None, smoke: bool = False) -> list[dict]:
     prompts = tokenizer(texts)["input_ids"]
     rng = np.random.default_rng([1, 0])
     uniforms = rng.random((len(prompts), 4))
-    answers, _ = complete(policy, tokenizer, prompts, uniforms)
+    answers = complete(policy, tokenizer, prompts, uniforms)
     space = tokenizer.convert_tokens_to_ids(" ")
     rows = []  # prompt, answer, spaces, EOS
     for text, prompt, answer in zip(texts, prompts, answers):

@@ -32,6 +32,7 @@ from run import (
     SCRIPTS,
     Part,
     column,
+    complete,
     grouped,
     having,
     main,
@@ -313,7 +314,7 @@ def run_gold(_, smoke: bool) -> list[dict]:
 def fine_tune(rate: float, seed: int, steps: int = 64) -> dict:
     """Fine-tune on 64 right answers in each step, without sampling or reward: the share of right
     answers, greedily."""
-    make, win_rate = importlib.import_module("default.make"), importlib.import_module("win_rate")
+    make = importlib.import_module("default.make")
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -327,11 +328,10 @@ def fine_tune(rate: float, seed: int, steps: int = 64) -> dict:
 
     def right(rows):
         prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
-        tokens, ended = win_rate.complete(
+        tokens = complete(
             policy.eval(), tokenizer, prompts, np.zeros((len(rows), 8)), temperature=0.0
         )
-        shown = map(partial(win_rate.rloo.without_end, tokenizer), tokens, ended)
-        texts = tokenizer.batch_decode(list(shown))
+        texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
         return float(np.mean(np.equal(texts, column(rows, "answer"))))
 
     return dict(rate=rate, seed=seed, held_out=right(held_out), on_training=right(train[:256]))

@@ -32,11 +32,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from run import read_rows, write_rows
-from win_rate import complete
+from run import complete, import_script, read_rows, write_rows
 
-from rloo import keyed_rng, pad_left
-
+rloo = import_script("rloo")
 FOLDER = Path(__file__).resolve().parent
 VOCAB = ["<pad>", "<eos>", *"0123456789+-= "]
 PAD = 0
@@ -197,9 +195,9 @@ def draw_pairs(policy, tokenizer, path: Path, seed: int) -> list[tuple[list[int]
     for row in read_rows(path):
         rows += [row] * NUM_SAMPLES
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
-    rng = keyed_rng(seed, SAMPLES)
+    rng = rloo.keyed_rng(seed, SAMPLES)
     uniforms = rng.random((len(rows), SAMPLED_LENGTH))
-    drawn, _ = complete(policy, tokenizer, prompts, uniforms)
+    drawn = complete(policy, tokenizer, prompts, uniforms)
     chosen = {}  # of each prompt, a dict as a set that keeps its order
     rejected = {}
     for row, prompt, tokens in zip(rows, prompts, drawn):
@@ -218,7 +216,7 @@ def draw_pairs(policy, tokenizer, path: Path, seed: int) -> list[tuple[list[int]
 
 def scores_of(model, sequences: list[list[int]]) -> torch.Tensor:
     """The head's output at each last token, with gradient, [rows]."""
-    tokens = pad_left(sequences)
+    tokens = rloo.pad_left(sequences)
     mask = (tokens >= 0).long()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     hidden = model.base_model(
@@ -246,7 +244,7 @@ def make_reward_model(folder: Path, seed: int):
     classifier = transformers.AutoModelForSequenceClassification
     model = classifier.from_pretrained(folder / "policy", num_labels=1, dtype=torch.float32)
     torch.nn.init.zeros_(model.score.weight)
-    rng = keyed_rng(seed, PAIR_ORDER)
+    rng = rloo.keyed_rng(seed, PAIR_ORDER)
     order = np.concatenate([rng.permutation(len(pairs)) for _ in range(EPOCHS)])
     batches = np.array_split(order, len(order) // NUM_PAIRS)
     losses = losses_of(model, pairs, batches)

@@ -102,7 +102,7 @@ def kill_at(module, phase: str, call: int):
     setattr(owner, name, struck)
 
 
-def worker(script: str, flags: str, rank: int, processes: int, port: int, log: str, kill):
+def worker(script: str, flags: str, rank: int, processes: int, port: int, log: str, kill, edits):
     """One process of a run, with the environment that a launcher sets."""
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
@@ -112,21 +112,32 @@ def worker(script: str, flags: str, rank: int, processes: int, port: int, log: s
     module = sys.modules[script]  # this process's own copy
     module.torch.set_num_threads(1)
     module.torch.seed(), module.np.random.seed()  # A fork would have this program's numbers.
+    for edit in edits:
+        edit(module)
     if kill is not None and kill[0] != "anywhere" and rank == kill[2]:
         kill_at(module, *kill[:2])  # The parent kills the others as soon as it sees this one dead.
     module.main(tyro.cli(module.Args, args=flags.split()))
 
 
 def start(
-    script: str, flags: str, folder: Path, processes: int, kill=None, seconds: float | None = None
+    script: str,
+    flags: str,
+    folder: Path,
+    processes: int,
+    kill=None,
+    seconds: float | None = None,
+    edits=(),
 ) -> bool:
-    """Start a run and wait. Returns whether it was killed. A run that fails ends this program."""
+    """Start a run and wait. Returns whether it was killed. A run that fails ends this program.
+
+    script: one that was imported before; edits: functions that change it
+    """
     fork = multiprocessing.get_context("fork")
     port = free_port()
     flags = f"{flags} --output-dir {folder}"
     family = []
     for rank in range(processes):
-        settings = (script, flags, rank, processes, port, f"{folder}.log", kill)
+        settings = (script, flags, rank, processes, port, f"{folder}.log", kill, edits)
         family.append(fork.Process(target=worker, args=settings))
     for member in family:
         member.start()

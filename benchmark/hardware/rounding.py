@@ -15,8 +15,6 @@ The last part counts ratios outside of the clip range, where each true ratio is 
 rounding.json, a comparison or a run a line.
 """
 
-import multiprocessing
-import os
 import sys
 import tempfile
 from functools import partial
@@ -25,17 +23,17 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from kill_and_resume import start
 from run import (
     BUILT_IN,
     SCRIPTS,
     Part,
-    free_port,
+    import_script,
     logged,
     main,
     prepare_forks,
+    read_run,
     relative_distance,
-    run_forked,
-    torchrun_variables,
 )
 
 RESULT = Path(__file__).with_suffix(".json")
@@ -52,41 +50,8 @@ def only_scale(ppo):
     ppo.whiten = lambda values: values * (values.var(correction=0) + 1e-8).rsqrt()
 
 
-def send_run(sender, job: tuple, environment: dict):
-    """In a process of its own: what a run printed and wrote, or its error."""
-    os.environ |= {name: str(value) for name, value in environment.items()}
-    try:
-        sender.send(run_forked(job))
-    except RuntimeError as error:
-        sender.send(str(error))
-
-
-def start(job: tuple, processes: int) -> list:
-    """Start a run on so many processes -> the ends of pipes that `receive` reads."""
-    fork = multiprocessing.get_context("fork")
-    receivers = []
-    port = free_port()
-    for rank in range(processes):
-        environment = torchrun_variables(rank, processes, port)
-        receiver, sender = fork.Pipe(duplex=False)
-        fork.Process(target=send_run, args=(sender, job, environment), daemon=True).start()
-        sender.close()
-        receivers.append(receiver)
-    return receivers
-
-
-def receive(receivers: list) -> dict:
-    """A run. An error of one of its processes ends this program."""
-    ends = [receiver.recv() for receiver in receivers]
-    for end in ends:
-        if isinstance(end, str):
-            raise SystemExit(end)
-    return ends[0]
-
-
 def measure(comparisons: tuple, jobs: dict, _) -> list[dict]:
     prepare_forks()
-    os.environ["ACCELERATE_USE_CPU"] = "true"
     rows = []
     for job, names in jobs.items():
         rows += [names | row for row in compare(job, comparisons)]
@@ -94,26 +59,24 @@ def measure(comparisons: tuple, jobs: dict, _) -> list[dict]:
 
 
 def compare(job: tuple, comparisons: tuple) -> list[dict]:
-    """Start a run and others beside each other, and compare it with each of the others."""
+    """Make a run and others, and compare it with each of the others."""
     script, flags, *edits = job
+    import_script(script)
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         first = Path(folder, "first")
-        started = {None: start((*job, first), 1)}
+        start(script, flags, first, 1, edits=edits)
         for between in comparisons:
-            path = Path(folder, between)
+            other = Path(folder, f"other{len(rows)}")
             if between == PROCESSES:
-                started[between] = start((*job, path), 2)
+                start(script, flags, other, 2, edits=edits)
             else:
                 smaller = f"{flags} --per-device-train-batch-size 16"
-                started[between] = start((script, smaller, *edits, path), 1)
-        results = {between: receive(receivers) for between, receivers in started.items()}
-        rows = []
-        for between in comparisons:
-            row = dict(between=between) | count_different(results[None], results[between])
+                start(script, smaller, other, 1, edits=edits)
+            found = count_different(read_run(first), read_run(other))
             if between == MICRO_BATCHES:  # of runs that move the built-in policy
-                distance = relative_distance(Path(folder, between), first)
-                row["distance"] = float(f"{distance:.3g}")
-            rows.append(row)
+                found["distance"] = float(f"{relative_distance(other, first):.3g}")
+            rows.append(dict(between=between) | found)
     return rows
 
 

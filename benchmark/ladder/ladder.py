@@ -4,8 +4,7 @@
     python benchmark/ladder/ladder.py --plot   # only draws
 
 "learning" has the rungs with as many episodes in each batch, and again with as many prompts. Only
-the estimator and these two numbers differ, see COMMON. "clipping" has the first half with other
-bounds of gradient clipping.
+the estimator and these two numbers differ, see COMMON.
 
 "gradients" needs runs with learning rate 0. They never change their weights, so each step is one
 more estimate of the same gradient. The dataset of such a run is one batch, which each iteration
@@ -47,7 +46,6 @@ RESULT = Path(__file__).with_suffix(".json")
 BATCH = 64  # episodes, the default of all scripts
 GROUP = 4  # completions of a prompt, the default of rloo.py and grpo.py
 UPDATES = 64
-BOUNDS = ("10", "inf")  # of the gradient's norm; all scripts have 1
 SEEDS = range(1, 11)
 SETS = range(1, 6)
 REPETITIONS = 64  # estimates of one gradient
@@ -100,7 +98,7 @@ GRADIENTS = RUNGS | {
 }
 
 
-def learning_runs(equal: str, bounds: tuple[str, ...]) -> list[tuple]:
+def learning_runs(equal: str) -> list[tuple]:
     """The runs of each rung with each k. equal: what a batch has 64 of, `episodes` or `prompts`"""
     settings = []
     for rung, ks in GROUPS.items():
@@ -109,7 +107,7 @@ def learning_runs(equal: str, bounds: tuple[str, ...]) -> list[tuple]:
             settings.append((rung, k, script, flags))
     settings.append(("PPO, its own defaults", 1, "ppo", "--kl-coef 0"))
     runs = []
-    for bound, (rung, k, script, flags) in product(bounds, settings):
+    for rung, k, script, flags in settings:
         size = BATCH
         if equal == "prompts":
             if k == 1 or "," in rung:
@@ -118,19 +116,16 @@ def learning_runs(equal: str, bounds: tuple[str, ...]) -> list[tuple]:
         if script != "ppo":
             flags += f" {K_FLAGS[script.split()[0]]} {k}"
         flags += f" --batch-size {size} --total-episodes {UPDATES * size}"
-        flags += f" --max-grad-norm {bound}"
-        runs.append((dict(rung=rung, k=k, equal=equal, bound=bound), script, flags))
+        runs.append((dict(rung=rung, k=k, equal=equal), script, flags))
     return runs
 
 
 def to_curve(result: dict) -> dict:
-    """The evaluations on held-out prompts, and the norms of the gradients before clipping."""
+    """The evaluations on held-out prompts."""
     evaluations = result["evaluations"]
-    norm = np.median(column(result["metrics"][1:], "grad_norm"))
     return dict(
         episode=column(evaluations, "episode"),
         held_out=[round(score, 4) for score in column(evaluations, "eval/scores")],
-        grad_norm=round(float(norm), 3),
     )
 
 
@@ -424,11 +419,9 @@ def plot_noise(axis, x: float, rung: str, weights: str, **style):
 
 
 EVALUATED = "--eval-every 4 --eval-reward exact_match"
-BOTH = learning_runs("episodes", ("1",)) + learning_runs("prompts", ("1",))
-OTHER_BOUNDS = learning_runs("episodes", BOUNDS)
+BOTH = learning_runs("episodes") + learning_runs("prompts")
 PARTS = {
     "learning": Part(BOTH, EVALUATED, SEEDS, to_curve),
-    "clipping": Part(OTHER_BOUNDS, EVALUATED, SEEDS, to_curve),
     "gradients": Part(gradient_runs(), "--num-sample-generations 0", measure=gradient_rows),
 }
 

@@ -1,4 +1,4 @@
-"""Runs variants beside the script that they change, seeds 1 to 5.
+"""Runs variants beside the script that they change.
 
     python benchmark/variants/curves.py                               # all
     python benchmark/variants/curves.py dynamic_sampling original     # some; the others are kept
@@ -7,8 +7,9 @@
 Writes curves.json, a run a line, and curves.png. The figure shows held-out right answers, at
 temperature 0 but for the KL and MaxRL. Dynamic sampling has a second curve, over the episodes that
 it generated. Distillation and MaxRL have no patch in benchmark/patches/: they are flags alone. The
-teacher is a run of rloo.py with its defaults. The part `self_distillation` trains SmolLM2. GRPO
-without the patch is the part smollm2_grpo of default/curves.py.
+teacher is a run of rloo.py with its defaults. Two more patches have parts of their own: batches in
+time and one update late; and `self_distillation`, which trains SmolLM2. GRPO without the latter is
+the part smollm2_grpo of default/curves.py.
 """
 
 import sys
@@ -142,6 +143,8 @@ for name, variant in VARIANTS.items():
 PARTS = {name: Part(runs, "--eval-every 8", range(1, 6), kept) for name, runs in RUNS.items()}
 PARTS["distillation"].prepare = train_teacher
 PARTS["distillation"].short += f" --ref-model-path {POLICY}"
+for name, patch in {"one_batch_in_time": "", "one_batch_late": " one_batch_late.patch"}.items():
+    PARTS[name] = Part([({}, f"grpo{patch}", SHORT)], "--eval-every 8", range(1, 11), kept)
 TAUGHT = [
     ({}, "grpo self_distillation.patch", f"--num-generations 8 --distill-weight {weight}")
     for weight in (0.1, 0.5)
