@@ -22,7 +22,7 @@ def panels(rows: int, columns: int, width: float = 3.2, height: float = 2.8, **s
     plt.rcParams["axes.spines.top"] = False
     plt.rcParams["axes.spines.right"] = False
     size = (width * columns, height * rows)
-    settings |= dict(figsize=size, dpi=120, squeeze=False, layout="constrained")
+    settings = dict(figsize=size, dpi=120, squeeze=False, layout="constrained") | settings
     figure, axes = plt.subplots(rows, columns, **settings)
     for axis in axes.flat:
         axis.grid(alpha=0.25)

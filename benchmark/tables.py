@@ -18,6 +18,8 @@ After ": " stands that row, with fields:
     {script}                     an entry that is equal in the group
     {score:.3f}                  the mean of the group's numbers
     {score:±.3f}                 with half of its 95 % interval; or interval, min, max, sum, count
+    {score:range.3f}             the smallest and the largest, or one where they are equal
+    {distance:apart}             the same of how far runs are apart. 0 means the same bits.
     {eval/scores[-1]:.2f}        of lists the last number
     {score@method=PPO:.2f}       of the rows that fit this, in place of the group's own entry
     {after - before:±.3f}        the differences, row by row
@@ -62,7 +64,7 @@ def number(value: float) -> str:
         return f"{value:.2f}"
     if size >= 0.001:
         return f"{value:.3f}"
-    return f"{value:.0e}"
+    return pretty(value, ".0e")
 
 
 def with_band(values: list[float], form: str = ".2f") -> str:
@@ -88,6 +90,12 @@ def show(values: list[float], how: str) -> str:
         return with_band(values, form)
     if function == "interval":
         return interval(*mean_and_band(values), form)
+    if function in ("range", "apart"):
+        values = sorted(values)
+        texts = [pretty(value, form) for value in values]
+        if function == "apart":
+            texts = [number(value) if value else "same bits" for value in values]
+        return " to ".join(dict.fromkeys((texts[0], texts[-1])))
     return pretty(FUNCTIONS[function](values), form)
 
 
@@ -131,6 +139,8 @@ def fill(cell: str, rows: list[dict], group: dict) -> str:
         text = values[0]
         if how:
             text = show(values, how)
+        elif any(value != text for value in values):
+            raise ValueError(f"{field} is not equal in the group: {values}")
         cell = cell.replace(f"{{{field}}}", str(text))
     return cell
 

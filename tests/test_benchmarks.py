@@ -46,6 +46,7 @@ win_rate = import_file(HERE / "benchmark" / "win_rate.py")
 tasks = import_file(HERE / "benchmark" / "smollm2" / "tasks.py")
 ladder = import_file(HERE / "benchmark" / "ladder" / "ladder.py")
 claims = import_file(HERE / "benchmark" / "claims" / "claims.py")
+questions = import_file(HERE / "benchmark" / "questions" / "questions.py")
 everything = import_file(HERE / "benchmark" / "all.py")
 of_each_program = mark.parametrize("program", everything.PROGRAMS, ids=str)
 WITH_MAIN = [
@@ -365,6 +366,27 @@ def test_plot_draws_seeds_as_one_curve(script, run, tmp_path):
         assert drawn == [row["objective/scores"] for row in ran.metrics]
     plot.main(plot.Args(folders=folders, output=tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+@mark.slow
+def test_tally_answers_as_it_is_stored(monkeypatch, capfd):
+    """The questions that are put to TRL and to Tally. What was bitwise equal is so. Other numbers
+    may differ by rounding."""
+    monkeypatch.chdir(HERE)  # `measure` goes there.
+    reset_accelerate()
+    stored = {}
+    for row in launcher.read_result(questions.RESULT)["rows"]:
+        if row["side"] == "Tally" and row["script"] == "rloo":
+            stored[row["question"]] = row
+    [jobs, *_] = [{job: names} for job, names in questions.PARTS["questions"].jobs().items()]
+    with capfd.disabled():  # It reads what its processes print.
+        rows = questions.measure(jobs, smoke=False, sides=["Tally"])
+    for row in rows:
+        expected = stored.pop(row["question"])
+        del expected["part"]
+        assert row == approx(expected, abs=1e-3)
+        assert [x == 0 for x in row.values()] == [x == 0 for x in expected.values()]
+    assert not stored
 
 
 def test_pass_at_m_is_the_mean_over_all_choices():

@@ -1,24 +1,45 @@
-"""docs/notebook.ipynb: what this program makes of docs/nano/rloo.py and of the text below.
+"""docs/notebook.ipynb: what this program makes of docs/nano/rloo.py and of the text below, with
+the outputs of its cells.
 
-python tests/test_notebook.py       # writes the notebook again
+python tests/test_notebook.py       # runs the notebook, and writes it again
 """
 
 import json
 import re
+import tempfile
+from pathlib import Path
 from textwrap import dedent
 
+import nbclient
+import nbformat
 from conftest import HERE, launcher
-from pytest import mark
+from pytest import approx, mark
 
 STORED = HERE / "docs/notebook.ipynb"
 # `%% nano` names pieces of the program, which is cut at two blank lines, and at `# ----`.
-PAGE = """
+PAGE = r"""
 %% markdown
 # RLOO in a notebook
 
 First the [short program](nano/README.md), with one iteration step by step. Then the script
 `rloo.py`, its metrics and its policy. A CPU needs about a minute. In Colab, first clone the
 repository and `%cd` into it.
+
+RLOO samples $k$ completions $y_1, \dots, y_k$ of each prompt, with the policy $p_\text{old}$. A
+reward is the score, minus a KL that holds the policy near a reference model:
+
+$$R_i = \text{score}_i - \beta\, (\log p_\text{old}(y_i) - \log p_\text{ref}(y_i))$$
+
+$$A_i = R_i - \frac{1}{k - 1} \sum_{j \neq i} R_j \qquad r_i = \frac{p(y_i)}{p_\text{old}(y_i)}$$
+
+$$L = \text{mean over } i \text{ of } \max(-A_i r_i,\; -A_i\, \text{clip}(r_i, 1 - c, 1 + c))$$
+
+- The **advantage** $A_i$ says how much better a completion is than the others of its prompt.
+- The **ratio** $r_i$ says how much likelier a completion is now than when it was sampled.
+- The **clip** limits how far one batch can push. A good completion whose ratio is above $1 + c$ has
+  a constant loss, so no gradient. So has a bad one whose ratio is below $1 - c$.
+
+In the code $\beta$ is `kl_coef`, and $c$ is `cliprange`.
 
 %% code
 import os
@@ -56,18 +77,50 @@ evaluate()
 iteration, drawn = 1, batches[0]
 drawn[:2]
 
+%% markdown
+**Rollout**: each prompt stands $k$ times in a row, so four completions in a row are a group.
+
 %% nano 8
 %% code
 for row, completion in zip(rows[:8], completions):
     print(row["prompt"], completion)
 
+%% markdown
+**Score**: 1 for a right sum, else 0.
+
 %% nano 9
 %% code
 scores.view(-1, k)  # a row for each group
 
+%% markdown
+**Advantages**: if one of four is right, its advantage is 1, and that of each other one is -1/3.
+Where all four scores are equal, the advantages are 0 (later the KL adds a little).
+
 %% nano 10
 %% code
 advantages.view(-1, k)
+
+%% markdown
+**The clipped loss over the ratio**: an update goes to where the loss is lower. So the ratio of a
+good completion grows, and that of a bad one shrinks, until the line is flat.
+
+%% code
+import matplotlib.pyplot as plt
+
+r = torch.linspace(0.5, 1.5, 101)
+figure, axes = plt.subplots(1, 2, figsize=(7, 2.5))
+for axis, A in zip(axes, (1, -1)):
+    axis.plot(r, torch.maximum(-A * r, -A * r.clamp(1 - cliprange, 1 + cliprange)))
+    axis.set_xticks((1 - cliprange, 1, 1 + cliprange), ("1 - c", "1", "1 + c"))
+    axis.grid(axis="x")
+    axis.set_title("a good completion, A = 1" if A > 0 else "a bad one, A = -1")
+    axis.set_xlabel("ratio r")
+axes[0].set_ylabel("loss")
+plt.show()
+
+%% markdown
+**Optimize**: here one step for each rollout. So the ratio is 1 in every step, and nothing is
+clipped. With more PPO epochs it is.
 
 %% nano 11
 %% markdown
@@ -92,8 +145,7 @@ import rloo
 policy, metrics = rloo.main(rloo.Args(total_episodes=4096, eval_every=8))
 
 %% code
-import matplotlib.pyplot as plt
-
+plt.figure(figsize=(5, 2.5))
 for name in ("objective/scores", "eval/scores"):
     rows = [row for row in metrics if name in row]
     plt.plot([row["episode"] for row in rows], [row[name] for row in rows], label=name)
@@ -135,25 +187,83 @@ def notebook():
             cell |= dict(execution_count=None, outputs=[])
         cells.append(cell)
     kernel = dict(display_name="Python 3", language="python", name="python3")
-    page = dict(cells=cells, metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)
-    return json.dumps(page, indent=1, sort_keys=True) + "\n"
+    return dict(cells=cells, metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)
+
+
+def run_notebook(old="", new=""):
+    """The notebook with its outputs, after it has run in a kernel that starts in its folder.
+
+    old, new: what is replaced in the cells that run
+    """
+    page = notebook()
+    with tempfile.TemporaryDirectory() as folder:
+        launcher.copy_script(Path(folder), "rloo")
+        Path(folder, "docs").mkdir()
+        text = json.dumps(page).replace("%pip", "#").replace(old, new)
+        ran = nbformat.reads(text, as_version=4)
+        nbclient.execute(ran, cwd=f"{folder}/docs")
+        outputs = json.loads(nbformat.writes(ran).replace(f"{folder}/", ""))
+    for cell, done in zip(page["cells"], outputs["cells"]):
+        if cell["cell_type"] == "code":
+            cell["execution_count"] = done["execution_count"]
+            cell["outputs"] = printed(done["outputs"])
+    return page
+
+
+def printed(outputs):
+    """What is stored: the printed text as one output, the first and last lines of many; and what is
+    no text. Warnings and progress bars are not."""
+    kept = [output for output in outputs if output["output_type"] != "stream"]
+    lines = []
+    for output in outputs:
+        if output.get("name") == "stdout":
+            lines += output["text"]
+    if len(lines) > 24:
+        lines = [*lines[:12], "...\n", *lines[-12:]]
+    if lines:
+        kept.insert(0, dict(output_type="stream", name="stdout", text=lines))
+    return kept
+
+
+def kinds_and_numbers(cell):
+    """The kinds of a cell's outputs, and the numbers in their text."""
+    kinds = []
+    text = []
+    for output in cell.get("outputs", []):
+        kinds.append([output["output_type"], *output.get("data", {})])
+        text += output.get("text", output.get("data", {}).get("text/plain", []))
+    return kinds, [float(number) for number in re.findall(r"\d[\d.]*(?:e-?\d+)?", "".join(text))]
 
 
 def test_the_notebook_is_made_of_nano():
-    assert STORED.read_text() == notebook(), "write it again: python tests/test_notebook.py"
+    """Its cells are. Its outputs are stored: two figures, and how it learns."""
+    stored = json.loads(STORED.read_text())
+    outputs = []
+    for cell in stored["cells"]:
+        if cell["cell_type"] == "code":
+            outputs += cell["outputs"]
+            cell |= dict(execution_count=None, outputs=[])
+    assert stored == notebook(), "write it again: python tests/test_notebook.py"
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    scores = re.findall(r"held-out score ([\d.]+)", json.dumps(outputs))
+    assert float(scores[0]) < 0.1 < 0.9 < float(scores[-1])
 
 
 @mark.slow
-def test_the_notebook_runs(tmp_path):
-    """In a kernel that starts in its folder. The short program makes a few iterations."""
-    import nbclient
-    import nbformat
-
-    launcher.copy_script(tmp_path, "rloo")
-    (tmp_path / "docs").mkdir()
-    few = notebook().replace("batches[1:]", "batches[1:4]").replace("%pip", "#")
-    nbclient.execute(nbformat.reads(few, as_version=4), cwd=tmp_path / "docs")
+def test_the_notebook_runs():
+    """Each cell has outputs of the stored kinds. The first iteration has the stored numbers, too.
+    Few iterations follow."""
+    few = run_notebook("batches[1:]", "batches[1:4]")["cells"]
+    stored = json.loads(STORED.read_text())["cells"]
+    end = [cell["source"] for cell in few].index(["## The other iterations"])
+    for i, (ours, theirs) in enumerate(zip(few, stored, strict=True)):
+        kinds, numbers = kinds_and_numbers(ours)
+        stored_kinds, stored_numbers = kinds_and_numbers(theirs)
+        assert kinds == stored_kinds, theirs["source"]
+        if i < end:
+            assert numbers == approx(stored_numbers, abs=1e-3)
 
 
 if __name__ == "__main__":
-    STORED.write_text(notebook())
+    page = run_notebook()
+    STORED.write_text(json.dumps(page, indent=1, sort_keys=True) + "\n")

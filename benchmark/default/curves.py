@@ -3,10 +3,10 @@
     python benchmark/default/curves.py                                # all of them
     python benchmark/default/curves.py --plot                         # only the figures again
 
-curves.png and smollm2.png show the score of sampled training completions, mean of ten iterations
-(SmolLM2: four), and that of held-out prompts at temperature 0, against episodes. curves.png has the
-latter also against seconds of rollout and training. The part `clipping` has other bounds of the
-gradient's norm.
+curves.png shows the score of sampled training completions, mean of ten iterations, and that of
+held-out prompts at temperature 0, against episodes and against seconds of rollout and training.
+smollm2.png has the score of held-out prompts, a line for each seed. The part `clipping` has other
+bounds of the gradient's norm.
 """
 
 import sys
@@ -54,36 +54,58 @@ def clipped(result: dict) -> dict:
 
 
 def plot(rows: list[dict], folder: Path):
-    default = having(rows, part="default")
-    draw_curves(default, 10, 3, folder / "curves.png")
+    draw_means(having(rows, part="default"), folder / "curves.png")
     smollm2 = [row for row in rows if row["part"].startswith("smollm2")]
-    draw_curves(smollm2, 4, 2, folder / "smollm2.png")
+    draw_seeds(smollm2, folder / "smollm2.png")
 
 
-def draw_curves(runs: list[dict], window: int, panels: int, path: Path):
-    """window: iterations of a running mean; panels: 2, or 3 with time"""
-    figure, [axes] = draw.panels(1, panels, width=3.3, sharey=True)
+def draw_means(runs: list[dict], path: Path):
+    figure, [axes] = draw.panels(1, 3, width=3.3, sharey=True)
     axes[0].set_title("sampled, training prompts")
     axes[0].set_ylabel("right answers")
     axes[0].set_ylim(0, 1.02)
     for axis in axes[1:]:
         axis.set_title("greedy, held-out prompts")
-    axes[-1].set_xlabel("seconds of one core")
+    axes[2].set_xlabel("seconds of one core")
     for script in SCRIPTS:
         some = having(runs, script=script)
         style = dict(color=draw.COLORS[script], label=f"{script}.py")
-        sampled = [draw.running_mean(run["objective/scores"], window) for run in some]
+        sampled = [draw.running_mean(run["objective/scores"]) for run in some]
         episodes = some[0]["episode"]
         draw.curve(axes[0], episodes, sampled, **style)
         style["marker"] = "."
         greedy = column(some, "eval/scores")
         episodes = some[0]["eval_episode"]
         draw.curve(axes[1], episodes, greedy, **style)
-        if panels == 3:
-            draw.curve(axes[2], np.mean(column(some, "eval_seconds"), 0), greedy, **style)
+        draw.curve(axes[2], np.mean(column(some, "eval_seconds"), 0), greedy, **style)
     for axis in axes[:2]:
         draw.in_thousands(axis)
     axes[0].legend(frameon=False, loc="lower right")
+    draw.save(figure, path)
+
+
+def draw_seeds(runs: list[dict], path: Path):
+    """A panel for each script, with the score before training, and the mean at the end in figures.
+    On GitHub, letters in it are as large as those of the page."""
+    figure, [axes] = draw.panels(1, 3, width=2.3, height=1.8, sharey=True, dpi=240)
+    axes[0].set_ylabel("right answers")
+    axes[0].set_ylim(0, 0.85)
+    for axis, script in zip(axes, SCRIPTS):
+        some = having(runs, script=script)
+        color = draw.COLORS[script]
+        for run in some:
+            axis.plot(run["eval_episode"], run["eval/scores"], color=color, lw=1.1)
+        before = np.mean(column(some, "greedy_before"))
+        after = np.mean(column(some, "greedy_after"))
+        end = some[0]["eval_episode"][-1]
+        axis.axhline(before, color=draw.GRAY, lw=1, ls="--")
+        style = dict(color=draw.GRAY, ha="right", va="top")
+        axis.text(end, before - 0.03, f"before: {before:.2f}", **style)
+        axis.text(end + 40, after, f"{after:.2f}", color=color, weight="bold", va="center")
+        axis.set_xlim(0, end + 40)
+        axis.set_xticks((0, 500, 1000))
+        axis.set_title(f"{script}.py")
+        draw.in_thousands(axis)
     draw.save(figure, path)
 
 

@@ -1,0 +1,416 @@
+"""What a user asks, put to TRL 1.16 and to Tally: how many episodes, which run, also after a kill?
+
+    python benchmark/questions/questions.py
+
+It runs in the environment of benchmark/parity/trl_trainer.py, and takes a few minutes. Writes
+questions.json. A smoke run asks one question, and asks TRL only where it is installed.
+
+A question is one function, the same for both sides. It makes runs by `ask(name, **changes)`. Each
+run has FLAGS, SETTINGS and these changes, and is made once, in processes of its own. It tells what
+its reward function was shown, what it logged, and its final weights. The two sides draw different
+random numbers, so a run is only compared with runs of its own side. How far two runs are apart:
+|w1 - w2| / |w2 - w_start| of their final weights.
+
+A question's docstring has four paragraphs: what is asked; what is equal on both sides, beside FLAGS
+and SETTINGS; how an answer is shown; and what a maintainer of TRL may say. From them and the stored
+numbers `table` makes the table in benchmark/README.md.
+"""
+
+import importlib
+import inspect
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from collections import Counter
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import tyro
+
+sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in (".", "parity")]
+from run import (
+    BENCHMARK,
+    Part,
+    free_port,
+    having,
+    import_script,
+    main,
+    prepare_forks,
+    read_result,
+    read_rows,
+    relative_distance,
+    torchrun_variables,
+    write_rows,
+)
+from tables import fill, pretty
+
+RESULT = Path(__file__).with_suffix(".json")
+SETTINGS = dict(
+    rows=96,  # prompts of the dataset
+    batch=16,  # episodes of a rollout, on all processes
+    mini_batches=1,  # optimizer steps in a pass over it
+    passes=1,  # over it
+    micro=16,  # episodes that a process trains on at once
+    processes=1,
+    rate=1e-4,  # of the first step
+    seed=1,
+    save=6,  # steps between checkpoints; Tally's are between rollouts, one at least
+    resume=False,
+    held_out=None,  # only score a sample for each of so many held-out prompts
+    die_at=None,  # the call of the reward function that kills its process
+)
+FLAGS = "--num-generations 4 --response-length 8 --kl-coef 0.01 --num-train-epochs 1"
+TWO = dict(processes=2, micro=8)
+KILLED = dict(die_at=15, ends={-signal.SIGKILL})
+EIGHT_STEPS = dict(mini_batches=4, passes=2, micro=4, rows=48)  # in a rollout
+LOGGED = {"learning_rate": "lr", "epoch": "epoch", "eval_reward": "eval/scores"}  # TRL's names
+CALLS = itertools.count(1)  # each process counts its own
+
+
+def score(prompts, completions, answer, **_):
+    """The reward: 1 for a right sum. It writes down what it is shown."""
+    if str(next(CALLS)) == os.environ["DIE_AT"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    scores = [float(text.strip() == right) for text, right in zip(completions, answer)]
+    with open(f"{os.environ['CALLS']}.{os.environ.get('RANK', 0)}", "a") as file:
+        file.write(json.dumps([*zip(prompts, scores)]) + "\n")
+    return scores
+
+
+# ---- both sides
+
+
+ASKED = {}  # the runs that were made, by their folder
+
+
+def ask(side: str, script: str, flags: str, work: Path, name: str, after="", ends={0}, **changes):
+    """What a run did. after: a run before, in a copy of whose folder it goes on; ends: the statuses
+    that its processes may end with"""
+    folder = work / name
+    if folder in ASKED:
+        return ASKED[folder]
+    settings = SimpleNamespace(**SETTINGS | changes)
+    if after:
+        shutil.copytree(work / after, folder)
+    rows = read_rows(BENCHMARK / "default" / "train.jsonl")[: settings.rows]
+    if settings.held_out:
+        rows = read_rows(BENCHMARK / "default" / "eval.jsonl")[: settings.held_out]
+    write_rows(folder.with_suffix(".jsonl"), rows)
+    port = free_port()
+    family = []
+    for rank in range(settings.processes):
+        job = (rank, port, side, script, flags, folder, settings)
+        family.append(multiprocessing.get_context("fork").Process(target=worker, args=job))
+        family[-1].start()
+    for process in family:
+        process.join()
+    run = SimpleNamespace(folder=folder, printed=folder.with_suffix(".log").read_text())
+    run.statuses = {process.exitcode for process in family}
+    if not run.statuses <= ends:
+        raise SystemExit(f"{run.printed[-4000:]}\n{side} {script} {name}: {run.statuses}")
+    calls = [read_rows(path) for path in sorted(work.glob(f"{name}.calls.*"))]
+    run.rollouts = [sum(parts, []) for parts in zip(*calls)]  # [rollout]: its prompts and scores
+    if (folder / "metrics.jsonl").exists():
+        run.last = read_rows(folder / "metrics.jsonl")[-1]  # what it logged last
+    ASKED[folder] = run
+    return run
+
+
+def worker(rank: int, port: int, side: str, script: str, flags: str, folder: Path, settings):
+    """One process of a run."""
+    with open(f"{folder}.log", "w") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+    variables = torchrun_variables(rank, settings.processes, port)
+    variables |= dict(ACCELERATE_USE_CPU="true", CALLS=f"{folder}.calls", DIE_AT=settings.die_at)
+    os.environ |= {name: str(value) for name, value in variables.items()}
+    import torch
+
+    torch.set_num_threads(1)
+    torch.seed(), np.random.seed()  # A fork would have the numbers of this program.
+    {"TRL": run_trl, "Tally": run_tally}[side](script, flags, folder, settings)
+
+
+def run_trl(script: str, flags: str, folder: Path, settings):
+    from datasets import Dataset
+    from trl_trainer import make_trainer
+
+    rows = read_rows(folder.with_suffix(".jsonl"))
+    micro_batches = settings.batch // settings.mini_batches // settings.micro // settings.processes
+    trainer = make_trainer(
+        script,
+        rows,
+        score,
+        folder,
+        batch=settings.micro,
+        gradient_accumulation_steps=micro_batches,
+        steps_per_generation=micro_batches * settings.mini_batches,
+        num_iterations=settings.passes,
+        num_train_epochs=1,
+        beta=0.01,
+        learning_rate=settings.rate,
+        seed=settings.seed,
+        save_strategy="steps",
+        save_steps=settings.save,
+        per_device_eval_batch_size=settings.micro,
+        num_generations_eval=1,
+    )
+    if settings.held_out:
+        trainer.evaluate(Dataset.from_list(rows))
+    else:
+        trainer.train(resume_from_checkpoint=settings.resume)
+    trainer.save_model(folder / "model")
+    if trainer.is_world_process_zero():
+        history = []
+        for row in trainer.state.log_history:
+            if row.keys() & {"learning_rate", "eval_reward"}:  # not the summary at the end
+                history.append({LOGGED[name]: row[name] for name in LOGGED.keys() & row.keys()})
+        write_rows(folder / "metrics.jsonl", history)
+
+
+def run_tally(script: str, flags: str, folder: Path, settings):
+    steps = settings.mini_batches * settings.passes
+    rows = folder.with_suffix(".jsonl")
+    flags += (
+        f" --dataset {rows} --reward {__file__}:score --output-dir {folder}"
+        f" --batch-size {settings.batch} --num-mini-batches {settings.mini_batches}"
+        f" --num-ppo-epochs {settings.passes} --per-device-train-batch-size {settings.micro}"
+        f" --learning-rate {settings.rate} --seed {settings.seed}"
+        f" --save-every {max(1, settings.save // steps)}"
+    )
+    if settings.held_out:
+        flags += f" --eval-dataset {rows} --eval-temperature 1 --total-episodes 0"
+    if settings.resume:
+        flags += " --resume"
+    module = import_script(script)
+    module.main(tyro.cli(module.Args, args=flags.split()))
+
+
+# ---- the questions
+
+
+def episodes(ask) -> dict:
+    """490 prompts with 4 completions each make an epoch of 1,960 episodes. On how many does a run
+    of one epoch train, and which epoch does it log at the end?
+
+    Each batch is one micro-batch
+
+    in batches of 16: {batch_16:range,}, epoch {epoch_16:range.3g}
+    in batches of 256: {batch_256:range,}, epoch {epoch_256:range.3g}
+
+    TRL drops an incomplete batch on purpose, as many data loaders do. Each epoch drops other
+    prompts. A batch whose prompts divide 490 loses none."""
+    found = {}
+    for batch in (16, 256):
+        run = ask(f"batch_{batch}", rows=490, batch=batch, micro=batch, save=10**6)
+        found[f"batch_{batch}"] = sum(map(len, run.rollouts))
+        found[f"epoch_{batch}"] = run.last["epoch"]
+    return found
+
+
+def again(ask) -> dict:
+    """The same command twice: how far apart are the runs? And with another seed, for scale?
+
+    Everything
+
+    the same command: {again:apart}
+    another seed: {another_seed:apart}
+
+    Nothing. Both are right."""
+    one = ask("one")
+    return dict(again=apart(ask("again"), one), another_seed=apart(ask("seed", seed=2), one))
+
+
+def micro_batches(ask) -> dict:
+    """Four micro-batches of 4 in place of one of 16: how far apart are the runs? The learning rate
+    begins at 1e-4: what is it in the last of 24 steps, also on two processes?
+
+    The batch of 16
+
+    4 x 4 for 16: {micro:apart}
+    last rate with 16: {rate_16:range.3g}
+    with 4 x 4: {rate_4:range.3g}
+    on two processes: {rate_two:range.3g}
+
+    Nothing. Both are right."""
+    one = ask("one")
+    four = ask("four", micro=4)
+    return dict(
+        micro=apart(four, one),
+        rate_16=one.last["lr"],
+        rate_4=four.last["lr"],
+        rate_two=ask("two", **TWO).last["lr"],
+    )
+
+
+def two_processes(ask) -> dict:
+    """Two processes in place of one: how far apart are the runs? How many of the batches have the
+    same prompts?
+
+    The batch of 16. Each of the two trains on 8 episodes of it
+
+    {processes:apart}
+    same prompts: {equal_prompts:range} of {rollouts:range} batches
+
+    Each process has its own seed, by design. TRL does not promise that two processes make the run
+    of one."""
+    two = ask("two", **TWO)
+    one = ask("one")
+    equal = 0
+    for ours, theirs in zip(two.rollouts, one.rollouts, strict=True):
+        equal += sorted(prompt for prompt, _ in ours) == sorted(prompt for prompt, _ in theirs)
+    return dict(processes=apart(two, one), equal_prompts=equal, rollouts=len(one.rollouts))
+
+
+def killed(ask) -> dict:
+    """Killed by SIGKILL in step 15 of 24, and resumed: how far is it from a run that was never
+    killed?
+
+    One step for each rollout, and a checkpoint every 6 steps. So each checkpoint lies between two
+    rollouts
+
+    {resumed:apart}
+
+    Nothing. Both are right, and one step for each rollout is the default."""
+    ask("killed", **KILLED)
+    return dict(resumed=apart(ask("resumed", "killed", resume=True), ask("one")))
+
+
+def killed_within(ask) -> dict:
+    """Killed in rollout 3 of 12, with 8 steps for each rollout, and resumed: how far is it from a
+    run that was never killed? How many rollouts are made in all?
+
+    48 prompts, 2 passes over 4 mini-batches. Tally can save only between rollouts, so "every 6
+    steps" is after each rollout there
+
+    a checkpoint every 8 steps: {every_8:apart}, {rollouts_8:range} rollouts
+    every 6 steps: {every_6:apart}, {rollouts_6:range} rollouts
+
+    Checkpoints at multiples of the rollout's steps are right. After any other TRL samples again, on
+    purpose (its pull request 3148)."""
+    unbroken = ask("unbroken", **EIGHT_STEPS)
+    found = {}
+    for save in (8, 6):
+        dead = ask(f"killed_{save}", **EIGHT_STEPS | KILLED | dict(die_at=3, save=save))
+        run = ask(f"resumed_{save}", f"killed_{save}", resume=True, save=save, **EIGHT_STEPS)
+        found[f"every_{save}"] = apart(run, unbroken)
+        found[f"rollouts_{save}"] = len(dead.rollouts) + len(run.rollouts)
+    return found
+
+
+def changed(ask) -> dict:
+    """Killed in step 15, and resumed with a change: what happens?
+
+    One step for each rollout, and a checkpoint every 6 steps
+
+    a row more than the 96: {row}
+    half of the learning rate: {rate}
+
+    To resume means to restore the schedule. And some users want to go on with more data."""
+    dead = ask("killed", **KILLED)
+    row = ask("row", "killed", ends={0, 1}, resume=True, rows=97)
+    rate = ask("rate", "killed", ends={0, 1}, resume=True, rate=5e-5)
+    # The checkpoint is that of step 12.
+    times = Counter(prompt for prompt, _ in sum(dead.rollouts[:12] + row.rollouts, []))
+    twice = sum(number > 4 for number in times.values())
+    last = [pretty(run.last["lr"], ".3g") for run in (rate, ask("one"))]
+    return dict(
+        row=said(row, f"goes on; {twice} of 97 prompts come twice, {97 - len(times)} never"),
+        rate=said(rate, f"goes on; the last rate is {last[0]}, and {last[1]} without the change"),
+    )
+
+
+def held_out(ask) -> dict:
+    """The policy, before training, answers each of 101 held-out prompts once. How many answers are
+    scored, and what mean is logged? What is the mean of the first answer to each prompt?
+
+    Batches of 16, on two processes 8 each
+
+    one process: {samples_1:range}, logs {logged_1:range.3f}, the mean is {mean_1:range.3f}
+    two: {samples_2:range}, logs {logged_2:range.3f}, the mean is {mean_2:range.3f}
+
+    It is usual to log the mean of the batches' means, and to fill the last batch with repeated
+    rows. Batches that divide the prompts give the right mean."""
+    found = {}
+    for processes in (1, 2):
+        size = 16 // processes
+        run = ask(f"held_out_{processes}", held_out=101, processes=processes, micro=size)
+        samples = sum(run.rollouts, [])
+        first = dict(reversed(samples))  # What fills the last batch comes after the others.
+        found[f"samples_{processes}"] = len(samples)
+        found[f"logged_{processes}"] = run.last["eval/scores"]
+        found[f"mean_{processes}"] = sum(first.values()) / len(first)
+    return found
+
+
+def apart(a, b) -> float:
+    """How far two runs are apart: 0 only if all bits are equal."""
+    return relative_distance(a.folder, b.folder)
+
+
+def said(run, goes_on: str) -> str:
+    """What a resumed run with a change did."""
+    if run.statuses == {0}:
+        return goes_on
+    [name] = re.findall(r"UsageError: --resume: --([\w-]+) is", run.printed)
+    return f"stops, and names {name}"
+
+
+QUESTIONS = (
+    episodes,
+    again,
+    micro_batches,
+    two_processes,
+    killed,
+    killed_within,
+    changed,
+    held_out,
+)
+
+
+def measure(jobs: dict, smoke: bool, sides=("TRL", "Tally")) -> list[dict]:
+    prepare_forks()
+    questions = QUESTIONS
+    if smoke:
+        questions = [killed]
+        if not find_spec("trl"):
+            sides = ["Tally"]
+    rows = []
+    for side, ((script, flags), names) in itertools.product(sides, jobs.items()):
+        # A process that is forked from this one has these imports.
+        if side == "TRL":
+            importlib.import_module(f"trl.trainer.{script}_trainer")
+        import_script(script)
+        with tempfile.TemporaryDirectory() as work:
+            for question in questions:
+                answer = question(partial(ask, side, script, flags, Path(work)))
+                rows.append(names | dict(side=side, question=question.__name__) | answer)
+    return rows
+
+
+def table():
+    """The cells of each row of the table in benchmark/README.md."""
+    rows = read_result(RESULT)["rows"]
+    for question in QUESTIONS:
+        asked, equal, answer, objection = inspect.getdoc(question).split("\n\n")
+        of_question = having(rows, question=question.__name__)
+        answers = []
+        for side in ("TRL", "Tally"):
+            answers.append(fill(answer, of_question, dict(side=side)).replace("\n", "<br>"))
+        cells = (asked, f"{equal}.", *answers, objection)
+        yield [cell.replace("\n", " ") for cell in cells]
+
+
+RUNS = [({}, script, "") for script in ("rloo", "grpo")]
+PARTS = {"questions": Part(RUNS, FLAGS, measure=measure, short="", needs="TRL")}
+
+if __name__ == "__main__":
+    main(__doc__, RESULT, PARTS)
