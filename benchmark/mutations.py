@@ -32,14 +32,14 @@ import pytest
 import tyro
 
 REPO = Path(__file__).resolve().parent.parent
-OWN_CHECKS = ("sampling and training give log-probabilities", "other results in padded rows")
+OWN_CHECKS = ("sampling and training give log-probabilities", "is not run by")
 LIBRARIES = ["accelerate", "tyro", "datasets", "torch.utils.checkpoint", "torch.testing"]
 LIBRARIES += [
     f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "gpt_neox", "gpt2")
 ]
 
-NAMES = "sampling logprobs gradients algorithms rewards processes resume".split()
-SAMPLING, LOGPROBS, GRADIENTS, ALGORITHMS, REWARDS, PROCESSES, RESUME = (
+NAMES = "sampling logprobs gradients algorithms rewards processes resume input".split()
+SAMPLING, LOGPROBS, GRADIENTS, ALGORITHMS, REWARDS, PROCESSES, RESUME, INPUT = (
     f"tests/test_{x}.py::test_" for x in NAMES
 )
 COUNTS = "test_accounting.py::test_"
@@ -51,6 +51,7 @@ GRADIENT = GRADIENTS + "gradient_is_that_of_plain_passes"
 TWO_PROCESSES = PROCESSES + "any_hardware_gives_the_same_run[rloo]"
 GRPO_LOSSES = ALGORITHMS + "grpo_losses_by_plain_passes"
 VALUES = ALGORITHMS + "ppo_values_and_returns_by_plain_passes"
+WAY = INPUT + "the_first_way_that_works_is_taken"
 MASK = 'mask=samples["tokens"] >= 0'
 
 # name, script, old text, new text, the test that must fail
@@ -95,10 +96,14 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "head_logits(model.language_model, hidden) / model.temperature",
      "head_logits(model.language_model, hidden)", SHARED),
     ("a new token over the one before", "rloo", "column = self.cache.column.add_(1)",
-     "column = self.cache.column", SAMPLING + "greedy_sampling_equals_generate[llama-fixed-rloo]"),
-    ("logits that a graph has not computed", "rloo", "return logits[self.places]",
-     "return (self.logits if self.records else logits)[self.places]",
-     SAMPLING + "greedy_sampling_equals_generate[llama-recorded-rloo]"),
+     "column = self.cache.column",
+     SAMPLING + "greedy_sampling_equals_generate[llama-RecordedSteps-rloo]"),
+    ("logits that a graph has not computed", "rloo",
+     "return logits[running]", "return self.logits[running]",
+     SAMPLING + "greedy_sampling_equals_generate[llama-RecordedSteps-rloo]"),
+    ("steps tried in short rows alone", "rloo",
+     "room = max(longest_row - start, tokens.shape[1])", "room = tokens.shape[1]", WAY),
+    ("logits of -inf compared", "rloo", "counts = alone > -1e9", "counts = alone == alone", WAY),
     ("ratio to the policy of now", "rloo", "if args.updates_per_batch == 1:", "if True:",
      ALGORITHMS + "updates_are_those_of_the_textbook[rloo]"),
     ("episodes that carry KL left out", "grpo",
@@ -115,8 +120,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "token_ids + batch.token_ids[i][:-1]",
      REWARDS + "reward_model_reads_the_episode_with_its_eos[rloo-llama-0]"),
     # episodes without a score
-    ("None counted as 0", "rloo", "[sum(parts) if parts else nan for",
-     "[sum(parts) for",
+    ("None counted as 0", "rloo", "[sum(values) if values else nan for",
+     "[sum(values) for",
      MISSING + "gradient_without_some_scores[0.2-reference-rloo]"),
     ("unscored episode in the baseline", "rloo",
      "(~groups.isnan()).sum(1, keepdim=True) - 1", "torch.full_like(groups[:, :1], k - 1)",
@@ -140,8 +145,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("score on the last column", "ppo", "rewards[all_episodes, batch.mask.sum(1) - 1] += scores",
      "rewards[:, -1] += scores", VALUES + "[value_model_path-False-ppo]"),
     ("value read one position late", "ppo",
-     "completion_outputs(model.value_trunk, False, prompts, tokens)",
-     "completion_outputs(model.value_trunk, False, prompts, tokens).roll(-1, 1)",
+     "separate_rows(model.value_trunk, prompts, tokens)",
+     "separate_rows(model.value_trunk, prompts, tokens).roll(-1, 1)",
      VALUES + "[value_model_path-False-ppo]"),
     ("returns from whitened advantages", "ppo",
      "advantages[batch.mask] = whiten(advantages[batch.mask])",

@@ -354,7 +354,7 @@ def test_the_ported_configuration_makes_the_steps_of_trl(capsys):
     processes, flags = re.search(r"--num_processes (\d+) grpo.py (.*)", command).groups()
     grpo = MODULES["grpo"]
     # These replace `your/model` and its like.
-    flags += f" --model-path {grpo.Args.model_path} --dataset {grpo.Args.dataset}"
+    flags += f" --model-path {grpo.Args.model_path} --dataset None"
     args = tyro.cli(grpo.Args, args=[*flags.split(), "--plan", processes])
     grpo.main(args)
     plan = yaml.safe_load(capsys.readouterr().out)
@@ -378,11 +378,16 @@ COMING_FROM = re.sub(r"(?<!\n)\n *(?!\n)", " ", read(HERE / "docs/coming_from.md
 DEFAULT = r"`([\w.]+)` \((.*?), here (.*?)\)"  # a name, the other's default, and ours
 
 
+def defaults_of(script):
+    """For another model than the built-in one."""
+    return vars(script.check_flags(script.Args(model_path="your/model", dataset="your.jsonl")))
+
+
 def test_the_fields_of_trl_are_on_the_page():
     """The page has each default of PPOConfig (TRL 1.12) that differs from ours. What has no
     counterpart is in TRL 1.16. The stored lists were read from the sources: what each class itself
     defines, the defaults that verl generates (not all), and the options of OpenRLHF."""
-    args = vars(MODULES["ppo"].Args(model_path="your/model", dataset="your.jsonl"))
+    args = defaults_of(MODULES["ppo"])
     args["local_rollout_forward_batch_size"] = args["per_device_rollout_batch_size"]
     paragraph = re.search("Defaults that differ: .*", COMING_FROM)[0]
     differ = []
@@ -409,7 +414,7 @@ def test_names_and_defaults_of_others_are_theirs():
     """In the table of names, and in the list of defaults."""
     args = {}
     for name in SCRIPTS:
-        args |= vars(MODULES[name].Args(model_path="your/model", dataset="your.jsonl"))
+        args |= defaults_of(MODULES[name])
     args["kl_coef"] = MODULES["rloo"].Args().kl_coef
 
     def default(peer, name):

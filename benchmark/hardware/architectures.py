@@ -20,7 +20,7 @@ from run import POLICY, Part, main, prepare_forks, run_forked, write_rows
 
 RESULT = Path(__file__).with_suffix(".json")
 SMOKE = ("llama", "gpt2", "mamba2")
-OWN_ROWS = "a row for each episode"  # printed where the prompts are not shared
+OWN_ROWS = "is not run by shared_prompts"  # printed where each episode has a row of its own
 PROMPTS = ["1", "2+3=", "45-6+78=", "9+9+9+9+9+9+9="]
 FLAGS = "--response-length 8 --batch-size 16 --total-episodes 32 --kl-coef 0.1 --learning-rate 1e-3"
 FLAGS += " --save-rollouts --reward benchmark/hardware/architectures.py:count_ones"
@@ -151,7 +151,7 @@ def attempt(model_type: str, job: tuple, work: Path):
         trained = run_forked((script, flags, f"{work}/run"))
         result["ended"] = "works"
         if OWN_ROWS in trained["output"]:
-            result["ended"] = f"works with {OWN_ROWS}"
+            result["ended"] = "works with a row for each episode"
         result["difference"] = compare(f"{work}/model", trained["rollouts"][:16])
         if result["difference"] > 1e-3:
             result["ended"] = "wrong"

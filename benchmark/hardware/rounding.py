@@ -116,8 +116,9 @@ def in_bfloat16(script):
     check = script.check_flags
 
     def check_flags(args):
-        check(args)
+        args = check(args)
         args.dtype = "bfloat16"
+        return args
 
     script.check_flags = check_flags
 

@@ -46,7 +46,7 @@ def watch(module):
     draw_prompts    hands out the prompts in the order of the file, as TRL does here, and marks the
                     beginning of an iteration
     sample          notes its seconds, and how many tokens there are
-    finish          writes nothing, and marks the end of the last iteration
+    save_result     writes nothing, and marks the end of the last iteration
     """
     moments, steps = [], []
     module.found = dict(steps=steps)
@@ -72,4 +72,4 @@ def watch(module):
 
     module.draw_prompts = in_file_order
     module.sample = timed_sample
-    module.finish = end
+    module.save_result = end

@@ -72,10 +72,10 @@ class LLM:
         language_model = transformers.AutoModelForCausalLM.from_pretrained(
             given["model"], dtype=given["dtype"]
         )
-        language_model.can_share_prompts = True
-        language_model.step_fault = None
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(given["model"])
-        self.model = self.script["CompletionModel"](language_model, None, [], self.script["Args"]())
+        self.model = self.script["CompletionModel"](
+            self.script["Args"](), language_model, None, [], None, self.script["PlainSteps"]
+        )
         self.record_uniforms()
         self.has_prompts = False
         self.is_stale = False
