@@ -232,7 +232,9 @@ def gae(rewards, values, gamma, lam):
 
 def whiten(values):
     """Shift and scale all entries together to mean 0 and population variance 1."""
-    return (values - values.mean()) * torch.rsqrt(values.var(correction=0) + 1e-8)
+    values = values.double()  # In float32, equal entries would not become 0.
+    whitened = (values - values.mean()) * torch.rsqrt(values.var(correction=0) + 1e-8)
+    return whitened.float()
 
 
 def ppo_loss(args, logprobs, old_logprobs, advantages):
@@ -293,7 +295,7 @@ def main(args):
     eval_prompts = load_prompts(args, args.eval_dataset, args.eval_reward or args.reward, tokenizer)
     plan = batch_arithmetic(args, len(prompts), args.plan or accelerator.num_processes)
     if args.plan is not None:
-        accelerator.print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
+        print_plan(plan)
         return
 
     output_dir, settings = choose_output_dir(args, prompts)  # A finished run stops here.
@@ -310,13 +312,14 @@ def main(args):
         trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
     )
     # The schedule does not go through `prepare`: accelerate would step it once for each process.
-    name = args.lr_scheduler_type
-    scheduler = transformers.get_scheduler(name, optimizer, plan.warmup_steps, plan.steps)
+    scheduler = transformers.get_scheduler(
+        args.lr_scheduler_type, optimizer, plan.warmup_steps, plan.steps
+    )
     policy, optimizer = accelerator.prepare(policy, optimizer)
     lock = claim_folder(output_dir, settings)
     # What one iteration hands to the next. With --resume, a checkpoint has it.
-    state = {"iteration": 0, "step": 0}
-    state |= {"kl_coef": args.kl_coef, "score_count": 0, "score_mean": 0.0, "score_squares": 0.0}
+    state = {"iteration": 0, "step": 0, "kl_coef": args.kl_coef}
+    state |= {"score_count": 0, "score_mean": 0.0, "score_squares": 0.0}
     state |= load_checkpoint(args, output_dir)
     announce(args, settings, plan, accelerator.unwrap_model(policy))
     scheduler.last_epoch = state["step"]
@@ -647,7 +650,7 @@ def micro_batches(episodes, lengths, size):
 # You can skip everything below on a first reading. The lecture calls from it:
 #   check_flags, start_accelerator, load_prompts, load_scorers, load_policy, load_reference: make
 #     what a run needs. A scorer scores the episodes of a batch, and score_episodes calls them.
-#   choose_output_dir, claim_folder, load_checkpoint, announce: the folder of the run, and its state
+#   choose_output_dir, claim_folder, load_checkpoint, print_plan, announce: its folder and its start
 #   keyed_rng, SAMPLING, draw_prompts, draw_mini_batches: random numbers, and what is drawn by them
 #   pad_left, trim, without_end: token lists as a tensor, its columns with tokens, a text's tokens
 #   forward_pass, map_episodes, collect: a model's results for some episodes, for all episodes, and
@@ -673,12 +676,15 @@ def load_prompts(args, path, reward, tokenizer):
     """The prompts of a .jsonl file, or of a Hub dataset NAME:SPLIT or NAME:CONFIG:SPLIT."""
     if path is None:
         return []
-    if path.endswith(".jsonl"):
-        dataset = Path(path).read_bytes().rstrip().splitlines()
-    else:
-        with blaming(f"{path} must be a .jsonl file, or a Hub dataset as NAME:SPLIT"):
-            *names, split = re.split(r":(?![^\[]*\])", path)  # at colons that are not in brackets
+    with blaming(f"--dataset or --eval-dataset {path}: a .jsonl file, or a Hub dataset NAME:SPLIT"):
+        *names, split = re.split(r":(?![^\[]*\])", path)  # at colons that are not in brackets
+        if path.endswith(".jsonl"):
+            dataset = Path(path).read_bytes().rstrip().splitlines()
+        elif not names:
+            raise ValueError("this is neither")
+        else:
             dataset = importlib.import_module("datasets").load_dataset(*names, split=split)
+    config = transformers.AutoConfig.from_pretrained(args.model_path).get_text_config()
     prompts = []
     for number, row in enumerate(dataset, start=1):
         with blaming(f"{path}:{number} (a row has a `prompt`: text, or messages with a `role`)"):
@@ -687,6 +693,8 @@ def load_prompts(args, path, reward, tokenizer):
             text, token_ids = tokenize(tokenizer, row, add_generation_prompt=True)
             if not row["prompt"] or not token_ids:
                 raise ValueError("the prompt is empty")
+            if max(*token_ids, args.stop_token_id or 0) >= config.vocab_size:
+                raise ValueError("--model-path has no embedding of a token, or of --stop-token-id")
             if isinstance(row["prompt"], list):
                 check_chat(row["prompt"], text)
             if reward == "exact_match" and type(row.get("answer")) not in (str, int):
@@ -764,14 +772,17 @@ def load_reward(spec):
     if not module:
         raise UsageError(f"--reward must be exact_match, FILE.py:FUNCTION or none, not {spec}")
     if module.endswith(".py"):
-        file = Path(module).resolve(strict=True)
+        with blaming(f"--reward {spec}"):
+            file = Path(module).resolve(strict=True)
         # The file may import its neighbours. The folder comes last, so that it hides no library.
         sys.path.append(str(file.parent))
         module = re.sub(r"\W", "_", str(file))  # No other module has this name.
         found = importlib.util.spec_from_file_location(module, file)
         sys.modules[module] = importlib.util.module_from_spec(found)
         found.loader.exec_module(sys.modules[module])  # each time, since it may have changed
-    return getattr(importlib.import_module(module), function)
+    module = importlib.import_module(module)
+    with blaming(f"--reward {spec}"):
+        return getattr(module, function)
 
 
 def load_scorers(args, tokenizer, prompts, eval_prompts):
@@ -814,14 +825,16 @@ def score_episodes(batch, scorers, where):
     parts = [{} for _ in prompts]  # of the score of each episode
     for scorer in scorers if prompts else []:
         for name, values in scorer(batch, share).items():
-            with blaming(f"{where}: --reward, part {name!r}: a number or None for each completion"):
+            with blaming(f"{where}: --reward {name or 'scores'}: a number or None per completion"):
                 if f"reward/{name}" in parts[0]:
                     raise ValueError("another part of the score has this name")
+                if isinstance(values, bytes):
+                    raise ValueError("bytes are no scores")
                 for part, prompt, value in zip(parts, prompts, values, strict=True):
                     if value is not None:  # None means: no score.
-                        value = float(value)
-                        if not abs(value) < 1e38:  # float32 holds it
+                        if not abs(value) < 1e38:  # float32 holds it, and it is no text
                             raise ValueError(f"{prompt.text!r} got {value}")
+                        value = float(value)
                     part[f"reward/{name}"] = value
     parts = gather_object(parts)
     table = [[value for value in part.values() if value is not None] for part in parts]
@@ -839,7 +852,7 @@ def call_reward(function, batch, share):
     completions = list(map(as_message, prompts, batch.completions[share]))
     token_ids = copy.deepcopy(batch.token_ids[share])
     scores = function(prompts=prompts, completions=completions, completion_ids=token_ids, **columns)
-    if isinstance(scores, dict):
+    if scores and isinstance(scores, dict):
         return scores
     return {"": scores}
 
@@ -1009,7 +1022,8 @@ def normalize_scores(args, state, scores):
     if args.score_norm:
         scores = scores - state["score_mean"]
     deviation = sqrt(state["score_squares"] / state["score_count"])
-    if args.score_scaling and deviation > 1e-4:  # Otherwise all scores so far are equal.
+    # Otherwise all scores so far are equal, up to rounding.
+    if args.score_scaling and deviation > 1e-8 * abs(state["score_mean"]):
         scores = scores / deviation
     if args.score_clip is not None:
         scores = scores.clamp(-args.score_clip, args.score_clip)
@@ -1028,8 +1042,11 @@ def update_moments(state, scores):
 
 
 def token_kl(logprobs, ref_logprobs, estimator):
-    """The KL to the reference, estimated from each token (Schulman 2020, Approximating KL)."""
-    d = logprobs - ref_logprobs
+    """The KL to the reference, estimated from each token (Schulman 2020, Approximating KL).
+
+    A difference up to 1e-4 nats counts as 0. It is rounding, and AdamW makes whole steps of that.
+    """
+    d = torch.nn.functional.hardshrink(logprobs - ref_logprobs, 1e-4)
     return {"k1": d, "abs": d.abs(), "k2": 0.5 * d.square(), "k3": torch.exp(-d) - 1 + d}[estimator]
 
 
@@ -1060,13 +1077,15 @@ class CompletionModel(torch.nn.Module):
         """completion_outputs, steps: the ways that `choose_way` found for training and sampling"""
         super().__init__()
         self.language_model = language_model
+        self.config = transformers.AutoConfig.from_pretrained(args.model_path)  # to save it
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.ends_with_stop_string = None  # a function of rows of tokens
         if args.stop_string is not None:
-            self.ends_with_stop_string = transformers.StopStringCriteria(
-                tokenizer, [args.stop_string]
-            )
+            with blaming(f"--stop-string {args.stop_string!r} does not work with this tokenizer"):
+                self.ends_with_stop_string = transformers.StopStringCriteria(
+                    tokenizer, [args.stop_string]
+                )
         self.temperature = args.temperature  # of the passes that compute log-probabilities
         self.completion_outputs = completion_outputs
         self.sampling_steps = steps
@@ -1414,6 +1433,8 @@ def prepare_for_training(args, model, index):
     if args.lora_r is None:
         return model
     peft = importlib.import_module("peft")
+    if Path(model.name_or_path).exists():  # The adapters name it. Their folder may be moved.
+        model.name_or_path = str(Path(model.name_or_path).resolve())
     torch.manual_seed(int(keyed_rng(args.seed, NEW_WEIGHTS, index).integers(2**32)))
     config = peft.LoraConfig(
         r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, target_modules="all-linear"
@@ -1458,14 +1479,17 @@ def add_value_model(args, policy, longest_row):
 
     They come from --value-model-path, else the reward model, else the policy. A new head is zero.
     """
-    path = args.value_model_path or args.model_path
-    if args.value_model_path is None and args.reward_model_path is not None:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(args.reward_model_path)
-        if tokenizer.get_vocab() == policy.tokenizer.get_vocab():
-            path = args.reward_model_path
+    path = args.value_model_path or args.reward_model_path or args.model_path
+    vocabulary = transformers.AutoTokenizer.from_pretrained(path).get_vocab()
+    size = transformers.AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    policy_size = policy.config.get_text_config().vocab_size
+    if vocabulary != policy.tokenizer.get_vocab() or size < policy_size:
+        if args.value_model_path is not None:
+            raise UsageError("--value-model-path must have the vocabulary of --model-path")
+        path = args.model_path
     auto_class = transformers.AutoModel
-    architectures = transformers.AutoConfig.from_pretrained(path).architectures or [""]
-    if architectures[0].endswith("ForSequenceClassification"):
+    config = transformers.AutoConfig.from_pretrained(path)
+    if (config.architectures or [""])[0].endswith("ForSequenceClassification"):
         auto_class = transformers.AutoModelForSequenceClassification
     model = load_model(path, "float32", longest_row, auto_class, num_labels=1)
     choose_way(path, model, [separate_rows], outputs_of_training)
@@ -1473,6 +1497,7 @@ def add_value_model(args, policy, longest_row):
     token = torch.ones((1, 1), dtype=torch.long, device=accelerator.device)
     with torch.no_grad():
         hidden_size = run_network(trunk, token).shape[-1]
+    policy.value_config = config
     policy.value_trunk = prepare_for_training(args, trunk, index=2)
     policy.value_head = torch.nn.Linear(hidden_size, 1, device=accelerator.device)
     for parameter in policy.value_head.parameters():
@@ -1510,7 +1535,7 @@ def append_jsonl(path, records):
     """The main process appends one JSON object per line."""
     if not accelerator.is_main_process:
         return
-    with open(path, "a", encoding="utf-8") as file:
+    with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
         for record in records:
             text = json.dumps(record, default=str)
             record = json.loads(text, parse_constant=lambda _: None)  # JSON has null, and no NaN.
@@ -1652,8 +1677,16 @@ def save_model(policy, folder):
         if name.startswith("language_model.")
     }
     model = accelerator.unwrap_model(policy)
-    model.language_model.save_pretrained(folder, state_dict=weights)
+    save_with_config(model.language_model, model.config, folder, weights)
     model.tokenizer.save_pretrained(folder)
+
+
+def save_with_config(model, config, folder, weights):
+    """Save a model with the config that it came with: `switch_off` has changed its own."""
+    changed = model.config
+    model.config = config
+    model.save_pretrained(folder, state_dict=weights)
+    model.config = changed
 
 
 def claim_folder(output_dir, settings):
@@ -1692,6 +1725,11 @@ def load_checkpoint(args, output_dir):
     return state
 
 
+def print_plan(plan):
+    """Print every count of the run, as YAML."""
+    accelerator.print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
+
+
 def announce(args, settings, plan, model):
     """Print what the run will do, and start the trackers."""
     accelerator.print(
@@ -1701,7 +1739,7 @@ def announce(args, settings, plan, model):
     )
     ends = dict(zip(model.eos_ids, model.tokenizer.convert_ids_to_tokens(model.eos_ids)))
     accelerator.print(f"tokens that end a completion: {ends}; --stop-string: {args.stop_string!r}")
-    accelerator.print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
+    print_plan(plan)
     # tensorboard takes no None
     config = {name: value for name, value in settings.items() if value is not None}
     name = {"name": os.environ.get("WANDB_NAME", Path(settings["output_dir"]).name)}
@@ -1739,8 +1777,9 @@ def save_value_model(args, policy, output_dir):
         part, _, rest = name.partition(".")
         weights[part][rest] = tensor
     folder = output_dir / "value_model"
-    trunk = accelerator.unwrap_model(policy).value_trunk
-    trunk.save_pretrained(folder, state_dict=weights["value_trunk"])
+    model = accelerator.unwrap_model(policy)
+    save_with_config(model.value_trunk, model.value_config, folder, weights["value_trunk"])
+    model.tokenizer.save_pretrained(folder)
     save_file(weights["value_head"], folder / VALUE_HEAD)
 
 
@@ -1784,6 +1823,14 @@ FREE_FLAGS = (
 ).split()  # Instead of the path --dataset, its rows are compared.
 
 
+# Flags that may not be 0.
+ABOVE_ZERO = (
+    "num_train_epochs batch_size num_mini_batches num_ppo_epochs per_device_train_batch_size "
+    "per_device_rollout_batch_size response_length max_prompt_length temperature eval_k lora_r "
+    "lora_alpha max_grad_norm plan"
+).split()
+
+
 class UsageError(ValueError):
     """A mistake in flags or data. The program shows its message without a traceback."""
 
@@ -1813,9 +1860,15 @@ def check_flags(args):
         args.learning_rate = RATES[kind]
     if args.response_length is None:
         args.response_length = 8 if kind == "built-in" else 256
-    for name, value in vars(args).items():
+    for name, value in list(vars(args).items()):
+        if isinstance(value, np.generic):
+            value = value.item()
+            setattr(args, name, value)
+        flag = f"--{name.replace('_', '-')} {value}"
         if isinstance(value, (int, float)) and not value >= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must not be negative")
+            raise ValueError(f"{flag} must not be negative")
+        if name in ABOVE_ZERO and value == 0:
+            raise ValueError(f"{flag} must be above 0")
     multiple = lcm(args.k, args.num_mini_batches)
     trackers = [None, *map(str, accelerate.tracking.get_available_trackers())]
     faults = {  # a message, and whether it is true
@@ -1828,9 +1881,6 @@ def check_flags(args):
         ),
         f"--batch-size must be a multiple of {multiple} (k, mini-batches)": args.batch_size
         % multiple,
-        "--temperature and --max-grad-norm must be above 0": (
-            args.temperature == 0 or args.max_grad_norm == 0
-        ),
         "--model-path needs a --dataset": args.dataset is None,
         "--model-path has LoRA adapters; first merge them with peft: AutoPeftModelForCausalLM"
         ".from_pretrained(path).merge_and_unload().save_pretrained(folder)": (
@@ -1896,6 +1946,10 @@ def start_accelerator(args):
         transformers.integrations.unset_hf_deepspeed_config()
 
 
+def sha_256(text):
+    return f"SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
 def choose_output_dir(args, prompts):
     """The folder of the run, the same on all processes, and what its args.yaml will hold.
 
@@ -1907,10 +1961,11 @@ def choose_output_dir(args, prompts):
     output_dir = Path(gather_object([args.output_dir or name])[0]).absolute()
     accelerator.project_configuration.logging_dir = str(output_dir)
     # Without the addresses of objects, such as images.
-    rows = re.sub(r" at 0x\w+", "", repr([prompt.row for prompt in prompts])).encode()
+    rows = re.sub(r" at 0x\w+", "", repr([prompt.row for prompt in prompts]))
     settings = vars(args) | {
         "output_dir": str(output_dir),
-        "dataset_rows": f"{len(prompts)}, SHA-256 {hashlib.sha256(rows).hexdigest()[:12]}",
+        "dataset_rows": f"{len(prompts)}, {sha_256(rows)}",
+        "prompt_tokens": sha_256(repr([prompt.token_ids for prompt in prompts])),
     }
     if not any((output_dir / name).exists() for name in (*JSONL_FILES, "checkpoints", "model")):
         return output_dir, settings
@@ -1919,6 +1974,11 @@ def choose_output_dir(args, prompts):
     theirs = yaml.safe_load((output_dir / "args.yaml").read_text())
     for name, its in (vars(check_flags(Args())) | theirs).items():  # An older script had fewer.
         mine = settings.get(name)
+        if name == "prompt_tokens" and its != mine:
+            raise UsageError(
+                f"--resume: the prompts have other tokens than in {output_dir}. Does the chat"
+                " template write the date, or has it changed? See docs/recipes.md"
+            )
         if name not in FREE_FLAGS and its != mine:
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"--resume: {flag} is {mine}, but {its} in {output_dir}")

@@ -189,17 +189,16 @@ def batch_arithmetic(args, num_prompts, world_size):
 
 
 # ===================================== 3  the algorithm =====================================
-def rloo_advantages(rewards, k, rounding):
+def rloo_advantages(rewards, k):
     """A_i = R_i - mean of the other rewards of the group (arXiv 2402.14740, section 2.3).
 
     rewards: [episodes, actions], the k episodes of a group side by side. Here a completion is one
     action, so there is one column. Returns the same shape. The reward nan means that an episode has
-    no score: no mean counts it, and its advantage is 0. A difference up to `rounding` is none.
+    no score: no mean counts it, and its advantage is 0.
     """
     groups = rewards.unflatten(0, (-1, k))  # [groups, k, actions]
     # The mean of R_i - R_j over the others is the same, and exactly 0 where all rewards are equal.
     differences = groups[:, :, None] - groups[:, None]  # [groups, k, k, actions]
-    differences = differences.masked_fill(differences.abs() <= rounding, 0.0)
     others = (~groups.isnan()).sum(1, keepdim=True) - 1  # how many, [groups, 1, actions]
     return (differences.nansum(2) / others.clamp(min=1)).flatten(0, 1)
 
@@ -253,7 +252,7 @@ def main(args):
     eval_prompts = load_prompts(args, args.eval_dataset, args.eval_reward or args.reward, tokenizer)
     plan = batch_arithmetic(args, len(prompts), args.plan or accelerator.num_processes)
     if args.plan is not None:
-        accelerator.print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
+        print_plan(plan)
         return
 
     output_dir, settings = choose_output_dir(args, prompts)  # A finished run stops here.
@@ -269,13 +268,13 @@ def main(args):
         trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
     )
     # The schedule does not go through `prepare`: accelerate would step it once for each process.
-    name = args.lr_scheduler_type
-    scheduler = transformers.get_scheduler(name, optimizer, plan.warmup_steps, plan.steps)
+    scheduler = transformers.get_scheduler(
+        args.lr_scheduler_type, optimizer, plan.warmup_steps, plan.steps
+    )
     policy, optimizer = accelerator.prepare(policy, optimizer)
     lock = claim_folder(output_dir, settings)
     # What one iteration hands to the next. With --resume, a checkpoint has it.
-    state = {"iteration": 0, "step": 0}
-    state |= load_checkpoint(args, output_dir)
+    state = {"iteration": 0, "step": 0} | load_checkpoint(args, output_dir)
     announce(args, settings, plan, accelerator.unwrap_model(policy))
     scheduler.last_epoch = state["step"]
     # The bar counts optimizer steps. disable=None: there is a bar only in a terminal.
@@ -311,10 +310,12 @@ def main(args):
         # ---- 4c  advantages
         rewards = scores[:, None]  # [episodes, 1]: a completion is one action
         if reference is not None:
-            kl = (batch.logprobs - ref_logprobs).sum(1, keepdim=True)  # [episodes, 1], in nats
+            # Two kinds of passes differ by rounding. A token's difference up to 1e-4 nats counts as
+            # 0, and equal completions of a group get one KL. AdamW would make whole steps of it.
+            kl = torch.nn.functional.hardshrink(batch.logprobs - ref_logprobs, 1e-4)
+            kl = kl.sum(1, keepdim=True)[first_equal(batch)]  # [episodes, 1], in nats
             rewards = rewards - args.kl_coef * kl  # in float64, as scores are
-        # Where completions or models are equal, KLs differ by rounding, which is below 1e-4 nats.
-        advantages = rloo_advantages(rewards, args.k, 1e-4 * args.kl_coef)  # [episodes, 1]
+        advantages = rloo_advantages(rewards, args.k)  # [episodes, 1]
 
         # ---- 4d  optimize
         train_start = time.perf_counter()
@@ -567,15 +568,15 @@ def micro_batches(episodes, lengths, size):
 # You can skip everything below on a first reading. The lecture calls from it:
 #   check_flags, start_accelerator, load_prompts, load_scorers, load_policy, load_reference: make
 #     what a run needs. A scorer scores the episodes of a batch, and score_episodes calls them.
-#   choose_output_dir, claim_folder, load_checkpoint, announce: the folder of the run, and its state
+#   choose_output_dir, claim_folder, load_checkpoint, print_plan, announce: its folder and its start
 #   keyed_rng, SAMPLING, draw_prompts, draw_mini_batches: random numbers, and what is drawn by them
 #   pad_left, trim, without_end: token lists as a tensor, its columns with tokens, a text's tokens
 #   forward_pass, map_episodes, collect: a model's results for some episodes, for all episodes, and
 #     of passes that are done. The processes share the passes, and then all have the results.
 #   exchange_gradients, sampling_weights: inside, processes add up gradients, or gather weights
 #   sampling_steps, completion_outputs, head_logits, in_pieces: logits and hidden states of a model
-#   evaluate, all_equal, compare_with_sampler, save_checkpoint, save_result, and *_metrics, write_*:
-#     measure, log and save
+#   evaluate, all_equal, first_equal, compare_with_sampler, save_checkpoint, save_result, and
+#     *_metrics, write_*: measure, compare, log and save
 
 
 # ==================================== 6  data and rewards ====================================
@@ -590,12 +591,15 @@ def load_prompts(args, path, reward, tokenizer):
     """The prompts of a .jsonl file, or of a Hub dataset NAME:SPLIT or NAME:CONFIG:SPLIT."""
     if path is None:
         return []
-    if path.endswith(".jsonl"):
-        dataset = Path(path).read_bytes().rstrip().splitlines()
-    else:
-        with blaming(f"{path} must be a .jsonl file, or a Hub dataset as NAME:SPLIT"):
-            *names, split = re.split(r":(?![^\[]*\])", path)  # at colons that are not in brackets
+    with blaming(f"--dataset or --eval-dataset {path}: a .jsonl file, or a Hub dataset NAME:SPLIT"):
+        *names, split = re.split(r":(?![^\[]*\])", path)  # at colons that are not in brackets
+        if path.endswith(".jsonl"):
+            dataset = Path(path).read_bytes().rstrip().splitlines()
+        elif not names:
+            raise ValueError("this is neither")
+        else:
             dataset = importlib.import_module("datasets").load_dataset(*names, split=split)
+    config = transformers.AutoConfig.from_pretrained(args.model_path).get_text_config()
     prompts = []
     for number, row in enumerate(dataset, start=1):
         with blaming(f"{path}:{number} (a row has a `prompt`: text, or messages with a `role`)"):
@@ -604,6 +608,8 @@ def load_prompts(args, path, reward, tokenizer):
             text, token_ids = tokenize(tokenizer, row, add_generation_prompt=True)
             if not row["prompt"] or not token_ids:
                 raise ValueError("the prompt is empty")
+            if max(*token_ids, args.stop_token_id or 0) >= config.vocab_size:
+                raise ValueError("--model-path has no embedding of a token, or of --stop-token-id")
             if isinstance(row["prompt"], list):
                 check_chat(row["prompt"], text)
             if reward == "exact_match" and type(row.get("answer")) not in (str, int):
@@ -681,14 +687,17 @@ def load_reward(spec):
     if not module:
         raise UsageError(f"--reward must be exact_match, FILE.py:FUNCTION or none, not {spec}")
     if module.endswith(".py"):
-        file = Path(module).resolve(strict=True)
+        with blaming(f"--reward {spec}"):
+            file = Path(module).resolve(strict=True)
         # The file may import its neighbours. The folder comes last, so that it hides no library.
         sys.path.append(str(file.parent))
         module = re.sub(r"\W", "_", str(file))  # No other module has this name.
         found = importlib.util.spec_from_file_location(module, file)
         sys.modules[module] = importlib.util.module_from_spec(found)
         found.loader.exec_module(sys.modules[module])  # each time, since it may have changed
-    return getattr(importlib.import_module(module), function)
+    module = importlib.import_module(module)
+    with blaming(f"--reward {spec}"):
+        return getattr(module, function)
 
 
 def load_scorers(args, tokenizer, prompts, eval_prompts):
@@ -731,14 +740,16 @@ def score_episodes(batch, scorers, where):
     parts = [{} for _ in prompts]  # of the score of each episode
     for scorer in scorers if prompts else []:
         for name, values in scorer(batch, share).items():
-            with blaming(f"{where}: --reward, part {name!r}: a number or None for each completion"):
+            with blaming(f"{where}: --reward {name or 'scores'}: a number or None per completion"):
                 if f"reward/{name}" in parts[0]:
                     raise ValueError("another part of the score has this name")
+                if isinstance(values, bytes):
+                    raise ValueError("bytes are no scores")
                 for part, prompt, value in zip(parts, prompts, values, strict=True):
                     if value is not None:  # None means: no score.
-                        value = float(value)
-                        if not abs(value) < 1e38:  # float32 holds it
+                        if not abs(value) < 1e38:  # float32 holds it, and it is no text
                             raise ValueError(f"{prompt.text!r} got {value}")
+                        value = float(value)
                     part[f"reward/{name}"] = value
     parts = gather_object(parts)
     table = [[value for value in part.values() if value is not None] for part in parts]
@@ -756,7 +767,7 @@ def call_reward(function, batch, share):
     completions = list(map(as_message, prompts, batch.completions[share]))
     token_ids = copy.deepcopy(batch.token_ids[share])
     scores = function(prompts=prompts, completions=completions, completion_ids=token_ids, **columns)
-    if isinstance(scores, dict):
+    if scores and isinstance(scores, dict):
         return scores
     return {"": scores}
 
@@ -928,13 +939,15 @@ class CompletionModel(torch.nn.Module):
         """completion_outputs, steps: the ways that `choose_way` found for training and sampling"""
         super().__init__()
         self.language_model = language_model
+        self.config = transformers.AutoConfig.from_pretrained(args.model_path)  # to save it
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.ends_with_stop_string = None  # a function of rows of tokens
         if args.stop_string is not None:
-            self.ends_with_stop_string = transformers.StopStringCriteria(
-                tokenizer, [args.stop_string]
-            )
+            with blaming(f"--stop-string {args.stop_string!r} does not work with this tokenizer"):
+                self.ends_with_stop_string = transformers.StopStringCriteria(
+                    tokenizer, [args.stop_string]
+                )
         self.temperature = args.temperature  # of the passes that compute log-probabilities
         self.completion_outputs = completion_outputs
         self.sampling_steps = steps
@@ -1282,6 +1295,8 @@ def prepare_for_training(args, model, index):
     if args.lora_r is None:
         return model
     peft = importlib.import_module("peft")
+    if Path(model.name_or_path).exists():  # The adapters name it. Their folder may be moved.
+        model.name_or_path = str(Path(model.name_or_path).resolve())
     torch.manual_seed(int(keyed_rng(args.seed, NEW_WEIGHTS, index).integers(2**32)))
     config = peft.LoraConfig(
         r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, target_modules="all-linear"
@@ -1344,7 +1359,7 @@ def append_jsonl(path, records):
     """The main process appends one JSON object per line."""
     if not accelerator.is_main_process:
         return
-    with open(path, "a", encoding="utf-8") as file:
+    with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
         for record in records:
             text = json.dumps(record, default=str)
             record = json.loads(text, parse_constant=lambda _: None)  # JSON has null, and no NaN.
@@ -1388,6 +1403,15 @@ def ratio_metrics(logratio, is_clipped, mask):
         "val/ratio": ratio.mean(),
         "val/ratio_var": ratio.var(correction=0),
     }
+
+
+def first_equal(batch):
+    """For each episode, the first one of its group that has the same completion: [episodes].
+
+    Two processes, or two passes, compute equal completions with other rounding.
+    """
+    ids = batch.token_ids
+    return [ids.index(its, i - i % batch.k) for i, its in enumerate(ids)]  # from its group on
 
 
 def mean_metrics(dicts):
@@ -1484,8 +1508,16 @@ def save_model(policy, folder):
         if name.startswith("language_model.")
     }
     model = accelerator.unwrap_model(policy)
-    model.language_model.save_pretrained(folder, state_dict=weights)
+    save_with_config(model.language_model, model.config, folder, weights)
     model.tokenizer.save_pretrained(folder)
+
+
+def save_with_config(model, config, folder, weights):
+    """Save a model with the config that it came with: `switch_off` has changed its own."""
+    changed = model.config
+    model.config = config
+    model.save_pretrained(folder, state_dict=weights)
+    model.config = changed
 
 
 def claim_folder(output_dir, settings):
@@ -1524,6 +1556,11 @@ def load_checkpoint(args, output_dir):
     return state
 
 
+def print_plan(plan):
+    """Print every count of the run, as YAML."""
+    accelerator.print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
+
+
 def announce(args, settings, plan, model):
     """Print what the run will do, and start the trackers."""
     accelerator.print(
@@ -1533,7 +1570,7 @@ def announce(args, settings, plan, model):
     )
     ends = dict(zip(model.eos_ids, model.tokenizer.convert_ids_to_tokens(model.eos_ids)))
     accelerator.print(f"tokens that end a completion: {ends}; --stop-string: {args.stop_string!r}")
-    accelerator.print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
+    print_plan(plan)
     # tensorboard takes no None
     config = {name: value for name, value in settings.items() if value is not None}
     name = {"name": os.environ.get("WANDB_NAME", Path(settings["output_dir"]).name)}
@@ -1596,6 +1633,14 @@ FREE_FLAGS = (
 ).split()  # Instead of the path --dataset, its rows are compared.
 
 
+# Flags that may not be 0.
+ABOVE_ZERO = (
+    "num_train_epochs batch_size num_mini_batches num_ppo_epochs per_device_train_batch_size "
+    "per_device_rollout_batch_size response_length max_prompt_length temperature eval_k lora_r "
+    "lora_alpha max_grad_norm plan"
+).split()
+
+
 class UsageError(ValueError):
     """A mistake in flags or data. The program shows its message without a traceback."""
 
@@ -1625,9 +1670,15 @@ def check_flags(args):
         args.learning_rate = RATES[kind]
     if args.response_length is None:
         args.response_length = 8 if kind == "built-in" else 256
-    for name, value in vars(args).items():
+    for name, value in list(vars(args).items()):
+        if isinstance(value, np.generic):
+            value = value.item()
+            setattr(args, name, value)
+        flag = f"--{name.replace('_', '-')} {value}"
         if isinstance(value, (int, float)) and not value >= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must not be negative")
+            raise ValueError(f"{flag} must not be negative")
+        if name in ABOVE_ZERO and value == 0:
+            raise ValueError(f"{flag} must be above 0")
     multiple = lcm(args.k, args.num_mini_batches)
     trackers = [None, *map(str, accelerate.tracking.get_available_trackers())]
     faults = {  # a message, and whether it is true
@@ -1636,9 +1687,6 @@ def check_flags(args):
         " the ratios, see docs/metrics.md": args.dtype == "bfloat16" and args.updates_per_batch > 1,
         f"--batch-size must be a multiple of {multiple} (k, mini-batches)": args.batch_size
         % multiple,
-        "--temperature and --max-grad-norm must be above 0": (
-            args.temperature == 0 or args.max_grad_norm == 0
-        ),
         "--model-path needs a --dataset": args.dataset is None,
         "--model-path has LoRA adapters; first merge them with peft: AutoPeftModelForCausalLM"
         ".from_pretrained(path).merge_and_unload().save_pretrained(folder)": (
@@ -1699,6 +1747,10 @@ def start_accelerator(args):
         transformers.integrations.unset_hf_deepspeed_config()
 
 
+def sha_256(text):
+    return f"SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
 def choose_output_dir(args, prompts):
     """The folder of the run, the same on all processes, and what its args.yaml will hold.
 
@@ -1710,10 +1762,11 @@ def choose_output_dir(args, prompts):
     output_dir = Path(gather_object([args.output_dir or name])[0]).absolute()
     accelerator.project_configuration.logging_dir = str(output_dir)
     # Without the addresses of objects, such as images.
-    rows = re.sub(r" at 0x\w+", "", repr([prompt.row for prompt in prompts])).encode()
+    rows = re.sub(r" at 0x\w+", "", repr([prompt.row for prompt in prompts]))
     settings = vars(args) | {
         "output_dir": str(output_dir),
-        "dataset_rows": f"{len(prompts)}, SHA-256 {hashlib.sha256(rows).hexdigest()[:12]}",
+        "dataset_rows": f"{len(prompts)}, {sha_256(rows)}",
+        "prompt_tokens": sha_256(repr([prompt.token_ids for prompt in prompts])),
     }
     if not any((output_dir / name).exists() for name in (*JSONL_FILES, "checkpoints", "model")):
         return output_dir, settings
@@ -1722,6 +1775,11 @@ def choose_output_dir(args, prompts):
     theirs = yaml.safe_load((output_dir / "args.yaml").read_text())
     for name, its in (vars(check_flags(Args())) | theirs).items():  # An older script had fewer.
         mine = settings.get(name)
+        if name == "prompt_tokens" and its != mine:
+            raise UsageError(
+                f"--resume: the prompts have other tokens than in {output_dir}. Does the chat"
+                " template write the date, or has it changed? See docs/recipes.md"
+            )
         if name not in FREE_FLAGS and its != mine:
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"--resume: {flag} is {mine}, but {its} in {output_dir}")
