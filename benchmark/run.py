@@ -206,9 +206,9 @@ def complete(language_model, tokenizer, prompts: list, uniforms, temperature=1.0
     """
     rloo = import_script("rloo")
     eos_ids = rloo.find_eos_ids(language_model, tokenizer, None)
-    language_model.can_share_prompts = True
-    language_model.step_fault = "rows may have any length"
-    model = rloo.CompletionModel(language_model, tokenizer, eos_ids, rloo.Args())
+    model = rloo.CompletionModel(
+        rloo.Args(), language_model, tokenizer, eos_ids, None, rloo.PlainSteps
+    )
     rows = rloo.torch.from_numpy(uniforms)
     batch = rloo.sample(model, rloo.pad_left(prompts), rows, temperature)
     return [[token for token in row if token >= 0] for row in batch["tokens"].tolist()]
