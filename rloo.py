@@ -767,7 +767,7 @@ def call_reward(function, batch, share):
     completions = list(map(as_message, prompts, batch.completions[share]))
     token_ids = copy.deepcopy(batch.token_ids[share])
     scores = function(prompts=prompts, completions=completions, completion_ids=token_ids, **columns)
-    if scores and isinstance(scores, dict):
+    if isinstance(scores, dict) and scores:
         return scores
     return {"": scores}
 
@@ -935,11 +935,14 @@ def trim(tokens):
 class CompletionModel(torch.nn.Module):
     """A causal language model with what it needs to sample completions and to compute them."""
 
-    def __init__(self, args, language_model, tokenizer, eos_ids, completion_outputs, steps=None):
-        """completion_outputs, steps: the ways that `choose_way` found for training and sampling"""
+    def __init__(
+        self, args, language_model, tokenizer, eos_ids, completion_outputs, steps=None, config=None
+    ):
+        """completion_outputs, steps: the ways that `choose_way` found for training and sampling;
+        config: to save with the model"""
         super().__init__()
+        self.config = config
         self.language_model = language_model
-        self.config = transformers.AutoConfig.from_pretrained(args.model_path)  # to save it
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.ends_with_stop_string = None  # a function of rows of tokens
@@ -1276,7 +1279,8 @@ def load_policy(args, tokenizer, longest_row):
     completion_outputs = choose_training_way(args, path, model)
     eos_ids = find_eos_ids(model, tokenizer, args.stop_token_id)
     model = prepare_for_training(args, model, 1)
-    return CompletionModel(args, model, tokenizer, eos_ids, completion_outputs, steps)
+    config = transformers.AutoConfig.from_pretrained(path)
+    return CompletionModel(args, model, tokenizer, eos_ids, completion_outputs, steps, config)
 
 
 def choose_training_way(args, path, model):
@@ -1722,7 +1726,7 @@ def start_accelerator(args):
         gradient_accumulation_plugin=accelerate.utils.GradientAccumulationPlugin(num_steps=1),
         mixed_precision="no",
         log_with=args.log_with,
-        project_dir="runs",
+        project_dir=args.output_dir or "runs",
         cpu=torch.mps.is_available(),  # Apple's GPUs have no float64, which sampling needs.
     )
     # accelerate can start one process where several were asked for, or several that are alone.

@@ -313,6 +313,9 @@ def number(number, **_):
     """The score says which prompt it is."""
     return [float(n) for n in number]
 
+def tiny(number, **_):
+    return [float(n) * 1e-9 for n in number]
+
 def parts(completions, **_):
     ones = numpy.array([text.count("1") for text in completions])
     return {"length": [float(len(text)) for text in completions], "ones": ones}
@@ -372,6 +375,10 @@ FAULTS = {  # what a faulty reward returns in place of its scores
     "huge": lambda scores: [*scores[1:], 1e39],
     "no_score": lambda scores: [*scores[1:], None],
     "text": lambda scores: [*scores[1:], "one"],
+    "texts": lambda scores: ["1"] * len(scores),
+    "one_text": lambda scores: "1" * len(scores),
+    "one_bytes": lambda scores: b"1" * len(scores),
+    "empty": lambda scores: {},
     "rows": lambda scores: [{"score": score} for score in scores],
     "array_column": lambda scores: numpy.array(scores)[:, None],
     "wrong_count": lambda scores: scores[1:],

@@ -11,15 +11,18 @@ import torch
 from conftest import (
     MANY_EOS,
     MODULES,
+    VOCAB,
     column,
     distance,
     encode,
     flat,
     load_policy,
+    make_tokenizer,
     only,
     plain_logprobs,
     record_calls,
     save_classifier,
+    save_model,
 )
 from plain import (
     mean_weights,
@@ -188,7 +191,7 @@ def test_advantages_by_hand(script, k):
     deviations = {"group": statistics.stdev, "none": lambda _: 1, "batch": lambda _: batch}
     for scale, deviation in deviations.items():
         if script.__name__ == "rloo":
-            advantages = partial(script.rloo_advantages, k=k, rounding=0)
+            advantages = partial(script.rloo_advantages, k=k)
         else:
             advantages = partial(script.grpo_advantages, k=k, scale_rewards=scale)
         found = advantages(rewards)
@@ -325,9 +328,9 @@ def test_ppo_values_and_returns_by_plain_passes(
 
 
 @only("ppo")
-def test_ppo_writes_its_value_model(script, run):
+def test_ppo_writes_its_value_model(script, run, refuses, tmp_path):
     """--value-model-path takes the folder value_model/ of a run: the next run begins with the
-    values it ended with."""
+    values it ended with. A model that reads other tokens is refused."""
 
     def value_model_of_run(**changed):
         flags = dict(learning_rate=0.01, kl_coef=0.0, total_episodes=12)
@@ -343,6 +346,13 @@ def test_ppo_writes_its_value_model(script, run):
         assert flat(weights.values()).equal(flat(same.values()))
     assert weights["bias"].abs() > 1e-4
     assert not value_model_of_run(lora_r=2).exists()
+    few = save_model(tmp_path / "few", vocab_size=len(VOCAB) - 1)
+    other = save_model(tmp_path / "other")
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens("x")
+    tokenizer.save_pretrained(other)
+    for path in (few, other):
+        refuses(script, "--value-model-path must have the vocabulary", value_model_path=path)
 
 
 @only("ppo")
@@ -392,7 +402,7 @@ def test_ppo_adapts_the_kl_coefficient(script, run, target):
 def test_ppo_scales_scores_by_all_scores_so_far(script, run, norm, scaling, limit):
     """--score-norm subtracts the mean of all scores so far. --score-scaling divides by their
     deviation. Then --score-clip clips. Where all scores are 5, nothing is divided by a rounding
-    error."""
+    error. Scores that are small without being equal are scaled as others are."""
     still = dict(learning_rate=0.0, batch_size=6)  # The episodes of both runs are the same.
     raw = run(script, **still).rollouts
     flags = dict(score_norm=bool(norm), score_scaling=bool(scaling), score_clip=limit)
@@ -403,8 +413,12 @@ def test_ppo_scales_scores_by_all_scores_so_far(script, run, norm, scaling, limi
             expected /= statistics.pstdev(so_far)
         expected = min(max(expected, -limit), limit)
         assert after["score"] == approx(expected, rel=1e-4, abs=1e-5)
-    rows = run(script, reward="five", **flags | dict(score_clip=99.0), batch_size=3).rollouts
+    flags |= dict(score_clip=99.0, batch_size=3)
+    rows = run(script, reward="five", **flags).rollouts
     assert set(column(rows, "score")) == {0.0 if norm else 5.0}
+    first, second = [run(script, reward=name, **flags).rollouts for name in ("number", "tiny")]
+    for row, small in zip(first, second, strict=True):
+        assert small["score"] == approx(row["score"] * (1 if scaling else 1e-9), rel=1e-4)
 
 
 @only("ppo")
@@ -428,6 +442,7 @@ def test_ppo_whitens_rewards_without_moving_their_mean(script, run):
     mean = np.mean(rewards[False])
     expected = (rewards[False] - mean) / np.std(rewards[False]) + mean
     assert rewards[True] == approx(expected, rel=1e-4, abs=1e-5)
+    assert not script.whiten(torch.full((300,), 1000.1)).any()  # Equal entries are 0.
 
 
 @only("ppo")

@@ -3,6 +3,8 @@ vocabularies.
 """
 
 import contextlib
+import json
+import os
 from functools import partial
 
 import numpy as np
@@ -182,10 +184,13 @@ def test_gradient_checkpointing_keeps_fewer_activations(script, run):
 
 @only("rloo", "ppo")
 def test_lora_is_the_policy_with_its_adapter(script, run, world):
-    """The reference is the policy without its adapter. model/ holds the adapter alone."""
+    """The reference is the policy without its adapter. model/ holds the adapter alone, and names
+    the folder of the policy in full."""
     peft = pytest.importorskip("peft")
     flags = dict(lora_r=2, learning_rate=0.02, kl_coef=0.1, num_train_epochs=2)
-    ran = run(script, **flags)
+    ran = run(script, **flags, model_path=os.path.relpath(world.llama))
+    config = json.loads((ran.folder / "model/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(world.llama)
     rows = ran.rollouts
     for row, expected in zip(rows, row_logprobs(world.llama, rows)):
         assert row["ref_logprobs"] == approx(expected, abs=1e-4)

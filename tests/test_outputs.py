@@ -1,5 +1,6 @@
 """What a run leaves: rows of its rollouts, checkpoints that load, and what a stop string ended."""
 
+import json
 import os
 from functools import partial
 
@@ -34,7 +35,8 @@ KEPT = dict(keep_checkpoints=3, save_every=1, num_train_epochs=7.0, response_len
 def test_a_row_of_the_dataset_can_be_joined(script, run, tmp_path):
     """`row` counts dropped prompts, too. `columns` are the other columns. `ended` is not guessed
     from ids."""
-    rows = [{"prompt": "1" * length, "score": length} for length in (9, 1, 8, 2, 3)]
+    # The note is half of a letter.
+    rows = [{"prompt": "1" * n, "score": n, "note": "\ud83d"} for n in (9, 1, 8, 2, 3)]
     found = run(
         script,
         dataset=write_jsonl(tmp_path / "rows.jsonl", rows),
@@ -48,6 +50,14 @@ def test_a_row_of_the_dataset_can_be_joined(script, run, tmp_path):
         assert rows[row["row"]] == {"prompt": row["prompt"]} | row["columns"]
         assert row["ended"] == (row["score"] > -50)
     assert len(set(column(found, "ended"))) == 2
+
+
+def test_a_saved_config_is_the_models_own(script, run):
+    """A run has no dropout. A later fine-tuning of its model has that of the model before."""
+    ran = run(script, model_path="dropout", batch_size=6)
+    for folder in [ran.folder / "model", *ran.folder.glob("value_model")]:
+        config = json.loads((folder / "config.json").read_text())
+        assert (config["attention_dropout"], config["dtype"]) == (0.5, "float32")
 
 
 def test_held_out_completions_are_written(script, run):
@@ -169,6 +179,12 @@ def test_a_stop_string_ends_a_completion(script, run, stopping):
     assert "b" in begins  # This completion did not end there: its "ab" would begin in the prompt.
     ended = sum(row["val/num_eos_tokens"] for row in found.metrics)
     assert ended == sum(row["ended"] for row in found.rollouts)
+
+
+@only("rloo")
+def test_a_tokenizer_that_knows_no_stop_string_is_refused(script, refuses):
+    """That of the tests has no token for what it does not know."""
+    refuses(script, "--stop-string 'x' does not work with this tokenizer", stop_string="x")
 
 
 @mark.slow

@@ -19,6 +19,7 @@ from conftest import (
     KILLS,
     column,
     contents,
+    encode,
     import_file,
     one_text,
     only,
@@ -243,7 +244,9 @@ def test_a_finished_run_makes_no_step(script, run, capsys, caplog):
 
 
 @one_text
-def test_another_run_is_refused(script, run, stopped_after, world, tmp_path, out, flags, goes_on):
+def test_another_run_is_refused(
+    script, run, stopped_after, world, tmp_path, out, flags, goes_on, monkeypatch
+):
     """A folder that holds a run or a model needs --resume. With it a flag that would make another
     run is refused by name, and so is a dataset with other rows. Nothing is changed. A flag that is
     newer than the run had its default."""
@@ -274,6 +277,12 @@ def test_another_run_is_refused(script, run, stopped_after, world, tmp_path, out
     dataset.write_text(text.replace('"1"', '"2"'))
     is_refused("--dataset-rows")
     dataset.write_text(text)
+    # A template that writes the date makes other prompts of the same rows.
+    monkeypatch.setattr(script, "tokenize", lambda *_, **__: ("2", encode("2")))
+    is_refused("other tokens .* template")
+    monkeypatch.undo()
+    del older["prompt_tokens"]  # An older run has no such entry.
+    args_file.write_text(yaml.safe_dump(older))
     # The same rows are the same dataset.
     goes_on(dataset=dataset.rename(tmp_path / "moved.jsonl"))
 

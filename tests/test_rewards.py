@@ -184,7 +184,8 @@ def test_the_kl_alone_may_be_the_reward(script, run):
 
 
 FAULTS = """
-wrong_count forgotten unordered coroutine unequal nan inf huge text rows array_column
+wrong_count forgotten unordered coroutine unequal nan inf huge text rows array_column empty
+one_text one_bytes texts
 """.split()
 
 
@@ -245,7 +246,7 @@ def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
         assert pickle.loads(pickle.dumps(dotted)) is dotted
         assert load("inner:score")() == 1
         for name in (f"{tmp_path}/mine.py:nothing", f"{tmp_path}/nothing.py:score", "nothing"):
-            with raises(Exception, match="nothing"):
+            with raises(script.UsageError, match="--reward .*nothing"):
                 load(name)
 
 

@@ -372,6 +372,7 @@ def test_what_a_run_writes(script, run, world, capsys):
     assert set(os.listdir(ran.folder)) == files
     written = yaml.safe_load((ran.folder / "args.yaml").read_text())
     assert re.fullmatch("7, SHA-256 \\w+", written.pop("dataset_rows"))
+    assert re.fullmatch("SHA-256 \\w+", written.pop("prompt_tokens"))
     assert written == vars(script.check_flags(ran.args))
     model = ran.folder / "model"
     assert distance(weights_of(world.llama), weights_of(model)) > 1e-4

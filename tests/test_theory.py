@@ -107,7 +107,7 @@ def test_a_baseline_of_the_others_has_no_bias(k):
     assert same(mean_of_grad_log_p, 0 * TRUE)
     episodes, p = groups_of(k, P)
     rewards = REWARDS[episodes]
-    advantages = rloo.rloo_advantages(rewards, k, 0)
+    advantages = rloo.rloo_advantages(rewards, k)
     assert same(ascent(advantages, p, episodes), TRUE)
     centred = grpo.grpo_advantages(rewards, k, "none")
     assert same(ascent(centred, p, episodes), (k - 1) / k * TRUE)
@@ -124,7 +124,7 @@ def test_top_p_needs_its_own_probabilities():
     q = token_logprobs(drawn).sum(1).exp().detach()
     episodes, p = groups_of(2, q)
     rewards = (COMPLETIONS[:, 0] == 0).double()[episodes]
-    advantages = rloo.rloo_advantages(rewards, 2, 0)
+    advantages = rloo.rloo_advantages(rewards, 2)
     first, after_right, after_wrong, _ = ascent(advantages, p, episodes, logits)
     expected = torch.tensor([0.222, -0.222, 0.0, 0.015, 0.007, -0.022])
     assert torch.allclose(torch.cat([first, after_right]).float(), expected, atol=5e-4)
@@ -203,7 +203,7 @@ def test_training_ends_at_the_optimum_under_the_kl(scores, beta):
         log_p = token_logprobs(logits).sum(1).detach()
         rewards = scores - beta * (log_p - ref)
         episodes, p = groups_of(2, log_p.exp())
-        advantages = rloo.rloo_advantages(rewards[episodes], 2, 0)
+        advantages = rloo.rloo_advantages(rewards[episodes], 2)
         logits.data += 2 / beta * ascent(advantages, p, episodes, logits)
     assert torch.allclose(log_p, optimum, atol=0.01)
     assert advantages.abs().max() < 0.02
