@@ -1354,8 +1354,8 @@ def evaluate(args, policy, prompts, scorers, output_dir, iteration):
     metrics = {"eval/scores": scores.nanmean(), "eval/num_unscored": scores.isnan().sum()}
     for name, mean in mean_metrics(parts).items():
         metrics[f"eval/{name}"] = mean
-    best = scores.view(-1, k).amax(1)  # of each prompt; nan where a score is missing
-    metrics[f"eval/best_of_{k}"] = best.nanmean()
+    # A prompt of which a score is missing does not count.
+    metrics[f"eval/best_of_{k}"] = scores.view(-1, k).amax(1).nanmean()
     return metrics
 
 
@@ -1578,8 +1578,9 @@ def announce(args, settings, plan, model):
     # tensorboard takes no None
     config = {name: value for name, value in settings.items() if value is not None}
     name = {"name": os.environ.get("WANDB_NAME", Path(settings["output_dir"]).name)}
-    project = os.environ.get("WANDB_PROJECT", "tally")
-    accelerator.init_trackers(project, config, {"wandb": name, "trackio": name})
+    accelerator.init_trackers(
+        os.environ.get("WANDB_PROJECT", "tally"), config, {"wandb": name, "trackio": name}
+    )
 
 
 def save_result(args, policy, output_dir, plan):
@@ -1600,7 +1601,10 @@ def save_result(args, policy, output_dir, plan):
 # ===================================== 10  sharded models =====================================
 @contextlib.contextmanager
 def sampling_weights(model):
-    """Inside, sharded weights are gathered as a whole, not layer by layer for every token."""
+    """Inside, sharded weights are gathered as a whole, not layer by layer for every token.
+
+    On a CPU, a large head is laid out for few tokens.
+    """
     zero3 = getattr(getattr(model, "optimizer", None), "parameter_offload", None)  # of DeepSpeed
     if accelerator.is_fsdp2:
         model.set_reshard_after_forward(False)  # The first pass gathers everything.
@@ -1619,7 +1623,13 @@ def sampling_weights(model):
             yield
             zero3.setup_zero_stage3_hooks()
     else:
+        weight = accelerator.unwrap_model(model).language_model.get_output_embeddings().weight
+        by_row = weight.data
+        if weight.is_cpu and len(weight) > 100_000:  # tokens of the vocabulary
+            # By column it computes them up to 1.6 times as fast.
+            weight.data = by_row.t().contiguous().t()
         yield
+        weight.data = by_row
 
 
 # ======================================== 11  checks ========================================

@@ -86,6 +86,7 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 SIZES += ("num_attention_heads", "num_key_value_heads")
 LLAMAS = {  # random Llamas, the largest with the sizes of Qwen2.5-0.5B
     "tiny": (256, 256, 768, 4, 4, 4),
+    "4 x 128": (256, 128, 384, 4, 4, 4),
     "42M": (151_936, 256, 768, 4, 4, 4),
     "0.5B": (151_936, 896, 4864, 24, 14, 2),
 }
@@ -106,6 +107,17 @@ CASES = {
         False,
         4,
         2,
+    ),
+    "e": Case(
+        "a random Llama of 4 layers of 128, 5 and 32 tokens",
+        "4 x 128",
+        64,
+        64,
+        (5, 5),
+        32,
+        True,
+        20,
+        3,
     ),
     "h": Case(f"{LARGE}, 32 and 384 tokens", "42M", 8, 8, (32, 32), 384, True, 5, 3),
 }
