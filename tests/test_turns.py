@@ -4,6 +4,7 @@ one update late.
 
 import shutil
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from conftest import (
 from plain import row_logprobs
 from pytest import approx, fixture, mark, raises
 from test_pages import patched
+from tokenizers import pre_tokenizers
 
 
 # ---- one batch late
@@ -241,6 +243,20 @@ def test_a_text_that_does_not_fit_cuts_the_episode_off(turns, flags, run):
     assert 0 < cut < 24
 
 
+def test_no_pass_is_wider_than_the_trial(turns, flags, run, monkeypatch):
+    """Short and long conversations are in one pass. The trial at the start has the widest row."""
+    widths = []
+
+    class Steps(turns.PlainSteps):
+        def __init__(self, network, rows, start):
+            widths.append(rows.shape[1])
+            super().__init__(network, rows, start)
+
+    monkeypatch.setattr(turns, "PlainSteps", Steps)
+    run(turns, **flags(), total_episodes=24)
+    assert max(widths) == widths[0]
+
+
 MISTAKES = "number numbers wrong_count empty strange fails wrong_names missing".split()
 
 
@@ -252,14 +268,14 @@ def test_a_mistake_of_the_environment_is_clear(turns, flags, run, name):
 
 CHAT = (
     "{% for m in messages %}{{ '=' if m['role'] == 'user' else '-' }}"
-    "{{ m['content'] }}<eos>+{% endfor %}"
+    "{{ m['content'] }}<pad><eos>+{% endfor %}"
     "{{ mark or '-' if add_generation_prompt else '' }}"
 )
 
 
 def test_the_template_wraps_a_text_in_a_chat(turns, flags, run, world, tmp_path):
     """The tokens of an episode are those of the rendered conversation. The end of a turn is there
-    once: also where the policy ends it with a token that the template does not write."""
+    once, also where it is two tokens, or one that the template does not write."""
     policy = shutil.copytree(world.many_eos, tmp_path / "policy")
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT
@@ -281,8 +297,8 @@ def test_the_template_wraps_a_text_in_a_chat(turns, flags, run, world, tmp_path)
         for token, next_is_own in zip(row["token_ids"], row["mask"]):
             if is_own and not next_is_own:  # The text of the environment begins here.
                 ends.add(end)
-                expected += "" if end == EOS else "<eos>"
-                expected += f"+={next(texts)['content']}<eos>+{marker}"
+                expected += "" if end == EOS else "<pad><eos>"
+                expected += f"+={next(texts)['content']}<pad><eos>+{marker}"
             if not next_is_own:
                 text += VOCAB[token]
             is_own = next_is_own
@@ -290,6 +306,17 @@ def test_the_template_wraps_a_text_in_a_chat(turns, flags, run, world, tmp_path)
         assert text == expected
     assert EOS in ends
     assert len(ends) > 1
+
+
+def test_no_space_comes_before_a_text(turns):
+    """Some tokenizers put one before the first word."""
+    tokenizer = make_tokenizer()
+    backend = tokenizer.backend_tokenizer
+    spaced = pre_tokenizers.Metaspace(" ", prepend_scheme="first", split=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([spaced, backend.pre_tokenizer])
+    assert tokenizer("12")["input_ids"] == encode(" 12")
+    prompt = SimpleNamespace(row={"prompt": "1"})
+    assert turns.environment_tokens(tokenizer, prompt, "12", EOS) == encode("12")
 
 
 def test_the_last_message_is_the_answer(turns):

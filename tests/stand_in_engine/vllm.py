@@ -48,6 +48,7 @@ class SamplingParams:
             stop_token_ids=[],
             logprobs=None,
             stop=None,
+            skip_special_tokens=True,
             flat_logprobs=False,
         )
         self.__dict__ |= defaults | check_call("SamplingParams", *args, **kwargs)
@@ -128,8 +129,13 @@ class LLM:
         if request.stop is not None:
             assert request.detokenize, "the real engine finds stop strings in text only"
             assert request.include_stop_str_in_output, "the string belongs to the completion"
-            criteria = transformers.StopStringCriteria(self.tokenizer, request.stop)
-            self.model.ends_with_stop_string = criteria
+            hides = request.skip_special_tokens
+
+            def has_stop_string(rows, _):
+                texts = self.tokenizer.batch_decode(rows, skip_special_tokens=hides)
+                return torch.tensor([any(stop in text for stop in request.stop) for text in texts])
+
+            self.model.ends_with_stop_string = has_stop_string
         tokens = self.script["pad_left"](prompts)
         samples = self.script["sample"](
             self.model, tokens, torch.stack(uniforms), request.temperature
