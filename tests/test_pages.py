@@ -129,8 +129,6 @@ claims/claims.json part=coin updates=1 script=rloo each=reward: {best_of_k[1]:±
 claims/claims.json part=gold rate=0.0001 seed=[4-9]|1.: {held_out:±.3f} of the held-out
 claims/claims.py cited
 docs/ladder.md
-ladder/ladder.json part=learning rung=REINFORCE equal=episodes k=[14] each=k: {held_out[-1]:.3f}
-ladder/ladder.json part=learning rung=RLOO|GRPO k=4 each=rung,equal: {held_out[-1]:.3f}
 ladder/ladder.json part=gradients rung=GRPO weights=start prompts=.: {cosine:interval.3f}
 ladder/ladder.py cited
 benchmark/README.md

@@ -231,14 +231,12 @@ def again(ask) -> dict:
 
 def micro_batches(ask) -> dict:
     """Four micro-batches of 4 in place of one of 16: how far apart are the runs? The learning rate
-    begins at 1e-4: what is it in the last of 24 steps?
+    begins at 1e-4: what is it in the last of 24 steps, with 16, with 4 x 4, and on two processes?
 
     The batch of 16
 
     4 x 4 for 16: {micro:apart}
-    last rate with 16: {rate_16:range.3g}
-    with 4 x 4: {rate_4:range.3g}
-    on two processes: {rate_two:range.3g}
+    last rates: {rate_16:range.3g}, {rate_4:range.3g}, {rate_two:range.3g}
 
     Both are right."""
     one = ask("one")
@@ -284,8 +282,7 @@ def killed(ask) -> dict:
 def killed_within(ask) -> dict:
     """The same with 8 steps for each rollout, in rollout 3 of 12. How many rollouts are made?
 
-    48 prompts, 2 passes over 4 mini-batches. Tally can save only between rollouts, so "every 6
-    steps" is after each rollout there
+    48 prompts, 2 passes over 4 mini-batches. Tally saves only between rollouts: after each
 
     a checkpoint every 8 steps: {every_8:apart}, {rollouts_8:range} rollouts
     every 6 steps: {every_6:apart}, {rollouts_6:range} rollouts
@@ -326,12 +323,12 @@ def changed(ask) -> dict:
 
 def held_out(ask) -> dict:
     """Before training the policy answers each of 101 held-out prompts once. How many answers are
-    scored, and what mean is logged? What is the mean of the first answer to each prompt?
+    scored, and what mean is logged, for what mean of the first answers?
 
     Batches of 16, on two processes 8 each
 
-    one process: {samples_1:range}, logs {logged_1:range.3f}, the mean is {mean_1:range.3f}
-    two: {samples_2:range}, logs {logged_2:range.3f}, the mean is {mean_2:range.3f}
+    one process: {samples_1:range}, {logged_1:range.3f} for {mean_1:range.3f}
+    two: {samples_2:range}, {logged_2:range.3f} for {mean_2:range.3f}
 
     The mean of the batches' means is usual, and so is a last batch that repeated rows fill. Batches
     that divide the prompts give the right mean."""
