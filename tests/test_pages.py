@@ -541,7 +541,7 @@ def test_the_page_of_differences_is_written_by_its_command():
 @mark.slow
 def test_the_recipe_of_merging_adapters(run):
     run_few(run, "python rloo.py --lora-r 2 --output-dir runs/x")
-    run(first_command(RECIPES, "python -c"))
+    run(first_command(RECIPES, 'python -c "import peft'))
     dataset = "benchmark/default/train.jsonl"
     run_few(run, f"python rloo.py --model-path merged --dataset {dataset} --response-length 8")
 
