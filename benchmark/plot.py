@@ -82,6 +82,7 @@ def main(args: Args):
     if files and not folders:
         newest = max(files, key=lambda file: file.stat().st_mtime)
         folders = [newest.parent]
+        print(f"the newest run: {newest.parent}")
     if not folders:
         raise SystemExit("plot.py: no run in runs/; name the --output-dir of one")
     groups = group_runs(folders)

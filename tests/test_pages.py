@@ -24,7 +24,7 @@ import tyro
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from conftest import HERE, MODULES, SCRIPTS, import_file, read_jsonl
-from pytest import fixture, mark
+from pytest import approx, fixture, mark
 from run import free_port
 from torch.distributed.run import get_args_parser
 
@@ -108,11 +108,18 @@ default/curves.json part=smollm2_rloo: {greedy_before:.2f} are right before,
 default/curves.json part=smollm2_rloo: {greedy_after:.2f} (RLOO)
 default/curves.json part=smollm2_grpo: {greedy_after:.2f} (GRPO)
 default/curves.json part=smollm2_ppo: {greedy_after:.2f} (PPO) after {episode[-1]:,} episodes
-default/curves.json part=smollm2_rloo: {greedy_before:.2f} -> {greedy_after:.2f} of the held-out
 default/curves.json part=default script=rloo: {greedy_before:.3f} -> {greedy_after:.3f} of the
 parity/mini_batch.json part=same: differs by about {gradient:max.0e}
 hardware/sharded.json: at most {relative_distance:max.1e} of
-hardware/kill_and_resume.json: {kills:sum} kills
+hardware/kill_and_resume.json bitwise=True: after {kills:sum} kills the same bits
+hardware/kill_and_resume.json bitwise=False: after {kills:sum}, on one
+hardware/kill_and_resume.json: by turns, within {relative_distance:max.1e}
+hardware/rounding.json part=SmolLM2: {completions_that_differ} of {completions})
+questions/questions.json side=TRL: {batch_256:range,}, in batches of 256 | {row}
+questions/questions.json each=side: logs {logged_1:range.3f}, truly {mean_1:range.3f}
+questions/questions.json side=Tally: at most {processes:max.1e} of the distance
+questions/questions.json side=TRL: by {every_6:min.2f} or more
+questions/questions.json: another seed makes {another_seed:min.2f} or more
 throughput/throughput.json part=[acdh]: {trl[lowest]:min.1f} to {trl[highest]:max.1f} times
 throughput/gpu.json part=tokens64_micro16: {trl[lowest]:min.1f} to {trl[highest]:max.1f} times on
 docs/claims.md
@@ -122,8 +129,6 @@ claims/claims.json part=coin updates=1 script=rloo each=reward: {best_of_k[1]:±
 claims/claims.json part=gold rate=0.0001 seed=[4-9]|1.: {held_out:±.3f} of the held-out
 claims/claims.py cited
 docs/ladder.md
-ladder/ladder.json part=learning rung=REINFORCE equal=episodes k=[14] each=k: {held_out[-1]:.3f}
-ladder/ladder.json part=learning rung=RLOO|GRPO k=4 each=rung,equal: {held_out[-1]:.3f}
 ladder/ladder.json part=gradients rung=GRPO weights=start prompts=.: {cosine:interval.3f}
 ladder/ladder.py cited
 benchmark/README.md
@@ -158,6 +163,30 @@ def test_sentences_have_the_numbers_that_were_measured():
             for phrases in tables.rows_of(line):
                 for phrase in phrases:
                     assert phrase and phrase in text, f"{line} gives {phrase!r}"
+
+
+PLACEHOLDER = r"\b(?:TODO|TBD|FIXME|TESTS)\b"
+
+
+@of_each_page
+def test_no_page_has_a_placeholder(page):
+    """A word of capitals with underscores stands in a program, or is a variable that a command
+    sets."""
+    text = read(page)
+    assert not re.search(PLACEHOLDER, text)
+    for name in re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b(?!=)", text):
+        assert any(name in source for source in SOURCES.values()), name
+
+
+def test_the_readme_says_how_long_the_files_are():
+    """Its round numbers are right within 5 %. No short program is longer than it says."""
+    words = r"Of the ([\d,]+) lines of `rloo.py` the first (\d+) .* at most (\d+) lines"
+    stated = re.search(words, " ".join(read(README).split())).groups()
+    total, lecture, short = (int(number.replace(",", "")) for number in stated)
+    lines = SOURCES["rloo.py"].splitlines()
+    [banner] = (number for number, line in enumerate(lines) if " MACHINERY " in line)
+    assert (len(lines), banner) == (approx(total, rel=0.05), approx(lecture, rel=0.05))
+    assert max(len(SOURCES[f"docs/nano/{name}.py"].splitlines()) for name in SCRIPTS) <= short
 
 
 PROGRAM = r"(?:[A-Z_]+=\S+ )*(?:pip|uv|python|accelerate|torchrun|srun|git|pytest|cp) "
@@ -512,7 +541,7 @@ def test_the_page_of_differences_is_written_by_its_command():
 @mark.slow
 def test_the_recipe_of_merging_adapters(run):
     run_few(run, "python rloo.py --lora-r 2 --output-dir runs/x")
-    run(first_command(RECIPES, "python -c"))
+    run(first_command(RECIPES, 'python -c "import peft'))
     dataset = "benchmark/default/train.jsonl"
     run_few(run, f"python rloo.py --model-path merged --dataset {dataset} --response-length 8")
 

@@ -198,16 +198,16 @@ def run_tally(script: str, flags: str, folder: Path, settings):
 
 
 def episodes(ask) -> dict:
-    """490 prompts with 4 completions each make an epoch of 1,960 episodes. On how many does a run
-    of one epoch train, and which epoch does it log at the end?
+    """An epoch of 490 prompts has 1,960 episodes. On how many does a run of one epoch train, and
+    which epoch does it log at the end?
 
     Each batch is one micro-batch
 
     in batches of 16: {batch_16:range,}, epoch {epoch_16:range.3g}
     in batches of 256: {batch_256:range,}, epoch {epoch_256:range.3g}
 
-    TRL drops an incomplete batch on purpose, as many data loaders do. Each epoch drops other
-    prompts. A batch whose prompts divide 490 loses none."""
+    An incomplete batch is dropped on purpose, and each epoch drops other prompts. A batch whose
+    prompts divide 490 loses none."""
     found = {}
     for batch in (16, 256):
         run = ask(f"batch_{batch}", rows=490, batch=batch, micro=batch, save=10**6)
@@ -217,30 +217,28 @@ def episodes(ask) -> dict:
 
 
 def again(ask) -> dict:
-    """The same command twice: how far apart are the runs? And with another seed, for scale?
+    """The same command twice: how far apart are the runs? And with another seed?
 
     Everything
 
     the same command: {again:apart}
     another seed: {another_seed:apart}
 
-    Nothing. Both are right."""
+    Both are right."""
     one = ask("one")
     return dict(again=apart(ask("again"), one), another_seed=apart(ask("seed", seed=2), one))
 
 
 def micro_batches(ask) -> dict:
     """Four micro-batches of 4 in place of one of 16: how far apart are the runs? The learning rate
-    begins at 1e-4: what is it in the last of 24 steps, also on two processes?
+    begins at 1e-4: what is it in the last of 24 steps, with 16, with 4 x 4, and on two processes?
 
     The batch of 16
 
     4 x 4 for 16: {micro:apart}
-    last rate with 16: {rate_16:range.3g}
-    with 4 x 4: {rate_4:range.3g}
-    on two processes: {rate_two:range.3g}
+    last rates: {rate_16:range.3g}, {rate_4:range.3g}, {rate_two:range.3g}
 
-    Nothing. Both are right."""
+    Both are right."""
     one = ask("one")
     four = ask("four", micro=4)
     return dict(
@@ -252,16 +250,15 @@ def micro_batches(ask) -> dict:
 
 
 def two_processes(ask) -> dict:
-    """Two processes in place of one: how far apart are the runs? How many of the batches have the
-    same prompts?
+    """Two processes in place of one: how far apart are the runs? How many batches have the same
+    prompts?
 
-    The batch of 16. Each of the two trains on 8 episodes of it
+    The batch of 16
 
     {processes:apart}
     same prompts: {equal_prompts:range} of {rollouts:range} batches
 
-    Each process has its own seed, by design. TRL does not promise that two processes make the run
-    of one."""
+    Each process has its own seed, by design. Equal runs are not promised."""
     two = ask("two", **TWO)
     one = ask("one")
     equal = 0
@@ -271,31 +268,27 @@ def two_processes(ask) -> dict:
 
 
 def killed(ask) -> dict:
-    """Killed by SIGKILL in step 15 of 24, and resumed: how far is it from a run that was never
-    killed?
+    """Killed in step 15 of 24, and resumed: how far is it from a run that was never killed?
 
-    One step for each rollout, and a checkpoint every 6 steps. So each checkpoint lies between two
-    rollouts
+    One step for each rollout, and a checkpoint every 6 steps, so between two rollouts
 
     {resumed:apart}
 
-    Nothing. Both are right, and one step for each rollout is the default."""
+    Both are right, and one step for each rollout is the default."""
     ask("killed", **KILLED)
     return dict(resumed=apart(ask("resumed", "killed", resume=True), ask("one")))
 
 
 def killed_within(ask) -> dict:
-    """Killed in rollout 3 of 12, with 8 steps for each rollout, and resumed: how far is it from a
-    run that was never killed? How many rollouts are made in all?
+    """The same with 8 steps for each rollout, in rollout 3 of 12. How many rollouts are made?
 
-    48 prompts, 2 passes over 4 mini-batches. Tally can save only between rollouts, so "every 6
-    steps" is after each rollout there
+    48 prompts, 2 passes over 4 mini-batches. Tally saves only between rollouts: after each
 
     a checkpoint every 8 steps: {every_8:apart}, {rollouts_8:range} rollouts
     every 6 steps: {every_6:apart}, {rollouts_6:range} rollouts
 
-    Checkpoints at multiples of the rollout's steps are right. After any other TRL samples again, on
-    purpose (its pull request 3148)."""
+    Checkpoints at multiples of the rollout's steps are right. After any other a rollout is made
+    again, on purpose (pull request 3148)."""
     unbroken = ask("unbroken", **EIGHT_STEPS)
     found = {}
     for save in (8, 6):
@@ -312,9 +305,9 @@ def changed(ask) -> dict:
     One step for each rollout, and a checkpoint every 6 steps
 
     a row more than the 96: {row}
-    half of the learning rate: {rate}
+    half of the rate: {rate}
 
-    To resume means to restore the schedule. And some users want to go on with more data."""
+    To resume restores the schedule. Some users want to go on with more data."""
     dead = ask("killed", **KILLED)
     row = ask("row", "killed", ends={0, 1}, resume=True, rows=97)
     rate = ask("rate", "killed", ends={0, 1}, resume=True, rate=5e-5)
@@ -329,16 +322,16 @@ def changed(ask) -> dict:
 
 
 def held_out(ask) -> dict:
-    """The policy, before training, answers each of 101 held-out prompts once. How many answers are
-    scored, and what mean is logged? What is the mean of the first answer to each prompt?
+    """Before training the policy answers each of 101 held-out prompts once. How many answers are
+    scored, and what mean is logged, for what mean of the first answers?
 
     Batches of 16, on two processes 8 each
 
-    one process: {samples_1:range}, logs {logged_1:range.3f}, the mean is {mean_1:range.3f}
-    two: {samples_2:range}, logs {logged_2:range.3f}, the mean is {mean_2:range.3f}
+    one process: {samples_1:range}, {logged_1:range.3f} for {mean_1:range.3f}
+    two: {samples_2:range}, {logged_2:range.3f} for {mean_2:range.3f}
 
-    It is usual to log the mean of the batches' means, and to fill the last batch with repeated
-    rows. Batches that divide the prompts give the right mean."""
+    The mean of the batches' means is usual, and so is a last batch that repeated rows fill. Batches
+    that divide the prompts give the right mean."""
     found = {}
     for processes in (1, 2):
         size = 16 // processes
