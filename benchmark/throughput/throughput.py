@@ -86,7 +86,7 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 SIZES += ("num_attention_heads", "num_key_value_heads")
 LLAMAS = {  # random Llamas, the largest with the sizes of Qwen2.5-0.5B
     "tiny": (256, 256, 768, 4, 4, 4),
-    "4 x 128": (256, 128, 384, 4, 4, 4),
+    "128": (256, 128, 384, 4, 4, 4),
     "42M": (151_936, 256, 768, 4, 4, 4),
     "0.5B": (151_936, 896, 4864, 24, 14, 2),
 }
