@@ -110,7 +110,7 @@ CASES = {
     ),
     "e": Case(
         "a random Llama of 4 layers of 128, 5 and 32 tokens",
-        "4 x 128",
+        "128",
         64,
         64,
         (5, 5),
