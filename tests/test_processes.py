@@ -256,14 +256,13 @@ def test_rounding_does_not_choose_what_is_trained(script, same_on, processes, se
 
 
 @mark.slow
-@only("rloo", "ppo")
+@only("ppo")
 @mark.parametrize("seed", [4, 5, 6])
 def test_a_first_batch_without_a_right_answer(script, run, same_on, seed):
     """The policy is the reference, and all scores are 0: the KL is rounding, and PPO would whiten
     it. Rollouts of one episode and two processes give the same run."""
     flags = dict(
         seed=seed,
-        k=2,
         batch_size=4,
         total_episodes=128,
         kl_coef=script.Args.kl_coef,
@@ -274,9 +273,7 @@ def test_a_first_batch_without_a_right_answer(script, run, same_on, seed):
         response_length=8,
         num_mini_batches=1,
     )
-    if script.__name__ == "ppo":
-        del flags["k"]
     ran = run(script, **flags)
-    assert ran.metrics[0]["objective/scores"] == 0
+    assert ran.metrics[1]["objective/scores"] == 0  # Row 0 has the evaluation before training.
     compare_runs(ran.folder, run(script, **flags, per_device_rollout_batch_size=1).folder)
     same_on(script, 2, flags)
