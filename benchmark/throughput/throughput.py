@@ -109,15 +109,7 @@ CASES = {
         2,
     ),
     "e": Case(
-        "a random Llama of 4 layers of 128, 5 and 32 tokens",
-        "128",
-        64,
-        64,
-        (5, 5),
-        32,
-        True,
-        20,
-        3,
+        "a random Llama of 4 layers of 128, 5 and 32 tokens", "128", 64, 64, (5, 5), 32, True, 20, 3
     ),
     "h": Case(f"{LARGE}, 32 and 384 tokens", "42M", 8, 8, (32, 32), 384, True, 5, 3),
 }
