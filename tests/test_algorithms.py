@@ -442,7 +442,8 @@ def test_ppo_whitens_rewards_without_moving_their_mean(script, run):
     mean = np.mean(rewards[False])
     expected = (rewards[False] - mean) / np.std(rewards[False]) + mean
     assert rewards[True] == approx(expected, rel=1e-4, abs=1e-5)
-    assert not script.whiten(torch.full((300,), 1000.1)).any()  # Equal entries are 0.
+    for count in range(3, 400):  # Equal entries are 0. In float32 the mean of some counts is not.
+        assert not script.whiten(torch.full((count,), 1000.1)).any()
 
 
 @only("ppo")
