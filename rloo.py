@@ -1106,19 +1106,9 @@ def prefill(network, prompts, **settings):
     prompts: [episodes, longest prompt]. Returns what `run_network` gives for the last token of each
     prompt [episodes, 1, ..], and the KV cache.
     """
-    different, row_of, counts = prompts.unique_consecutive(
-        dim=0, return_inverse=True, return_counts=True
-    )
+    different, row_of = prompts.unique_consecutive(dim=0, return_inverse=True)
     cache = KVCache(config=network.config)
     outputs = run_network(network, different, cache, **settings)[:, -1:]
-    if torch.is_grad_enabled():
-        # Equal runs get equal bits: on a GPU, the gradient of a row that is selected twice is a sum
-        # in any order. So each is repeated, as often as the most frequent one, and selected once.
-        most = int(counts.max())
-        cache.batch_repeat_interleave(most)
-        outputs = outputs.repeat_interleave(most, dim=0)
-        is_needed = torch.arange(most, device=counts.device) < counts[:, None]
-        row_of = is_needed.flatten().nonzero().squeeze(1)
     cache.reorder_cache(row_of)
     return outputs.index_select(0, row_of), cache
 
@@ -1285,9 +1275,10 @@ def load_policy(args, tokenizer, longest_row):
 
 def choose_training_way(args, path, model):
     """How the log-probabilities of completions are computed."""
-    ways = [shared_prompts, separate_rows]
-    if args.k == 1 or args.gradient_checkpointing:  # With checkpointing there is no KV cache.
-        ways = [separate_rows]
+    ways = [separate_rows]
+    # A GPU runs a prompt again sooner than Python starts a second pass. Checkpointing drops caches.
+    if accelerator.device.type == "cpu" and args.k > 1 and not args.gradient_checkpointing:
+        ways = [shared_prompts, separate_rows]
     return choose_way(path, model, ways, outputs_of_training)
 
 

@@ -13,7 +13,8 @@
                 profiler counts in its seconds.
     repeated    whole runs, each made twice: how far are they apart?
     killed      a run that is killed twice and resumed, and one that is not: how far are they apart?
-    rows        updates with shared prompts, and with a row for each episode, in turn
+    rows        updates with a row for each episode, and with shared prompts, in turn; `rows_wide`
+                trains LoRA, where most of the time is arithmetic
     given       log-probabilities of given tokens in bfloat16, with CUDA graphs and without
 
 Where a distance is 0, all bits are the same. Every run has a process of its own, and a time limit.
@@ -55,17 +56,20 @@ SHORT = Case(
     2,
     dtype="bfloat16",
 )
-LONG = replace(SHORT, about=SHORT.about.replace("64", "512"), completion_tokens=512)
-LONG = replace(LONG, steps=4, pairs=1)
 RLOO = replace(SHORT, algorithms=("rloo",))
+ONCE = replace(RLOO, steps=4, pairs=1)
+LONG = replace(ONCE, about=SHORT.about.replace("64", "512"), completion_tokens=512)
+WIDE = replace(
+    ONCE, about="8 layers as wide as Mistral's of 7B, LoRA, 256 and 64 tokens", model="wide"
+)
 
 
 # ---- changes of a script
 
 
-def own_rows(module):
-    """No model shares prompts in its training passes."""
-    module.shared_prompts = module.separate_rows
+def train_by(way: str, module):
+    """All training passes are made in this way."""
+    module.choose_training_way = lambda *args: getattr(module, way)
 
 
 def give_tokens(module):
@@ -190,18 +194,21 @@ TRAINED = f"{BUILT_IN} {SAVED} 512 --learning-rate 1e-4 --response-length 8"
 KILLED_RUN = f"{BUILT_IN} {kill_and_resume.FLAGS} --dtype float32 --response-length 8"
 PROGRAMS = partial(in_turn, dict(tally=[""], eager=[EAGER], trl=[]))
 PROFILES = partial(in_turn, dict(tally=["", profile], eager=[EAGER, profile]))
-ROWS = partial(in_turn, dict(tally=[""], own_rows=["", own_rows]))
+WAYS = {way: ["", partial(train_by, way)] for way in ("separate_rows", "shared_prompts")}
+ROWS = partial(in_turn, WAYS)
 
-PARTS = {"equal": part(with_and_without, SHORT, EQUAL, f"{SAVED} 64 --dtype float32")}
-for case, size in product((SHORT, LONG), (16, 64)):
-    name = f"tokens{case.completion_tokens}_micro{size}"
-    PARTS[name] = part(PROGRAMS, replace(case, micro_batch=size))
-PARTS |= {
+PARTS = {
+    "equal": part(with_and_without, SHORT, EQUAL, f"{SAVED} 64 --dtype float32"),
+    "tokens64_micro16": part(PROGRAMS, SHORT),
+    "tokens64_micro64": part(PROGRAMS, replace(RLOO, micro_batch=64)),
+    "tokens512_micro16": part(PROGRAMS, LONG),
+    "tokens512_micro64": part(PROGRAMS, replace(LONG, micro_batch=64)),
     "profile": part(PROFILES, replace(RLOO, completion_tokens=16, steps=3, pairs=1)),
     "repeated": part(partial(repeated, {}), SHORT, TWICE, TRAINED),
     "killed": part(partial(repeated, KILLS), SHORT, KILLED, KILLED_RUN),
     "rows_micro16": part(ROWS, RLOO),
     "rows_micro64": part(ROWS, replace(RLOO, micro_batch=64)),
+    "rows_wide": part(ROWS, WIDE, flags="--lora-r 16"),
     "given": part(with_and_without, SHORT, GIVEN, f"{SAVED} 64"),
 }
 for each in PARTS.values():

@@ -84,11 +84,12 @@ class Case:
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 SIZES += ("num_attention_heads", "num_key_value_heads")
-LLAMAS = {  # random Llamas, the largest with the sizes of Qwen2.5-0.5B
+LLAMAS = {  # random Llamas; "0.5B" has the sizes of Qwen2.5-0.5B
     "tiny": (256, 256, 768, 4, 4, 4),
     "128": (256, 128, 384, 4, 4, 4),
     "42M": (151_936, 256, 768, 4, 4, 4),
     "0.5B": (151_936, 896, 4864, 24, 14, 2),
+    "wide": (32_000, 4096, 14_336, 8, 32, 8),
 }
 LARGE = "a random Llama of 42M parameters with a vocabulary of 151,936"
 CASES = {
@@ -281,7 +282,8 @@ def summary(case: Case, runs: list[dict], ours: list[dict]) -> dict:
 
 
 def in_turn(variants: dict, case: Case, script: str, flags: str) -> dict:
-    """The row of a script: runs of it, of variants with other flags and edits, and of TRL."""
+    """The row of a script: runs of it, of variants with other flags and edits, and of TRL. Ratios
+    are to the first of them."""
     job = asdict(case) | dict(algorithm=script, model=str(make_world(case)))
     job |= dict(dataset=f"{world}/prompts.jsonl", folder=f"{world}/trl")
     edits = [watch, force_lengths] if case.forced else [watch]
@@ -300,7 +302,8 @@ def in_turn(variants: dict, case: Case, script: str, flags: str) -> dict:
         pairs=case.pairs,
         measured_steps=case.steps - DROPPED_STEPS,
     )
-    return row | {name: summary(case, runs[name], runs["tally"]) for name in runs}
+    ours = next(iter(runs.values()))
+    return row | {name: summary(case, runs[name], ours) for name in runs}
 
 
 def measure(row_of, case: Case, jobs: dict, smoke: bool) -> list[dict]:
