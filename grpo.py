@@ -40,6 +40,7 @@ Papers: Shao et al. 2024, DeepSeekMath, arXiv 2402.03300; Dr. GRPO, arXiv 2503.2
 2503.14476; GSPO, arXiv 2507.18071; CISPO, arXiv 2506.13585.
 """
 
+import atexit
 import contextlib
 import copy
 import hashlib
@@ -1581,7 +1582,14 @@ def claim_folder(output_dir, settings):
         temporary = output_dir / "args.tmp"
         temporary.write_text(yaml.safe_dump(settings, sort_keys=False))
         temporary.replace(output_dir / "args.yaml")
+        atexit.register(remove_unused, output_dir)
     return lock
+
+
+def remove_unused(output_dir):
+    """Remove the folder of a start that failed: it holds only what `claim_folder` makes."""
+    if {file.name for file in output_dir.glob("*")} == {".lock", "args.yaml"}:
+        shutil.rmtree(output_dir)
 
 
 def load_checkpoint(args, output_dir):

@@ -41,6 +41,7 @@ Papers: Schulman et al. 2017, arXiv 1707.06347; Ziegler et al. 2019, arXiv 1909.
 2024, The N+ Implementation Details of RLHF with PPO, arXiv 2403.17031.
 """
 
+import atexit
 import contextlib
 import copy
 import hashlib
@@ -1695,7 +1696,14 @@ def claim_folder(output_dir, settings):
         temporary = output_dir / "args.tmp"
         temporary.write_text(yaml.safe_dump(settings, sort_keys=False))
         temporary.replace(output_dir / "args.yaml")
+        atexit.register(remove_unused, output_dir)
     return lock
+
+
+def remove_unused(output_dir):
+    """Remove the folder of a start that failed: it holds only what `claim_folder` makes."""
+    if {file.name for file in output_dir.glob("*")} == {".lock", "args.yaml"}:
+        shutil.rmtree(output_dir)
 
 
 def load_checkpoint(args, output_dir):

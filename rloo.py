@@ -41,6 +41,7 @@ Papers: Ahmadian et al. 2024, Back to Basics, arXiv 2402.14740; Kool et al. 2019
 Samples, Get a Baseline for Free!
 """
 
+import atexit
 import contextlib
 import copy
 import hashlib
@@ -1526,7 +1527,14 @@ def claim_folder(output_dir, settings):
         temporary = output_dir / "args.tmp"
         temporary.write_text(yaml.safe_dump(settings, sort_keys=False))
         temporary.replace(output_dir / "args.yaml")
+        atexit.register(remove_unused, output_dir)
     return lock
+
+
+def remove_unused(output_dir):
+    """Remove the folder of a start that failed: it holds only what `claim_folder` makes."""
+    if {file.name for file in output_dir.glob("*")} == {".lock", "args.yaml"}:
+        shutil.rmtree(output_dir)
 
 
 def load_checkpoint(args, output_dir):

@@ -344,7 +344,6 @@ OTHER = "its results are not those of a plain pass"
         ("gpt_neo", dict(window_size=LONGEST + 6), []),
         ("gpt_neo", dict(window_size=LONGEST + 5), [f"RecordedSteps: {OTHER}"]),
         ("jamba", {}, ["RecordedSteps: ", "shared_prompts: "]),
-        ("falcon_h1", {}, ["shared_prompts: index out of range"]),
         ("bloom", {}, ["RecordedSteps: too many values to unpack"]),
         ("phi", {}, []),
     ],

@@ -121,7 +121,7 @@ questions/questions.json side=Tally: at most {processes:max.1e} of the distance
 questions/questions.json side=TRL: by {every_6:min.2f} or more
 questions/questions.json: another seed makes {another_seed:min.2f} or more
 throughput/throughput.json part=[acdeh]: {trl[lowest]:min.1f} to {trl[highest]:max.1f} times
-throughput/gpu.json part=tokens64_micro16: {trl[lowest]:min.1f} to {trl[highest]:max.1f} times on
+throughput/gpu.json part=tokens64_.+: {trl[lowest]:min.1f} to {trl[highest]:max.1f} times on
 docs/claims.md
 claims/claims.json part=coin: training {scores[0]:.2f} are | pass@16 is {best_of_k[0]:.2f}
 claims/claims.json part=coin updates=1 script=rloo each=reward: {scores[1]:±.2f}
