@@ -226,13 +226,11 @@ ARCHITECTURES = {  # what a config needs; its model_type is this name, where not
         attention_types=[[["global", "local"], 1]],
         max_position_embeddings=64,
     ),
-    # The states of these know no padding, or cannot go on from that of another row.
+    # The states of these know no padding.
     "mamba": dict(hidden_size=16, num_hidden_layers=2, state_size=4),
     "mamba2": dict(
         hidden_size=16, num_hidden_layers=2, state_size=4, num_heads=4, head_dim=8, n_groups=1
     ),
-    "falcon_h1": GROUPED
-    | dict(mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=4, mamba_expand=1),
     "bloom": dict(hidden_size=16, n_layer=2, n_head=2),  # ALiBi takes positions from the mask.
     # These change what their head gives, each with the setting that does it. Its default may be 1.
     # MPT has None.
