@@ -1260,7 +1260,7 @@ def load_policy(args, tokenizer, longest_row):
     """The model that is trained. longest_row: tokens of a prompt with its completion, at most"""
     path = args.model_path
     model = load_model(path, "float32" if args.lora_r is None else args.dtype, longest_row)
-    if args.lora_r is None and not all(weight.requires_grad for weight in model.parameters()):
+    if args.lora_r is None and not all(weight.is_floating_point() for weight in model.parameters()):
         raise UsageError(f"{path} has quantized weights, which need --lora-r")
     ways = [PlainSteps]
     is_sharded = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
