@@ -87,7 +87,10 @@ def test_bfloat16(script, run, world, tmp_path):
 
 @mark.parametrize("text", BUGS)
 def test_tensors_on_two_devices_are_refused(text, world, tmp_path):
-    """The device refuses bugs that a CPU does not show. Each is put into a copy of rloo.py."""
+    """The device refuses bugs that a CPU does not show. Each is put into a copy of rloo.py. A run
+    that ends so early leaves no folder."""
     copy = changed_copy(MODULES["rloo"], tmp_path, text, BUGS[text])
-    finished = launch(copy, 1, tmp_path, base_flags(world), **DEVICE)
+    flags = base_flags(world, dict(output_dir="out"))
+    finished = launch(copy, 1, tmp_path, flags, **DEVICE)
     assert "RuntimeError: Expected all tensors to be on the same device" in finished.stderr
+    assert not (tmp_path / "out").exists()
