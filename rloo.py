@@ -54,6 +54,7 @@ import re
 import shutil
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, floor, inf, isfinite, isinf, lcm, nan
@@ -1819,6 +1820,8 @@ def compare_with_sampler(args, difference):
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
+# Its new name, `cache`, is unknown to older versions.
+warnings.filterwarnings("ignore", "`past_key_values`", FutureWarning)
 # A checkpoint of tied weights holds them once. accelerate would warn about it every time.
 logging.getLogger("accelerate.utils.other").setLevel("ERROR")
 
