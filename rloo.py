@@ -56,7 +56,7 @@ import sys
 import time
 import warnings
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import ceil, floor, inf, isfinite, isinf, lcm, nan
 from pathlib import Path
 from types import SimpleNamespace
@@ -401,7 +401,7 @@ def main(args):
     # The end of the process group can hang while what `prepare` made exists.
     policy, optimizer = accelerator.free_memory(policy, optimizer)
     accelerator.end_training()
-    lock.release()
+    lock.release(force=True)  # In a notebook it may be taken twice.
     return model, history
 
 
@@ -691,15 +691,24 @@ def load_reward(spec):
     if module.endswith(".py"):
         with blaming(f"--reward {spec}"):
             file = Path(module).resolve(strict=True)
-        # The file may import its neighbours. The folder comes last, so that it hides no library.
-        sys.path.append(str(file.parent))
-        module = re.sub(r"\W", "_", str(file))  # No other module has this name.
-        found = importlib.util.spec_from_file_location(module, file)
-        sys.modules[module] = importlib.util.module_from_spec(found)
-        found.loader.exec_module(sys.modules[module])  # each time, since it may have changed
+        module = import_file(file)
     module = importlib.import_module(module)
     with blaming(f"--reward {spec}"):
         return getattr(module, function)
+
+
+@cache
+def import_file(file):
+    """Run a Python file, once in a run of ours. Returns its name as a module."""
+    # The file may import its neighbours. The folder comes last, so that it hides no library.
+    sys.path.append(str(file.parent))
+    name = file.stem  # A pool of processes imports it by this name.
+    if "." in name or importlib.util.find_spec(name).origin != str(file):
+        name = re.sub(r"\W", "_", str(file))  # The other name is that of another module.
+    found = importlib.util.spec_from_file_location(name, file)
+    sys.modules[name] = importlib.util.module_from_spec(found)
+    found.loader.exec_module(sys.modules[name])
+    return name
 
 
 def load_scorers(args, tokenizer, prompts, eval_prompts):
@@ -707,6 +716,7 @@ def load_scorers(args, tokenizer, prompts, eval_prompts):
 
     A scorer is a function of a batch and a slice of its episodes: it gives lists of scores by name.
     """
+    import_file.cache_clear()  # In a notebook a file may change between two runs.
     reward = eval_reward = load_reward(args.reward)
     if args.eval_reward is not None:
         eval_reward = load_reward(args.eval_reward)
@@ -726,7 +736,8 @@ def check_columns(reward, prompts):
         columns = dict(prompt.row)
         del columns["prompt"]
         with blaming(f"--reward gets prompts, completions, completion_ids, {', '.join(columns)}"):
-            inspect.signature(reward).bind(prompts=0, completions=0, completion_ids=0, **columns)
+            signature = inspect.signature(reward, follow_wrapped=False)
+            signature.bind(prompts=0, completions=0, completion_ids=0, **columns)
 
 
 def score_episodes(batch, scorers, where):
@@ -1034,7 +1045,7 @@ class PlainSteps:
 
 
 class RecordedSteps(PlainSteps):
-    """The same on a GPU, which would wait for Python: a token is a thousand small kernels.
+    """As PlainSteps, on a GPU, which would wait for Python: a token is a thousand small kernels.
 
     So they are recorded once, as a CUDA graph, and then started together. A graph uses the same
     memory each time. So the cache has room for all tokens, and no episode leaves it.
@@ -1057,7 +1068,7 @@ class RecordedSteps(PlainSteps):
             return self.logits[running]
         torch.cuda.set_sync_debug_mode("error")  # What waits for the GPU cannot be recorded.
         try:
-            logits = self.step()  # It also loads the kernels.
+            logits = self.step()  # This one counts. It also loads the kernels.
         finally:
             torch.cuda.set_sync_debug_mode("default")
         self.graph = torch.cuda.CUDAGraph()
@@ -1126,7 +1137,7 @@ def separate_rows(network, prompts, tokens):
 
 
 def shared_prompts(network, prompts, tokens):
-    """The same. A prompt is run once for all its completions.
+    """As `separate_rows`, but a prompt is run once for all its completions.
 
     They go on from its KV cache, with gradient.
     """
@@ -1201,7 +1212,7 @@ def load_model(path, dtype, longest_row, auto_class=transformers.AutoModelForCau
 
 
 def choose_way(path, model, ways, outputs_of):
-    """The first of some ways to run a model that gives what plain passes give. Three rows show it.
+    """The first of some ways to run a model that gives, for three rows, what plain passes give.
 
     outputs_of: a function of a way, the model, prompts and tokens; it returns what `separate_rows`
     does. All processes take the same way: those of a sharded model wait for each other.
@@ -1261,7 +1272,7 @@ def load_policy(args, tokenizer, longest_row):
     """The model that is trained. longest_row: tokens of a prompt with its completion, at most"""
     path = args.model_path
     model = load_model(path, "float32" if args.lora_r is None else args.dtype, longest_row)
-    if args.lora_r is None and not all(weight.is_floating_point() for weight in model.parameters()):
+    if args.lora_r is None and getattr(model, "is_quantized", False):
         raise UsageError(f"{path} has quantized weights, which need --lora-r")
     ways = [PlainSteps]
     is_sharded = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
@@ -1466,7 +1477,7 @@ def write_rollouts(args, output_dir, plan, metrics, batch, tensors, parts):
     if not accelerator.is_main_process or metrics["iteration"] * wanted % plan.iterations >= wanted:
         return
     names = ["prompt", "completion", "score", *parts[0]]
-    samples = [[record[name] for name in names] for record in records[:: args.k][:4]]
+    samples = [[record.get(name) for name in names] for record in records[:: args.k][:4]]
     for sample in samples:  # of four groups
         tqdm.write(f"---- a sample of episode {metrics['episode']}")
         for name, value in zip(names, sample):
@@ -1525,17 +1536,18 @@ def claim_folder(output_dir, settings):
         output_dir.mkdir(parents=True, exist_ok=True)
         with blaming(f"another run writes into {output_dir}"):
             lock.acquire()
+        # The lock is kept until then, so that no other run has the folder.
+        atexit.register(remove_unused, output_dir, lock)
         temporary = output_dir / "args.tmp"
         temporary.write_text(yaml.safe_dump(settings, sort_keys=False))
         temporary.replace(output_dir / "args.yaml")
-        atexit.register(remove_unused, output_dir)
     return lock
 
 
-def remove_unused(output_dir):
-    """Remove the folder of a start that failed: it holds only what `claim_folder` makes."""
+def remove_unused(output_dir, lock):
+    """Remove the folder if its start failed, so that it holds only what `claim_folder` makes."""
     if {file.name for file in output_dir.glob("*")} == {".lock", "args.yaml"}:
-        shutil.rmtree(output_dir)
+        shutil.rmtree(output_dir, ignore_errors=True)
 
 
 def load_checkpoint(args, output_dir):
@@ -1651,7 +1663,7 @@ FREE_FLAGS = (
 ABOVE_ZERO = (
     "num_train_epochs batch_size num_mini_batches num_ppo_epochs per_device_train_batch_size "
     "per_device_rollout_batch_size response_length max_prompt_length temperature eval_k lora_r "
-    "lora_alpha max_grad_norm plan"
+    "lora_alpha max_grad_norm plan rloo_k num_generations"
 ).split()
 
 

@@ -234,10 +234,13 @@ def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
     with fresh_imports():
         mine = load(f"{tmp_path}/mine.py:score")
         assert mine() == 7
+        assert load(f"{tmp_path}/mine.py:score") is mine  # Two flags name one file.
+        assert mine.__module__ == "mine"  # A pool of new processes imports it.
         (tmp_path / "mine.py").write_text("def score(**_): return 17")
+        script.import_file.cache_clear()  # A new run does this. In a notebook files are edited.
         mine = load(f"{tmp_path}/mine.py:score")
-        assert mine() == 17  # In a notebook a file is edited between two runs.
-        assert pickle.loads(pickle.dumps(mine)) is mine  # as a pool of processes needs it
+        assert mine() == 17
+        assert pickle.loads(pickle.dumps(mine)) is mine
         assert load(f"{tmp_path}/other/mine.py:score")() == 3
         assert load(f"{tmp_path}/other/json.py:score")() == 4
         assert sys.modules["json"] is json
