@@ -777,23 +777,25 @@ def load_reward(spec):
         with blaming(f"--reward {spec}"):
             file = Path(module).resolve(strict=True)
         module = import_file(file)
-    module = importlib.import_module(module)
+    else:
+        module = importlib.import_module(module)
     with blaming(f"--reward {spec}"):
         return getattr(module, function)
 
 
 @cache
 def import_file(file):
-    """Run a Python file, once in a run of ours. Returns its name as a module."""
+    """A Python file as a module. It is executed once in a run of ours."""
     # The file may import its neighbours. The folder comes last, so that it hides no library.
     sys.path.append(str(file.parent))
     name = file.stem  # A pool of processes imports it by this name.
     if "." in name or importlib.util.find_spec(name).origin != str(file):
         name = re.sub(r"\W", "_", str(file))  # The other name is that of another module.
     found = importlib.util.spec_from_file_location(name, file)
-    sys.modules[name] = importlib.util.module_from_spec(found)
-    found.loader.exec_module(sys.modules[name])
-    return name
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    found.loader.exec_module(module)
+    return module
 
 
 def load_scorers(args, tokenizer, prompts, eval_prompts):
