@@ -96,7 +96,11 @@ def test_a_reward_is_called_as_trl_calls_it(script, run, tmp_path, world):
 def test_a_reward_must_take_the_columns(script, refuses, tmp_path, monkeypatch):
     """Else the run stops before a model is loaded. The message lists what the reward gets. Held-out
     rows may have other columns."""
-    (tmp_path / "mine.py").write_text("def score(completions, completion_ids, prompts, answer): 0")
+    (tmp_path / "mine.py").write_text(
+        "def score(completions, completion_ids, prompts, answer): 0\n"
+        "def wrapper(**_): 0\n"
+        "wrapper.__wrapped__ = score"
+    )
     monkeypatch.setattr(script, "load_model", None)
     mine = f"{tmp_path}/mine.py:score"
     answer, level, reserved = [
@@ -110,8 +114,9 @@ def test_a_reward_must_take_the_columns(script, refuses, tmp_path, monkeypatch):
         (dict(reward="none", dataset=reserved), "multiple values .* 'completions'"),
     ):
         refuses(script, f"gets prompts, completions, completion_ids, .*{said}", **flags)
-    with raises(TypeError):  # `load_model` is None.
-        refuses(script, reward=mine, dataset=answer)
+    for reward, dataset in ((mine, answer), (mine.replace("score", "wrapper"), level)):
+        with raises(TypeError):  # `load_model` is None.
+            refuses(script, reward=reward, dataset=dataset)
 
 
 @only("rloo")
