@@ -137,6 +137,9 @@ hardware/rounding.json part=SmolLM2: {completions_that_differ} of {completions} 
 hardware/rounding.json part=PPO,.shift.+: iteration {first_iteration:min}
 hardware/rounding.json part=PPO,.shift.+: most {completions_that_differ:max} of
 hardware/kill_and_resume.json: within {relative_distance:max.1e} of the distance
+throughput/gpu.json part=tokens64_micro16 script=rloo: graphs {eager[token_ms]:.0f} ms
+throughput/gpu.json part=tokens64_micro16 script=rloo: An update takes {tally[update_s]:.2f} s
+throughput/gpu.json part=rows_micro16: A step took {shared_prompts[ratio]:.1f} times as long
 benchmark/engine/README.md
 engine/measure.json part=smollm2 run=rloo.py: {sampled[0]:.2f} -> {sampled[-1]:.2f} of the answers
 docs/variants.md
