@@ -1538,7 +1538,7 @@ def claim_folder(output_dir, settings):
         output_dir.mkdir(parents=True, exist_ok=True)
         with blaming(f"another run writes into {output_dir}"):
             lock.acquire()
-        # The lock is kept until then, so that no other run has the folder.
+        # It is called when the program ends. Until then it keeps the lock: no other run comes in.
         atexit.register(remove_unused, output_dir, lock)
         temporary = output_dir / "args.tmp"
         temporary.write_text(yaml.safe_dump(settings, sort_keys=False))
@@ -1548,7 +1548,7 @@ def claim_folder(output_dir, settings):
 
 def remove_unused(output_dir, lock):
     """Remove the folder if its start failed, so that it holds only what `claim_folder` makes."""
-    if {file.name for file in output_dir.glob("*")} == {".lock", "args.yaml"}:
+    if {file.name for file in output_dir.glob("*")} <= {".lock", "args.yaml"}:
         shutil.rmtree(output_dir, ignore_errors=True)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 import tyro
 import yaml
 from conftest import (
@@ -364,6 +365,16 @@ def test_the_first_way_that_works_is_taken(
     assert len(said) == len(faults), said
     for line, fault in zip(said, faults):
         assert line.startswith(fault)
+
+
+def test_prompts_are_shared_in_training_on_a_cpu_alone(script, monkeypatch):
+    """A GPU waits for Python where there are two passes in place of one."""
+    monkeypatch.setattr(script, "choose_way", lambda path, model, ways, outputs_of: ways[0])
+    for device, way in (("cpu", script.shared_prompts), ("cuda", script.separate_rows)):
+        accelerator = SimpleNamespace(device=torch.device(device))
+        monkeypatch.setattr(script, "accelerator", accelerator, raising=False)
+        args = SimpleNamespace(k=4, gradient_checkpointing=False)
+        assert script.choose_training_way(args, "", None) is way
 
 
 @only("rloo", "ppo")
