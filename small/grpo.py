@@ -1,0 +1,1644 @@
+"""GRPO (group relative policy optimization) for language models, in one file.
+
+For every prompt x, the policy samples a group of k completions y_1 .. y_k. A prompt with one of
+its completions is an episode. Each token is one action. The tokens of an episode share A_i.
+
+    advantage   A_i  = (score(x, y_i) - mean) / (standard deviation + 1e-4), over the group's scores
+    ratio       r_it = p_new(y_it) / p_old(y_it)
+    KL          K_it = exp(d) - d - 1 with d = log p_ref(y_it) - log p_new(y_it)
+    loss        L    = mean over a mini-batch's episodes of the mean over an episode's tokens of
+                       [max(-A_i r_it, -A_i clip(r_it, 1 - c, 1 + c)) + kl_coef * K_it]
+
+p(y_it) is the probability of token t, given the prompt and the tokens before it. p_old is the
+policy that sampled the completion. p_new is the policy that is being trained. p_ref is a frozen
+reference model. c is --cliprange.
+
+By default there is no KL, and a batch gets one update, which is one optimizer step. Then p_new is
+p_old, and every ratio is 1. With the default --loss-type the loss is 0, because the advantages of a
+group add up to 0. Its gradient is the mean of -A_i mean_t grad log p_new(y_it): p_old is constant.
+
+The words: an iteration samples one batch of episodes and trains on it. A mini-batch holds the
+episodes of one optimizer step, on all processes together. A micro-batch holds the episodes of one
+forward and backward pass on one process. A PPO epoch is one pass over the batch.
+
+A reward function may return None, which means "no score". The script holds a missing score as nan.
+The advantage of such an episode is 0. The mean of the loss counts it.
+
+How to run it:
+    python grpo.py                         # trains the small built-in policy on two-digit sums
+    python grpo.py --plan 8                # prints all counts of a run on 8 processes, and stops
+    accelerate launch grpo.py              # with GPUs, on all of them
+    ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 grpo.py    # two processes without GPUs
+
+How to read it: the lecture comes first, sections 1 to 5. You can skip the machinery after it on a
+first reading. docs/nano/ makes the same run in few lines.
+
+How to change it: for a reward, see --reward. The baseline is `grpo_advantages`, the loss is
+`grpo_loss`. docs/variants.md has more places, docs/coming_from.md has TRL's names of the flags.
+Between the stages of `main` every process holds the whole batch, as tensors on the CPU. So a change
+of `main` needs no thought about processes or devices.
+
+Papers: Shao et al. 2024, DeepSeekMath, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783; DAPO, arXiv
+2503.14476; GSPO, arXiv 2507.18071; CISPO, arXiv 2506.13585.
+"""
+
+import contextlib
+import copy
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import re
+import shutil
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from math import ceil, floor, inf, isfinite, isinf, nan
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal, NamedTuple
+
+import accelerate
+import filelock
+import numpy as np
+import torch
+import transformers
+import tyro
+import yaml
+from accelerate.utils import concatenate, gather_object, recursively_apply
+from torch import Tensor
+from tqdm import tqdm
+
+DEFAULT = Path(__file__).resolve().parent / "benchmark" / "default"
+
+
+# ========================================= 1  flags =========================================
+Schedule = Literal[
+    "linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt"
+]
+
+
+@dataclass
+class Args:
+    # run
+    seed: int = 1  # every random number depends only on this, its purpose and the iteration
+    output_dir: str | None = None  # None: runs/<script>__<seed>__<unix time>__<process id>
+    resume: bool = False  # continue from the newest checkpoint in --output-dir, if there is one
+    save_every: int | None = 100
+    """iterations between checkpoints, or fewer, if they take ten minutes; None: no checkpoints"""
+    plan: int | None = None  # print every count for this many processes and exit; loads no model
+    dtype: Literal["float32", "bfloat16"] | None = None  # of forward passes; None: accelerate's
+    cuda_graphs: bool = True  # on a GPU, record the kernels of one token, and start them together
+    # model and data
+    model_path: str = str(DEFAULT / "policy")  # policy and tokenizer: a folder or a Hub name
+    lora_r: int | None = None  # rank of LoRA adapters (arXiv 2106.09685); None: train all weights
+    lora_alpha: int | None = None  # adapters are multiplied by this / rank; None: twice the rank
+    share_prompts: bool | None = None
+    """in training, run a prompt once for all its completions; None: on a CPU. Not with
+    --gradient-checkpointing"""
+    gradient_checkpointing: bool = False  # compute activations again in the backward pass
+    ref_model_path: str | None = None  # reference model of the KL; None: --model-path
+    dataset: str | None = None
+    """.jsonl file or Hub dataset NAME:SPLIT; None: the sums of the built-in policy"""
+    max_prompt_length: int | None = None  # drop prompts with more tokens than this; None: no limit
+    reward: str = "exact_match"  # or FILE.py:FUNCTION, package.module:FUNCTION, none
+    reward_model_path: str | None = None  # one-label classifier; its score is added to --reward
+    eval_dataset: str | None = None  # held-out prompts; None: only the built-in task has some
+    eval_every: int | None = None  # iterations between evaluations; None: only at start and end
+    eval_temperature: float = 0.0  # sampling temperature of evaluations; 0: the most likely token
+    eval_k: int = 1  # completions of each evaluation prompt; needs an --eval-temperature above 0
+    eval_reward: str | None = None  # replaces --reward and --reward-model-path in evaluations
+    # batch sizes
+    num_train_epochs: float = 2.0  # passes over the prompts of the dataset; may be a fraction
+    total_episodes: int | None = None  # instead of --num-train-epochs; 0: evaluate, and stop
+    batch_size: int = 64  # episodes of one iteration, on all processes together
+    num_mini_batches: int = 1  # optimizer steps in one pass over the batch
+    num_ppo_epochs: int = 1  # passes over the batch of each iteration
+    per_device_train_batch_size: int = 64  # episodes in one forward pass; fewer save memory
+    per_device_rollout_batch_size: int | None = None  # episodes sampled at once; None: --batch-size
+    # sampling
+    response_length: int | None = None  # token limit of a completion; None: 256, built-in policy 8
+    temperature: float = 1.0  # divides the logits, in sampling and in every log-probability
+    stop_token_id: int | None = None  # this token ends a completion as an EOS does
+    stop_string: str | None = None  # this text does, too, such as "</answer>"; a newline is $'\n'
+    # algorithm
+    num_generations: int = 4  # completions of each prompt; each is compared with their mean
+    kl_coef: float = 0.0  # weight of the KL in the loss; 0: none, and no reference model
+    cliprange_high: float | None = None  # clips at 1 + this; None: --cliprange (2503.14476, eq. 8)
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """divide centred scores by the standard deviation of their group, of the batch, or by 1"""
+    loss_type: Literal["grpo", "dapo", "dr_grpo", "cispo"] = "grpo"
+    """grpo: the mean over an episode's tokens, then over episodes (arXiv 2402.03300, eq. 3);
+    dapo, TRL's default: the mean over all tokens of the mini-batch (arXiv 2503.14476, eq. 8);
+    dr_grpo: the sum divided by episodes * response_length (arXiv 2503.20783, section 3.2);
+    cispo: as dapo, but the clipped ratio is a constant factor of log p (2506.13585, eq. 4)"""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """sequence: one ratio for a completion (GSPO, 2507.18071, eq. 7); use a --cliprange of 3e-4"""
+    mask_truncated_completions: bool = False  # no loss for completions without EOS (DAPO, 3.4)
+    cliprange: float = 0.2  # clips the ratio to 1 - this .. 1 + this (arXiv 1707.06347, eq. 7)
+    missing_eos_penalty: float = 0.0
+    """subtracted from the score of a completion that has not ended (arXiv 2403.17031, detail 23)"""
+    # optimizer
+    lr_scheduler_type: Schedule = "linear"  # over all optimizer steps, as in transformers
+    learning_rate: float | None = None  # of AdamW; None: 1e-6, LoRA 1e-5, built-in policy 1e-4
+    weight_decay: float = 0.0  # weight decay of AdamW, on all parameters
+    warmup_steps: float = 0  # optimizer steps of linear warm-up; below 1: their share of all steps
+    max_grad_norm: float = 1.0  # the gradient's norm is clipped to this; inf: no clipping
+    # logging
+    log_with: str | None = None  # a tracker beside metrics.jsonl: wandb, tensorboard, ...
+    num_sample_generations: int = 10  # number of times in a run that samples are shown
+    save_rollouts: bool = False  # write the episodes of each iteration to a file in rollouts/
+
+    # k and updates_per_batch are no flags, but follow from flags. All scripts have both names.
+    k = property(lambda self: self.num_generations)
+    updates_per_batch = property(lambda self: self.num_ppo_epochs * self.num_mini_batches)
+
+    def __post_init__(self):
+        check_flags(self)  # Only `main` fills in what depends on the model or the launcher.
+
+
+# ===================================== 2  the arithmetic =====================================
+def batch_arithmetic(args, num_prompts, world_size):
+    """Every planned count of a run. `--plan` prints them.
+
+    num_prompts: prompts in the dataset; world_size: processes
+    """
+    plan = SimpleNamespace()
+    if args.total_episodes is None:
+        plan.prompts = max(1, floor(args.num_train_epochs * num_prompts + 0.5))
+    else:
+        plan.prompts = ceil(args.total_episodes / args.k)
+    plan.episodes = plan.prompts * args.k
+    # Both divisions are exact: `check_flags` refuses other batch sizes.
+    plan.prompts_per_iteration = args.batch_size // args.k
+    plan.mini_batch_size = args.batch_size // args.num_mini_batches
+    plan.iterations = ceil(plan.episodes / args.batch_size)
+    full_batches = max(0, plan.iterations - 1)  # 0 iterations only evaluate.
+    plan.last_batch_size = plan.episodes - full_batches * args.batch_size
+    # The last batch may be smaller. Each of its mini-batches has at least one episode.
+    last_mini_batches = min(args.num_mini_batches, plan.last_batch_size)
+    mini_batches = full_batches * args.num_mini_batches + last_mini_batches
+    plan.steps = args.num_ppo_epochs * mini_batches
+    plan.warmup_steps = ceil(args.warmup_steps)
+    if args.warmup_steps < 1:
+        plan.warmup_steps = ceil(args.warmup_steps * plan.steps)
+    plan.epochs = plan.prompts / num_prompts
+    # This is the maximum: rloo.py and grpo.py skip episodes of gradient 0.
+    process_share = ceil(plan.mini_batch_size / world_size)
+    plan.gradient_accumulation_steps = ceil(process_share / args.per_device_train_batch_size)
+    return plan
+
+
+# ===================================== 3  the algorithm =====================================
+def grpo_advantages(rewards, k, scale_rewards):
+    """A_i = (score - mean) / (standard deviation + 1e-4) in a group (arXiv 2402.03300, 4.1.2).
+
+    rewards: [episodes, actions], the k episodes of a group side by side. Here all tokens share one
+    reward, so there is one column. Returns the same shape. The reward nan means that an episode has
+    no score: no mean counts it, and its advantage is 0.
+    """
+    groups = rewards.unflatten(0, (-1, k))  # [groups, k, actions]
+    count = (~groups.isnan()).sum(1, keepdim=True)  # of scores, [groups, 1, actions]
+    # The mean of R_i - R_j over the group is R_i - mean, and exactly 0 where all rewards are equal.
+    differences = groups[:, :, None] - groups[:, None]  # [groups, k, k, actions]
+    advantages = differences.nansum(2) / count.clamp(min=1)
+    if scale_rewards == "group":
+        variance = advantages.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)
+        advantages = advantages / (variance.sqrt() + 1e-4)
+    elif scale_rewards == "batch":  # The deviation of a single score is nan.
+        deviation = rewards[~rewards.isnan()].std().nan_to_num()
+        advantages = advantages / (deviation + 1e-4)
+    return advantages.flatten(0, 1)
+
+
+def token_weights(args, lengths, included):
+    """For each episode, the factor of the losses of its tokens: 1 / denominator, by --loss-type.
+
+    The denominator is that of the whole mini-batch, on all processes. Episodes that are not
+    included have weight 0, and the denominator does not count them.
+    lengths, included: [episodes of the mini-batch, 1]. Returns the same shape.
+    """
+    included = included.float()
+    if args.loss_type == "grpo":  # 1 / |y_i| / episodes
+        return included / lengths / included.sum().clamp(min=1)
+    if args.loss_type in ("dapo", "cispo"):  # 1 / tokens
+        return included / (included * lengths).sum().clamp(min=1)
+    return included / (included.sum().clamp(min=1) * args.response_length)  # dr_grpo
+
+
+def grpo_loss(args, logprobs, old_logprobs, advantages, mask):
+    """The clipped loss of each token without its KL, the log of its ratio, and where the clip acts.
+
+    logprobs: [episodes, response], with gradient; old_logprobs: the same of p_old; advantages:
+    [episodes, 1], or [episodes, response]; mask: True for the tokens that are in the loss.
+    Returns three tensors [episodes, response]. With one ratio for a completion: [episodes, 1]
+    """
+    if args.updates_per_batch == 1:
+        # The policy has not changed since it sampled: p_old is p_new, as a constant. An episode
+        # from elsewhere, such as a replay, has an own p_old, and must not take this line.
+        old_logprobs = logprobs.detach()
+    logratio = logprobs - old_logprobs  # [episodes, response]
+    if args.importance_sampling_level == "sequence":  # the mean over the tokens, [episodes, 1]
+        logratio = logratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    low = args.cliprange
+    high = low if args.cliprange_high is None else args.cliprange_high
+    losses, is_clipped = clipped_policy_loss(logratio, advantages, low, high)
+    if args.loss_type == "cispo":
+        # The clipped ratio is a constant here. So a clipped token keeps its gradient.
+        ratio = logratio.detach().exp()
+        clipped = ratio.clamp(1 - low, 1 + high)
+        losses = -advantages * clipped * logprobs
+        is_clipped = clipped != ratio
+    return losses, logratio, is_clipped
+
+
+def k3_kl(logprobs, ref_logprobs):
+    """exp(d) - d - 1 with d = ref_logprobs - logprobs, for each token (arXiv 2402.03300, eq. 4).
+
+    Never negative; unbiased if p_new sampled the token, but its gradient is biased. A difference up
+    to 1e-4 nats counts as 0: it is rounding, and AdamW would make whole steps of it.
+    """
+    difference = torch.nn.functional.hardshrink(ref_logprobs - logprobs, 1e-4)
+    return difference.exp() - difference - 1
+
+
+def clipped_policy_loss(logratio, advantages, low, high):
+    """max(-A r, -A clip(r, 1 - low, 1 + high)) with r = exp(logratio) (arXiv 1707.06347, eq. 7).
+
+    Returns the losses, and True where the clipped term is larger: above 1 + high for a positive
+    advantage, below 1 - low for a negative one. There the gradient is 0. Shapes: as logratio.
+    """
+    # exp(89) is inf, and 0 * inf would be a gradient of nan. With a positive advantage the ratio is
+    # clipped in any case, so it is clamped here. With a negative one inf stops the run in stage 4d.
+    ratio = torch.where(advantages < 0, logratio, logratio.clamp(max=80)).exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+# ======================================== 4  training ========================================
+# The accelerator knows which process this is, and connects all of them. `main` starts it.
+accelerator = None
+
+
+def main(args):
+    """Set up, train, save. Each turn of the loop is one iteration, in the stages 4a to 4f.
+
+    Returns the policy, and the metrics of all rows that this call has written.
+    """
+    args = check_flags(args)  # a copy, with all defaults filled in
+    start_accelerator(args)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_path)
+    prompts = load_prompts(args, args.dataset, args.reward, tokenizer)
+    eval_prompts = load_prompts(args, args.eval_dataset, args.eval_reward or args.reward, tokenizer)
+    plan = batch_arithmetic(args, len(prompts), args.plan or accelerator.num_processes)
+    accelerator.print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
+    if args.plan is not None:
+        return
+
+    output_dir, settings = choose_output_dir(args, prompts)  # A finished run stops here.
+    # The most tokens that a prompt with its completion may have.
+    longest_row = max(len(p.token_ids) for p in prompts + eval_prompts) + args.response_length
+    policy = load_policy(args, tokenizer, longest_row)
+    reference = load_reference(args, policy, longest_row)  # None: there is no KL
+    reward_functions, eval_reward_functions = load_rewards(args, policy)
+
+    size = args.per_device_train_batch_size  # of a micro-batch, in episodes
+    optimizer = make_optimizer(args, policy)
+    # The schedule does not go through `prepare`: accelerate would step it once for each process.
+    scheduler = transformers.get_scheduler(
+        args.lr_scheduler_type, optimizer, plan.warmup_steps, plan.steps
+    )
+    accelerator.register_for_checkpointing(scheduler)
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    check_sampling(args, policy, prompts + eval_prompts)
+    # What one iteration hands to the next. With --resume, a checkpoint has it.
+    state = {"iteration": 0, "step": 0} | start_run(args, output_dir, settings)
+    announce(args, settings, policy, prompts)
+    # The bar counts optimizer steps. disable=None: there is a bar only in a terminal.
+    progress = tqdm(
+        total=plan.steps, initial=state["step"], disable=not accelerator.is_main_process or None
+    )
+    history = []  # the metrics of each row of metrics.jsonl
+    if eval_prompts and state["iteration"] == 0:
+        metrics = {"iteration": 0, "step": 0, "episode": 0, "epoch": 0.0}
+        metrics |= evaluate(args, policy, eval_prompts, eval_reward_functions, output_dir, 0)
+        history.append(write_metrics(output_dir, metrics, progress))
+
+    for iteration in range(state["iteration"] + 1, plan.iterations + 1):
+        # ---- 4a  rollout: sample k completions of each drawn prompt
+        rollout_start = time.perf_counter()
+        is_last = iteration == plan.iterations
+        num_episodes = plan.last_batch_size if is_last else args.batch_size
+        first = (iteration - 1) * plan.prompts_per_iteration  # prompts that were drawn before
+        indices = draw_prompts(args.seed, len(prompts), first, num_episodes // args.k)
+        drawn = [prompts[index] for index in indices]  # [groups]
+        rng = keyed_rng(args.seed, SAMPLING, iteration)
+        batch = generate(args, policy, drawn, args.k, rng, args.temperature)
+
+        # ---- 4b  score
+        # The score is the sum of its parts: of --reward, its dict's entries, and the reward model.
+        scores, parts = score_episodes(batch, reward_functions, f"iteration {iteration}")
+        scores = scores - args.missing_eos_penalty * ~batch.ended  # [episodes]
+        ref_logprobs = None
+        if reference is not None:
+            one_pass = partial(token_logprobs, args, reference, batch)
+            ref_logprobs = map_episodes(one_pass, batch.lengths, size)  # [episodes, response]
+
+        # ---- 4c  advantages
+        rewards = scores[:, None]  # [episodes, 1]: all tokens of an episode share it
+        advantages = grpo_advantages(rewards, args.k, args.scale_rewards).float()  # [episodes, 1]
+        included = batch.ended[:, None] | (not args.mask_truncated_completions)  # [episodes, 1]
+        # Without KL, advantage 0 gives gradient 0: no pass. With a second loss, take all.
+        has_gradient = (included & ((advantages != 0) | (reference is not None))).any(1)
+        weights = torch.zeros_like(included, dtype=torch.float)  # each mini-batch sets its own
+
+        # ---- 4d  optimize
+        train_start = time.perf_counter()
+        updates = []  # the metrics of each update
+        for ppo_epoch in range(args.num_ppo_epochs):
+            for mini_batch in draw_mini_batches(args, iteration, ppo_epoch, num_episodes):
+                optimizer.zero_grad()
+                lengths = batch.mask[mini_batch].sum(1, keepdim=True)
+                weights[mini_batch] = token_weights(args, lengths, included[mini_batch])
+                to_train = mini_batch[has_gradient[mini_batch]]
+                passes = []  # what each pass of this process computed
+                for episodes, is_real, is_last_pass in micro_batches(to_train, batch.lengths, size):
+                    with exchange_gradients(policy, now=is_last_pass):
+                        logprobs = token_logprobs(args, policy, batch, episodes)
+                        mask = batch.mask[episodes]
+                        losses, logratio, is_clipped = grpo_loss(
+                            args, logprobs, batch.logprobs[episodes], advantages[episodes], mask
+                        )
+                        if reference is not None:
+                            losses = losses + args.kl_coef * k3_kl(logprobs, ref_logprobs[episodes])
+                        # The weights divide by the size of the whole mini-batch. So neither
+                        # micro-batches nor processes change the gradient.
+                        losses = (losses * mask).sum(1, keepdim=True) * weights[episodes]
+                        # [episodes, 1]; a second loss is added here: its sum over tokens, divided
+                        # by len(mini_batch)
+                        assert losses.shape == weights[episodes].shape, (
+                            "losses are [episodes, 1]: one for each episode"
+                        )
+                        loss = (losses * is_real[:, None]).sum()
+                        # DDP takes the mean of the processes' gradients. We need their sum.
+                        accelerator.backward(loss * accelerator.num_processes)
+                    passes.append((episodes, is_real, (logprobs, losses, logratio, is_clipped)))
+                grad_norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+                if not isfinite(grad_norm):
+                    where = f"iteration {iteration}, step {state['step'] + 1}"
+                    raise RuntimeError(f"{where}: gradient norm {grad_norm}")
+                # From here on, every process has what all processes computed.
+                computed = [tensor[to_train] for tensor in collect(passes, num_episodes)]
+                new_logprobs, losses, logratio, is_clipped = computed
+                update = {"loss/policy_avg": losses.sum(), "grad_norm": grad_norm}
+                if len(to_train) > 0:
+                    mask = batch.mask[to_train]
+                    update |= update_metrics(logratio, is_clipped, mask)
+                    if not updates:  # no step yet: trainer and sampler must agree up to rounding
+                        difference = new_logprobs - batch.logprobs[to_train]
+                        update |= compare_with_sampler(args, difference[mask])
+                learning_rate = optimizer.param_groups[0]["lr"]
+                optimizer.step()
+                scheduler.step()
+                updates.append(update)
+                state["step"] += 1
+                progress.update()
+
+        # ---- 4e  log
+        episode = (iteration - 1) * args.batch_size + num_episodes
+        epoch = episode / (args.k * len(prompts))
+        state["iteration"] = iteration
+        metrics = {"iteration": iteration, "step": state["step"]}
+        metrics |= {"episode": episode, "epoch": epoch, "lr": learning_rate}
+        now = time.perf_counter()
+        metrics["eps"] = num_episodes / (now - rollout_start)
+        metrics["time/rollout_s"] = train_start - rollout_start
+        metrics["time/train_s"] = now - train_start
+        metrics |= rollout_metrics(batch, scores) | mean_metrics(parts) | mean_metrics(updates)
+        equal_scores = all_equal(scores.view(-1, args.k))  # [groups]
+        metrics["group/equal_scores_fraction"] = equal_scores.float().mean()
+        if reference is not None:
+            metrics["objective/kl"] = (batch.logprobs - ref_logprobs).sum(1).mean()
+
+        # ---- 4f  evaluate and save
+        if eval_prompts and (is_last or iteration % (args.eval_every or plan.iterations) == 0):
+            metrics |= evaluate(
+                args, policy, eval_prompts, eval_reward_functions, output_dir, iteration
+            )
+        history.append(write_metrics(output_dir, metrics, progress))
+        columns = {"score": scores, "advantage": advantages.squeeze(1)}
+        columns |= {"logprobs": batch.logprobs, "ref_logprobs": ref_logprobs}
+        records = episode_records(batch, iteration, columns, parts)
+        if args.save_rollouts:
+            write_jsonl(output_dir / "rollouts" / f"{iteration:08d}.jsonl", records)
+        show_samples(args, plan, episode, records)
+        save_checkpoint(args, state, output_dir, is_last)
+
+    progress.close()
+    if plan.steps > 0:
+        save_result(policy, tokenizer, output_dir, plan)
+    model = accelerator.unwrap_model(policy)
+    # The end of the process group can hang while what `prepare` made exists.
+    policy, optimizer = accelerator.free_memory(policy, optimizer)
+    accelerator.end_training()
+    return model, history
+
+
+# ======================================== 5  the model =======================================
+class Prompt(NamedTuple):
+    number: int  # of its row in the dataset, from 0
+    row: dict  # with all columns of the dataset
+    text: str  # the prompt as the model reads it; a chat is rendered by its template
+    token_ids: list[int]
+
+
+@dataclass
+class Batch:
+    """The episodes of one iteration. Every process holds all of them, on the CPU.
+
+    The k episodes of a group are neighbours. The axis `response` has --response-length entries. In
+    rows of tokens, -1 means that there is no token: before a prompt that is shorter than another,
+    and after the end of a completion. The other tensors are 0 there, and `mask` is False.
+    """
+
+    k: int  # episodes of a group
+    prompts: list[Prompt]  # [episodes]
+    prompt_tokens: Tensor  # [episodes, longest prompt]
+    completions: list[str]  # [episodes], as text, without the special token that ends one
+    token_ids: list[list[int]]  # [episodes], tokens of each completion; its EOS is one of them
+    tokens: Tensor  # [episodes, response], the same as a tensor
+    mask: Tensor  # [episodes, response], True for the tokens that are in the loss
+    ended: Tensor  # [episodes], False where the completion was cut off at --response-length
+    logprobs: Tensor  # [episodes, response], of each token, by the policy that sampled it
+    entropies: Tensor  # [episodes, response], exact entropy of each token's distribution
+    lengths: Tensor  # [episodes], tokens of the prompt and of the group's longest completion
+
+
+def generate(args, policy, drawn, k, rng, temperature):
+    """Sample k completions of every prompt. Each process samples a share, and then gets them all.
+
+    An inference engine takes the place of `sample` here. First give it the new weights. It returns
+    the same tensors. It may ignore `uniforms`, and return 0 as entropies.
+    drawn: [groups]; rng: gives all processes the same random numbers in [0, 1)
+    """
+    prompts = [prompt for prompt in drawn for _ in range(k)]  # [episodes], group by group
+    prompt_tokens = pad_left([prompt.token_ids for prompt in prompts])
+    prompt_lengths = (prompt_tokens >= 0).sum(1)
+    # [episodes, response], a number for each token
+    uniforms = torch.from_numpy(rng.random((len(prompts), args.response_length)))
+    model = accelerator.unwrap_model(policy)
+
+    def one_pass(episodes):
+        return sample(model, trim(prompt_tokens[episodes]), uniforms[episodes], temperature)
+
+    with sampling(args, policy):
+        size = args.per_device_rollout_batch_size or args.batch_size
+        samples = map_episodes(one_pass, prompt_lengths, size)
+    token_ids = [[token for token in row if token >= 0] for row in samples["tokens"].tolist()]
+    visible = map(partial(without_end, model.tokenizer), token_ids, samples["ended"].tolist())
+    # All episodes of a group get the same length. So sorting by it keeps them together, and a pass
+    # that holds them can run their prompt once.
+    lengths = (samples["tokens"] >= 0).sum(1)
+    longest = lengths.view(-1, k).amax(1).repeat_interleave(k)
+    return Batch(
+        k=k,
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        completions=model.tokenizer.batch_decode(list(visible)),
+        token_ids=token_ids,
+        mask=samples["tokens"] >= 0,
+        lengths=prompt_lengths + longest,
+        **samples,
+    )
+
+
+@torch.no_grad()
+def sample(model, prompts, uniforms, temperature):
+    """Sample a completion of every prompt, token by token.
+
+    prompts: [episodes, longest prompt]; uniforms: [episodes, response], one number per token;
+    temperature: 0 takes the most likely token.
+    Returns tokens, ended, logprobs and entropies, as in Batch.
+    """
+    prompts = prompts.to(accelerator.device)
+    uniforms = uniforms.to(accelerator.device)
+    start = prompts.shape[1]  # the column of the first token of the completions
+    response = uniforms.shape[1]
+    rows = torch.nn.functional.pad(prompts, (0, response), value=-1)  # -1: there is no token yet
+    tokens = rows[:, start:]  # These are the same memory: `rows` gets what is sampled, too.
+    ended = torch.zeros_like(tokens[:, 0], dtype=torch.bool)
+    logprobs = torch.zeros_like(uniforms, dtype=torch.float)
+    entropies = torch.zeros_like(logprobs)
+    running = torch.arange(len(rows), device=rows.device)  # the episodes that have not ended
+
+    cache = new_cache(model, rows)
+    recorded_steps = record_steps(model, rows, cache)
+    logits = run_prompts(model, prompts, cache)
+    for t in range(response):
+        log_p = torch.log_softmax(logits[:, -1].float() / (temperature or 1.0), dim=-1)
+        p = log_p.exp()  # [running, vocabulary]
+        if temperature > 0:
+            picked = pick_tokens(p, uniforms[running, t])
+        else:
+            picked = log_p.argmax(-1)
+        tokens[running, t] = picked
+        logprobs[running, t] = log_p.gather(-1, picked[:, None]).squeeze(1)
+        # Where p is 0, log_p may be -inf, and 0 * -inf would be nan. Below -104, p is always 0.
+        entropies[running, t] = -p.mul_(log_p.clamp_(min=-104)).sum(-1)  # overwrites p and log_p
+        has_ended = model.stopping_criteria(tokens[running, : t + 1], None)
+        ended[running] = has_ended
+        goes_on = (~has_ended).nonzero().squeeze(1)
+        running = running[goes_on]  # Completions that have ended get no more tokens.
+        if t + 1 == response or len(running) == 0:
+            break
+        if model.is_recorded:
+            logits = next(recorded_steps)[running]
+            continue
+        if len(goes_on) < len(has_ended):
+            cache.reorder_cache(goes_on)
+        logits = forward(model, rows[running, : start + t + 1], cache, slice(-1, None))
+    samples = dict(tokens=tokens, ended=ended, logprobs=logprobs, entropies=entropies)
+    return {name: tensor.cpu() for name, tensor in samples.items()}
+
+
+def pick_tokens(p, uniforms):
+    """Inverse transform: the first token whose cumulative probability exceeds the uniform number.
+
+    p: [rows, vocabulary], probabilities; uniforms: [rows]. Returns [rows].
+    """
+    cumulative = p.cumsum(-1, dtype=torch.double)
+    total = cumulative[:, -1:]  # 1, up to rounding
+    # right=True means strictly above. So a token of probability 0 is never picked.
+    picked = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True).squeeze(1)
+    return picked.clamp(max=p.shape[1] - 1)  # Only p = nan needs it; a later check stops the run.
+
+
+def run_prompts(model, prompts, cache):
+    """Run the prompts. Equal neighbours, as in a group, are run once and then repeated.
+
+    prompts: [episodes, longest prompt]. Returns the logits of the token after each prompt,
+    [episodes, 1, vocabulary]. The KV cache gets a row for each episode.
+    """
+    different, row_of = prompts.unique_consecutive(dim=0, return_inverse=True)
+    logits = forward(model, different, cache, logits_to_keep=1)
+    cache.reorder_cache(row_of)
+    return logits.index_select(0, row_of)
+
+
+def token_logprobs(args, model, batch, episodes):
+    """Log-probability of every completion token of some episodes, with gradient, on the CPU.
+
+    Returns [episodes, response]. It is 0 where there is no token.
+    """
+    prompts, tokens = pass_tokens(batch, episodes)
+    rows = torch.cat([prompts, tokens[:, :-1]], dim=1)  # Nothing follows the last token.
+    # The logits at the position before a token are of this token.
+    if args.share_prompts:  # The completions of a group go on from one pass over their prompt.
+        cache = KVCache()
+        logits = run_prompts(model, prompts, cache)
+        if tokens.shape[1] > 1:
+            more = forward(model, rows, cache, slice(prompts.shape[1], None))
+            logits = torch.cat([logits, more], dim=1)
+    else:
+        logits = forward(model, rows, logits_to_keep=tokens.shape[1])
+
+    def logprobs_of(logits, tokens):  # of some tokens: [tokens, vocabulary], [tokens]
+        return -torch.nn.functional.cross_entropy(
+            logits.float() / args.temperature, tokens, ignore_index=-1, reduction="none"
+        )
+
+    pieces = ceil(logits.numel() / LOGITS_AT_ONCE)
+    if pieces > 1:  # Each piece is computed again in the backward pass.
+        logprobs_of = partial(torch.utils.checkpoint.checkpoint, logprobs_of, use_reentrant=False)
+    inputs = zip(logits.flatten(0, 1).tensor_split(pieces), tokens.flatten().tensor_split(pieces))
+    logprobs = torch.cat([logprobs_of(*piece) for piece in inputs]).view_as(tokens)
+    left_out = batch.tokens.shape[1] - tokens.shape[1]  # columns after the longest completion
+    return torch.nn.functional.pad(logprobs, (0, left_out)).cpu()
+
+
+LOGITS_AT_ONCE = 2**28  # in a training pass; a GiB of float32
+
+
+def forward(model, rows, cache=None, columns=slice(None), **settings):
+    """The logits of a model at some columns. The KV cache has those before them.
+
+    rows: [rows, tokens], where -1 is no token: it is masked, and has no position. So padding does
+    not shift the positions. Returns [rows, columns, vocabulary]. From a trunk, which is a model
+    without its head, they are the last hidden states.
+    """
+    mask = (rows >= 0).long()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with autocast():
+        outputs = model(
+            rows[:, columns].clamp(min=0),
+            attention_mask=mask,
+            position_ids=positions[:, columns],
+            past_key_values=cache,
+            use_cache=cache is not None,
+            **settings,
+        )
+    return outputs[0]
+
+
+# =================================== MACHINERY ===================================
+# You can skip everything below on a first reading. The lecture calls from it:
+#   check_flags, start_accelerator, load_prompts, load_policy, load_reference, load_rewards,
+#     make_optimizer: make what a run needs
+#   choose_output_dir, check_sampling, start_run, announce: its folder and its start
+#   keyed_rng, SAMPLING, draw_prompts, draw_mini_batches: random numbers, and what is drawn by them
+#   micro_batches: this process's share of some episodes, cut into passes
+#   map_episodes, collect: what the passes of all processes computed, for all episodes
+#   exchange_gradients: inside, the processes add up their gradients
+#   sampling, new_cache, record_steps: what makes a model sample fast
+#   KVCache, pad_left, trim, pass_tokens, without_end, autocast: inputs and types of passes
+#   score_episodes, evaluate: the scores of a batch, and of held-out prompts
+#   all_equal, compare_with_sampler, episode_records, show_samples, *_metrics, write_*,
+#     save_*: measure, compare, log and save
+
+
+# ============================= 6  the processes, random numbers =============================
+def start_accelerator(args):
+    """Connect the processes, and refuse a launch in which some of them are missing."""
+    global accelerator, autocast
+    accelerator = accelerate.Accelerator(
+        # The script accumulates and casts by itself, whatever the launcher is set to.
+        gradient_accumulation_plugin=accelerate.utils.GradientAccumulationPlugin(num_steps=1),
+        mixed_precision="no",
+        dynamo_backend="no",
+        log_with=args.log_with,
+        project_dir=args.output_dir or "runs",
+        cpu=torch.mps.is_available(),  # Apple's GPUs have no float64, which sampling needs.
+    )
+    accelerate.utils.set_seed(args.seed)  # New modules, if any, begin equal in all processes.
+    # Inside of `autocast()`, forward passes compute in --dtype.
+    is_bfloat16 = args.dtype == "bfloat16"
+    autocast = partial(torch.autocast, accelerator.device.type, torch.bfloat16, is_bfloat16)
+    if args.share_prompts is None:  # A GPU runs a prompt again sooner than Python starts a pass.
+        args.share_prompts = accelerator.device.type == "cpu" and args.k > 1
+    args.share_prompts &= not args.gradient_checkpointing  # which has no KV cache
+    # accelerate can start one process where several were asked for, or several that are alone.
+    asked_for_more = {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
+    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1 + asked_for_more)):
+        raise UsageError(
+            "fewer processes than launched, or no GPU was found; without GPUs use"
+            " ACCELERATE_USE_CPU=true torchrun"
+        )
+    if accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2:
+        raise UsageError("FSDP version 1 is not offered; the launcher needs fsdp_version: 2")
+    if accelerator.distributed_type == "DEEPSPEED":
+        # Its engine clips, casts and gathers by itself. `micro_batches` does the accumulation.
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = 1
+        config["gradient_accumulation_steps"] = 1
+        config["gradient_clipping"] = 0.0 if isinf(args.max_grad_norm) else args.max_grad_norm
+        config["torch_autocast"] = {"enabled": is_bfloat16, "dtype": "bfloat16"}
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        # Otherwise transformers would shard every model that it loads, also the reference, which
+        # has no engine to gather it.
+        transformers.integrations.unset_hf_deepspeed_config()
+
+
+def micro_batches(episodes, lengths, size):
+    """This process's share of some episodes, in near-equal micro-batches of at most `size`.
+
+    All processes make the same number of passes, so the last episode is repeated where needed:
+    0 1 2 3 4 on 3 processes are 0 1 | 2 3 | 4 4, and the last 4 is not real.
+    episodes: indices; lengths: [episodes of the batch]; a share is sorted by it, to save padding
+    Yields episodes and is_real, both [size], and True for the last micro-batch.
+    """
+    count = len(episodes)
+    if count == 0:  # A pass that does not count makes the gradients 0 instead of None.
+        episodes = torch.zeros(1, dtype=torch.long)
+    share = ceil(len(episodes) / accelerator.num_processes)
+    mine = accelerator.process_index * share + torch.arange(share)
+    is_real = mine < count
+    episodes = episodes[mine.clamp(max=len(episodes) - 1)]
+    pieces = lengths[episodes].argsort(stable=True).tensor_split(ceil(share / size))
+    for piece in pieces:
+        yield episodes[piece], is_real[piece], piece is pieces[-1]
+
+
+@torch.no_grad()
+def map_episodes(one_pass, lengths, size):
+    """What one_pass(episodes) gives for all episodes, which the processes share, without gradient.
+
+    lengths, size: as in `micro_batches`
+    """
+    passes = []
+    for episodes, is_real, _ in micro_batches(torch.arange(len(lengths)), lengths, size):
+        passes.append((episodes, is_real, one_pass(episodes)))
+    return collect(passes, len(lengths))
+
+
+@torch.no_grad()
+def collect(passes, num_episodes):
+    """What the passes of all processes computed, for each of the batch's episodes.
+
+    It is 0 for an episode without a pass. passes: for each pass of this process its episodes,
+    is_real, and a tensor, or a tuple or dict of them, all on the CPU
+    """
+    passes = gather_object(recursively_apply(Tensor.detach, passes))
+    episodes, is_real, outputs = concatenate(passes)
+
+    def by_episode(computed):
+        if not computed.isfinite().all():  # In a reward, nan would mean: there is no score.
+            raise RuntimeError("a model gives nan or inf; is the learning rate low enough?")
+        table = computed.new_zeros(num_episodes, *computed.shape[1:])
+        table[episodes[is_real]] = computed[is_real]
+        return table
+
+    return recursively_apply(by_episode, outputs)
+
+
+@contextlib.contextmanager
+def exchange_gradients(policy, now):
+    """In the backward pass inside, the processes add up their gradients if `now` is True."""
+    # DeepSpeed asks for this, and also takes its step then. It has no public setter.
+    accelerator.gradient_state._set_sync_gradients(now)
+    with contextlib.nullcontext() if now else accelerator.no_sync(policy):
+        yield
+
+
+@contextlib.contextmanager
+def sampling(args, model):
+    """Inside, a model samples. What would be done again for every token is done once.
+
+    That is gathering sharded weights, and casting weights to bfloat16.
+    """
+    set_checkpointing(model, False)
+    zero3 = getattr(getattr(model, "optimizer", None), "parameter_offload", None)  # of DeepSpeed
+    with autocast():
+        if accelerator.is_fsdp2:
+            model.set_reshard_after_forward(False)  # The first pass gathers everything.
+            yield
+            model.set_reshard_after_forward(accelerator.state.fsdp_plugin.reshard_after_forward)
+            for module in model.modules():
+                if hasattr(module, "reshard"):
+                    module.reshard()
+        elif zero3 is not None:
+            deepspeed = importlib.import_module("deepspeed")
+            with deepspeed.zero.GatheredParameters(list(model.parameters())):
+                # These hooks would release the weights of each layer after its pass.
+                zero3._remove_module_hooks()
+                zero3.forward_hooks.clear()
+                zero3.backward_hooks.clear()
+                yield
+                zero3.setup_zero_stage3_hooks()
+        else:
+            yield
+    set_checkpointing(model, args.gradient_checkpointing)
+
+
+def set_checkpointing(model, now):
+    """Let the layers compute their activations again in the backward pass, or keep the KV cache.
+
+    transformers does so in layers that are in train mode. The modules in them stay in eval mode.
+    """
+    for module in model.modules():
+        if isinstance(module, transformers.modeling_layers.GradientCheckpointingLayer):
+            module.training = now
+
+
+# What a random number is for. numpy gives the keys (1, 2) and (1, 2, 0) the same numbers. So all
+# keys of one purpose are equally long.
+PROMPT_ORDER = 1
+SAMPLING = 2
+EVALUATION = 3
+MINI_BATCHES = 4
+NEW_WEIGHTS = 5
+
+
+def keyed_rng(seed, purpose, *key):
+    """A random generator that depends on its key alone, on no process and no earlier draw."""
+    return np.random.default_rng([seed, purpose, *key])
+
+
+def draw_prompts(seed, num_prompts, first, count):
+    """The prompts first .. first + count - 1 of an endless stream, in which each epoch is a
+    permutation. Returns their indices."""
+    epochs = range(first // num_prompts, (first + count - 1) // num_prompts + 1)
+    stream = [keyed_rng(seed, PROMPT_ORDER, epoch).permutation(num_prompts) for epoch in epochs]
+    return np.concatenate(stream)[first % num_prompts :][:count].tolist()
+
+
+def draw_mini_batches(args, iteration, ppo_epoch, num_episodes):
+    """The mini-batches of one PPO epoch: the groups in a new order, cut into near-equal pieces.
+
+    For example, k = 2 and two groups, with the episodes 0 1 and 2 3. In the order 1, 0 they are
+    2 3 0 1, and two mini-batches are (2 3) and (0 1).
+    """
+    groups = torch.arange(num_episodes).view(-1, args.k)  # [groups, k], the numbers of episodes
+    rng = keyed_rng(args.seed, MINI_BATCHES, iteration, ppo_epoch)
+    episodes = groups[rng.permutation(len(groups))].flatten()
+    return episodes.tensor_split(min(args.num_mini_batches, num_episodes))
+
+
+# ==================================== 7  data and rewards ====================================
+def load_prompts(args, path, reward, tokenizer):
+    """The prompts of a .jsonl file, or of a Hub dataset NAME:SPLIT or NAME:CONFIG:SPLIT."""
+    if path is None:
+        return []
+    config = transformers.AutoConfig.from_pretrained(args.model_path).get_text_config()
+    prompts = []
+    number = 0
+    try:
+        if path.endswith(".jsonl"):
+            dataset = Path(path).read_bytes().rstrip().splitlines()
+        else:
+            *names, split = re.split(r":(?![^\[]*\])", path)  # at colons that are not in brackets
+            dataset = importlib.import_module("datasets").load_dataset(*names, split=split)
+        for number, row in enumerate(dataset, start=1):
+            if isinstance(row, bytes):
+                row = json.loads(row)
+            text, token_ids = tokenize(tokenizer, row, add_generation_prompt=True)
+            if not row["prompt"] or not token_ids:
+                raise ValueError("the prompt is empty")
+            if max(*token_ids, args.stop_token_id or 0) >= config.vocab_size:
+                raise ValueError("--model-path has no embedding of a token, or of --stop-token-id")
+            if reward == "exact_match" and row.get("answer") is None:
+                raise ValueError("exact_match needs an `answer`")
+            prompts.append(Prompt(number - 1, row, text, token_ids))
+    except Exception as error:
+        raise UsageError(
+            f"{path}:{number}: {error!r}. --dataset and --eval-dataset are a .jsonl file, or a Hub"
+            " dataset NAME:SPLIT. A row has a `prompt`: text, or messages with a `role`"
+        ) from error
+    # A column that only some rows have is None in the others.
+    columns = dict.fromkeys(name for prompt in prompts for name in prompt.row)
+    longest = args.max_prompt_length or inf
+    kept = [p._replace(row=columns | p.row) for p in prompts if len(p.token_ids) <= longest]
+    if not kept:
+        raise UsageError(f"{path}: has no rows, or none within --max-prompt-length")
+    if len(kept) < len(prompts):
+        dropped = f"{path}: {len(prompts) - len(kept)} of {len(prompts)} prompts dropped"
+        accelerator.print(f"{dropped}, over --max-prompt-length", file=sys.stderr)
+    return kept
+
+
+def tokenize(tokenizer, row, **settings):
+    """The `prompt` of a row as the model reads it, and its tokens: one BOS, and no EOS of ours."""
+    text = row["prompt"]
+    is_chat = isinstance(text, list)
+    if is_chat:
+        chosen = row.get("chat_template_kwargs") or {}
+        settings |= {name: value for name, value in chosen.items() if value is not None}
+        text = tokenizer.apply_chat_template(text, tokenize=False, **settings)
+    # A template writes the special tokens itself.
+    has_bos = is_chat or text.startswith(tokenizer.bos_token or "\0")
+    token_ids = tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
+    if token_ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
+        token_ids.pop()  # The policy would go on after an end.
+    return text, token_ids
+
+
+def as_message(prompt, text):
+    """A completion in the form of its prompt: text, or a chat of one message."""
+    if isinstance(prompt, str):
+        return text
+    return [{"role": "assistant", "content": text}]
+
+
+def without_end(tokenizer, token_ids, ended):
+    """The tokens of a completion that its text shows: all but the special one that ended it."""
+    if ended and not tokenizer.decode(token_ids[-1:], skip_special_tokens=True):
+        return token_ids[:-1]
+    return token_ids
+
+
+def pad_left(rows):
+    """Token lists -> tokens [rows, longest], with -1 on the left of shorter ones."""
+    rows = [torch.tensor(row) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(rows, True, padding_value=-1, padding_side="left")
+
+
+def trim(tokens):
+    """The columns in which at least one row has a token."""
+    return tokens[:, (tokens >= 0).any(0)]
+
+
+def pass_tokens(batch, episodes):
+    """Prompts and completions of some episodes, on the device, for a pass through a model.
+
+    Returns [episodes, longest prompt] and [episodes, longest completion].
+    """
+    tokens = batch.tokens[episodes]
+    # At least two columns: with one, `token_logprobs` would skip its second pass, and the other
+    # processes of a sharded model would wait for it forever.
+    longest = max(2, (tokens >= 0).sum(1).max())
+    inputs = trim(batch.prompt_tokens[episodes]), tokens[:, :longest]
+    return [tensor.to(accelerator.device) for tensor in inputs]
+
+
+def exact_match(completions, answer, **_):
+    """1 where the completion is the row's `answer`, without spaces around both, else 0."""
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [float(text.strip() == str(right).strip()) for text, right in zip(texts, answer)]
+
+
+def load_rewards(args, policy):
+    """The reward functions of training, and of evaluations. The scores that they give are added."""
+    for spec in (args.reward, args.eval_reward or ""):
+        file, _, _ = spec.rpartition(".py:")
+        sys.modules.pop(Path(file).name, None)  # In a notebook a file may change between two runs.
+    functions = [load_reward(args.reward)]
+    if args.reward_model_path is not None:
+        functions.append(load_reward_model(args, policy))
+    if args.eval_reward is None:
+        return functions, functions
+    return functions, [load_reward(args.eval_reward)]
+
+
+def load_reward(spec):
+    """The function that exact_match, FILE.py:FUNCTION, package.module:FUNCTION or none names."""
+    built_in = {"exact_match": exact_match, "none": lambda prompts, **_: [0.0] * len(prompts)}
+    if spec in built_in:
+        return built_in[spec]
+    module, _, function = spec.rpartition(":")
+    if not module:
+        raise UsageError(f"--reward must be exact_match, FILE.py:FUNCTION or none, not {spec}")
+    if not module.endswith(".py"):
+        return getattr(importlib.import_module(module), function)
+    file = Path(module).resolve()
+    # It may import its neighbours. A pool of processes imports it by this name.
+    sys.path.append(str(file.parent))
+    found = importlib.util.find_spec(file.stem)
+    if found is None or found.origin != str(file):
+        raise UsageError(f"--reward {spec}: no such file, or another module has its name")
+    return getattr(importlib.import_module(file.stem), function)
+
+
+def score_episodes(batch, reward_functions, where):
+    """Score the batch: every process scores a share of whole groups, and gets all.
+
+    A reward function is called as TRL does, by keywords. It gives a score for each completion, or
+    a dict of lists of them. None is no score.
+    Returns the scores [episodes] in float64, nan where there is none, and a dict for each episode:
+    the named parts of its score.
+    """
+    groups = torch.arange(len(batch.prompts)).view(-1, batch.k)
+    share = groups.tensor_split(accelerator.num_processes)[accelerator.process_index]
+    share = share.flatten().tolist()  # the episodes of this process
+    parts = [{} for _ in share]  # of the score of each episode
+    for reward in reward_functions if share else []:
+        # The function may change what it gets, so each episode has its own copy.
+        rows = [copy.deepcopy(batch.prompts[i].row) for i in share]
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        prompts = columns.pop("prompt")
+        texts = [batch.completions[i] for i in share]
+        scores = reward(
+            prompts=prompts,
+            completions=list(map(as_message, prompts, texts)),
+            completion_ids=[list(batch.token_ids[i]) for i in share],
+            **columns,
+        )
+        if not isinstance(scores, dict):
+            scores = {"": scores}
+        for name, values in scores.items():
+            values = list(values)
+            if len(values) != len(share):
+                raise UsageError(
+                    f"{where}: --reward gave {len(values)} scores for {len(share)} completions"
+                )
+            for prompt, part, value in zip(prompts, parts, values):
+                if value is not None:
+                    value = float(value)
+                    if not abs(value) < 1e38:  # float32 holds it
+                        raise UsageError(f"{where}: --reward gave {value} for {prompt!r}")
+                part[f"reward/{name}"] = value
+    parts = gather_object(parts)
+    table = [[value for value in part.values() if value is not None] for part in parts]
+    scores = [sum(values) if values else nan for values in table]
+    parts = [{name: part[name] for name in part if name != "reward/"} for part in parts]
+    return torch.tensor(scores, dtype=torch.double), parts
+
+
+def load_reward_model(args, policy):
+    """A classifier with one label, as a reward function. It reads token ids, the EOS included."""
+    path = args.reward_model_path
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    auto_class = transformers.AutoModelForSequenceClassification
+    model = load_model(path, args.dtype, 0, auto_class, num_labels=1)
+    same_vocabulary = tokenizer.get_vocab() == policy.tokenizer.get_vocab()
+
+    @torch.no_grad()
+    def reward_model(prompts, completions, completion_ids, **columns):
+        rows = []
+        for i, token_ids in enumerate(completion_ids):
+            row = {name: values[i] for name, values in columns.items()} | {"prompt": prompts[i]}
+            before = tokenize(policy.tokenizer, row, add_generation_prompt=True)[1]
+            tokens = before + token_ids
+            if not same_vocabulary:  # It reads the text, and its own EOS where the episode ended.
+                ended = policy.stopping_criteria(torch.tensor([token_ids]), None).item()
+                text = completions[i]
+                if isinstance(prompts[i], str):  # Alone, it may lose its first space.
+                    shown = without_end(policy.tokenizer, token_ids, ended)
+                    start = len(policy.tokenizer.decode(before))
+                    text = policy.tokenizer.decode(before + shown)[start:]
+                row["prompt"] = prompts[i] + text
+                tokens = tokenize(tokenizer, row)[1]
+                if ended and tokenizer.eos_token_id not in (None, tokens[-1]):
+                    tokens.append(tokenizer.eos_token_id)
+            rows.append(tuple(tokens))
+        # Equal rows get one score. Computed twice, it would differ by rounding.
+        different = sorted(set(rows), key=len)  # neighbours are of similar length: less padding
+        check_positions(path, model.config, len(different[-1]))
+        scores = {}  # of each row
+        size = args.per_device_train_batch_size
+        for first in range(0, len(different), size):
+            some = different[first : first + size]
+            hidden = forward(model.base_model, pad_left(some).to(accelerator.device))
+            # The last token is the last column, since padding is on the left.
+            scores |= zip(some, model.score(hidden[:, -1]).float().squeeze(-1).tolist())
+        return {"reward_model": [scores[row] for row in rows]}
+
+    return reward_model
+
+
+# ===================================== 8  loading models =====================================
+def load_model(
+    path, dtype, longest_row, auto_class=transformers.AutoModelForCausalLM, new=(), **changes
+):
+    """`from_pretrained`, on the device. A model stays in eval mode, so it has no dropout.
+
+    longest_row: tokens of the longest row that the model must have positions for; new: how the
+    names of weights begin that are 0 if the path lacks them; changes: of its config
+    """
+    model, info = auto_class.from_pretrained(path, dtype=dtype, output_loading_info=True, **changes)
+    # A missing weight would be random. A layer that the config does not count would be left out.
+    own = model.state_dict()
+    wrong = {w for w in info["unexpected_keys"] if re.sub(r"\.\d+\.", ".0.", w) in own}
+    wrong |= {w for w in info["missing_keys"] if not w.startswith(new)}
+    if wrong:
+        raise UsageError(f"{path}: weights do not fit the config: {sorted(wrong)}")
+    for name in info["missing_keys"]:
+        torch.nn.init.zeros_(model.get_parameter(name))
+    check_positions(path, model.config, longest_row - 1)  # Its last token is no input.
+    model = model.to(accelerator.device)
+    # Some models compute padded rows otherwise. So two rows are run together, and each alone.
+    rows = torch.tensor([[-1, -1, 1, 2], [3, 4, 5, 6]], device=accelerator.device)
+    with torch.no_grad():
+        padded = forward(model.base_model, rows)[:, -1]
+        alone = torch.cat([forward(model.base_model, trim(row))[:, -1] for row in rows.split(1)])
+    # bfloat16: at most 0.009 was measured where it is right, and 0.045 where it is wrong
+    limit = 1e-3 if model.dtype == torch.float32 else 0.02
+    if not (padded - alone).std() < limit * alone.std():
+        raise UsageError(f"{path} computes rows with padding otherwise than rows without")
+    return model
+
+
+def check_positions(path, config, longest):
+    """Refuse a model with too few positions for its longest row."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or inf
+    if positions < longest:
+        raise UsageError(
+            f"{path} has {positions} positions, and the longest prompt with its completion needs"
+            f" {longest}; lower --response-length, or --max-prompt-length"
+        )
+
+
+def load_policy(args, tokenizer, longest_row):
+    """The model that is trained. longest_row: tokens of a prompt with its completion, at most"""
+    # Trained weights are float32: bfloat16 rounds small updates away.
+    dtype = "float32" if args.lora_r is None else args.dtype
+    model = load_model(args.model_path, dtype, longest_row)
+    if args.lora_r is None and getattr(model, "is_quantized", False):
+        raise UsageError(f"{args.model_path} has quantized weights, which need --lora-r")
+    model = prepare_for_training(args, model, 1)
+    model.tokenizer = tokenizer
+    # What ends an episode: tokens of the generation config and tokenizer, and the two flags.
+    eos_ids = np.ravel(model.generation_config.eos_token_id).tolist()  # one, several, or None
+    model.eos_ids = sorted({*eos_ids, tokenizer.eos_token_id, args.stop_token_id} - {None})
+    ends = [transformers.EosTokenCriteria(model.eos_ids)]
+    if args.stop_string is not None:
+        ends.append(transformers.StopStringCriteria(tokenizer, [args.stop_string]))
+    model.stopping_criteria = transformers.StoppingCriteriaList(ends)
+    is_sharded = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
+    is_gpu = accelerator.device.type == "cuda"
+    model.is_recorded = args.cuda_graphs and is_gpu and not is_sharded
+    return model
+
+
+def prepare_for_training(args, model, index, **settings):
+    """Add gradient checkpointing and LoRA, as flags say.
+
+    index: of the model, for new weights; settings: of LoRA
+    """
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    if args.lora_r is not None:
+        peft = importlib.import_module("peft")
+        if Path(model.name_or_path).exists():  # The adapters name it. Their folder may be moved.
+            model.name_or_path = str(Path(model.name_or_path).resolve())
+        torch.manual_seed(int(keyed_rng(args.seed, NEW_WEIGHTS, index).integers(2**32)))
+        alpha = args.lora_alpha or 2 * args.lora_r
+        config = peft.LoraConfig(
+            r=args.lora_r, lora_alpha=alpha, target_modules="all-linear", **settings
+        )
+        model = peft.get_peft_model(model, config).eval()
+        # A checkpoint of LoRA holds only what is trained. The rest comes from --model-path.
+        model.register_state_dict_post_hook(leave_out_frozen)
+        model.register_load_state_dict_post_hook(frozen_are_not_missing)
+    set_checkpointing(model, args.gradient_checkpointing)
+    return model
+
+
+def leave_out_frozen(model, state_dict, prefix, _):
+    weights = model.named_parameters(remove_duplicate=False)
+    frozen = tuple(f"{prefix}{name}." for name, weight in weights if not weight.requires_grad)
+    for name in list(state_dict):  # A quantized weight has others below its name.
+        if f"{name}.".startswith(frozen):
+            del state_dict[name]
+
+
+def frozen_are_not_missing(model, keys):
+    names = [name.removeprefix("module.") for name in keys.missing_keys]
+    keys.missing_keys[:] = [name for name in names if model.get_parameter(name).requires_grad]
+
+
+def make_optimizer(args, model):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(
+        trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
+    )
+
+
+def load_reference(args, policy, longest_row):
+    """The frozen model of the KL, which is called like the policy. None where there is no KL.
+
+    With LoRA it is the policy without its adapters, unless --ref-model-path names another model.
+    """
+    if args.kl_coef == 0 and args.ref_model_path is None:
+        return None
+    if args.lora_r is None or args.ref_model_path is not None:
+        model = load_model(args.ref_model_path or args.model_path, args.dtype, longest_row)
+        vocabularies = {m.config.get_text_config().vocab_size for m in (model, policy)}
+        if len(vocabularies) > 1:
+            raise UsageError("--ref-model-path must have the vocabulary of --model-path")
+        return model
+
+    def policy_without_adapters(*inputs, **settings):
+        with policy.disable_adapter():
+            return policy(*inputs, **settings)
+
+    return policy_without_adapters
+
+
+class KVCache(transformers.DynamicCache):
+    """The keys and values of the tokens so far."""
+
+    def update(self, keys, values, *inputs, **settings):
+        # Autocast has cast only the values. Attention would cast all keys again for every token.
+        return super().update(keys.to(values.dtype), values, *inputs, **settings)
+
+
+class RecordedKVCache(transformers.StaticCache):
+    """The same, with room for all tokens: what is recorded uses the same memory each time."""
+
+    def __init__(self, config, length):
+        super().__init__(config, max_cache_len=length)
+        # A sliding window would count its tokens in Python. The masks hide what lies before it.
+        full = transformers.cache_utils.StaticLayer
+        self.layers = [full(length) if layer.is_sliding else layer for layer in self.layers]
+
+    update = KVCache.update
+
+
+def new_cache(model, rows):
+    """An empty KV cache for rows of tokens, [rows, tokens]."""
+    if model.is_recorded:
+        return RecordedKVCache(model.config, rows.shape[1])
+    return KVCache(config=model.config)
+
+
+def record_steps(model, rows, cache):
+    """Record the pass over the newest token of all rows, for a GPU, which would wait for Python.
+
+    A token is a thousand small kernels. A CUDA graph starts them together. No row leaves the cache.
+    rows: [rows, tokens], the prompts, and room for completions, which the caller fills
+    Yields the logits of all rows, [rows, 1, vocabulary], once for each token.
+    """
+    counts = [layer.cumulative_length for layer in cache.layers]  # columns that the cache holds
+    step = partial(forward, model, rows, cache, counts[0][None])
+    torch.cuda.set_sync_debug_mode("error")  # What waits for the GPU cannot be recorded.
+    try:
+        logits = step()  # This one counts. It also loads the kernels.
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    yield logits
+    graph = torch.cuda.CUDAGraph()
+    # Other threads, such as NCCL's, may use the GPU meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        logits = step()  # Memory for it. The replay computes it.
+    while True:
+        graph.replay()
+        yield logits
+
+
+def check_sampling(args, policy, prompts):
+    """Refuse a model whose sampler and training passes differ by more than rounding.
+
+    The shortest and the longest prompt are sampled together, and then each is passed alone.
+    """
+    model = accelerator.unwrap_model(policy)
+    prompts = sorted((prompt.token_ids for prompt in prompts), key=len)
+    prompts = pad_left([prompts[0], prompts[-1]])
+    uniforms = torch.full((2, min(8, args.response_length)), 0.5, dtype=torch.double)
+    with sampling(args, policy):
+        try:
+            samples = sample(model, prompts, uniforms, args.temperature)
+        except Exception as error:
+            if not model.is_recorded:
+                raise
+            accelerator.print(f"sampling without CUDA graphs: {error}")
+            model.is_recorded = False
+            samples = sample(model, prompts, uniforms, args.temperature)
+    batch = SimpleNamespace(prompt_tokens=prompts, **samples)
+    with torch.no_grad():
+        alone = [token_logprobs(args, policy, batch, [i]) for i in range(2)]
+    compare_with_sampler(args, torch.cat(alone) - batch.logprobs)
+
+
+# ============================= 9  logging, samples, checkpoints =============================
+def evaluate(args, policy, prompts, reward_functions, output_dir, iteration):
+    """The mean score of held-out prompts, and the mean of the best of their --eval-k scores."""
+    k = args.eval_k
+    rng = keyed_rng(args.seed, EVALUATION, iteration)
+    batch = generate(args, policy, prompts, k, rng, args.eval_temperature)
+    scores, parts = score_episodes(batch, reward_functions, f"evaluation {iteration}")
+    if args.save_rollouts:
+        columns = {"score": scores, "logprobs": batch.logprobs}
+        records = episode_records(batch, iteration, columns, parts)
+        write_jsonl(output_dir / "rollouts" / f"eval_{iteration:08d}.jsonl", records)
+    metrics = {"eval/scores": scores.nanmean(), "eval/num_unscored": scores.isnan().sum()}
+    for name, mean in mean_metrics(parts).items():
+        metrics[f"eval/{name}"] = mean
+    # A prompt of which a score is missing does not count.
+    metrics[f"eval/best_of_{k}"] = scores.view(-1, k).amax(1).nanmean()
+    return metrics
+
+
+def write_jsonl(path, records, mode="w"):
+    """The main process writes one JSON object per line."""
+    if not accelerator.is_main_process:
+        return
+    path.parent.mkdir(exist_ok=True)
+    with open(path, mode, encoding="utf-8", errors="backslashreplace") as file:
+        for record in records:
+            text = json.dumps(record, default=str)
+            record = json.loads(text, parse_constant=lambda _: None)  # JSON has null, and no NaN.
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def rollout_metrics(batch, scores):
+    """What the batch itself shows. Means are over its episodes or its tokens."""
+    return {
+        "objective/scores": scores.nanmean(),
+        "objective/entropy": -batch.logprobs.sum(1).mean(),  # an estimate, per episode
+        "policy/entropy_avg": batch.entropies[batch.mask].mean(),  # exact, per token
+        "val/num_eos_tokens": batch.ended.sum(),
+        "val/cut_off_fraction": 1 - batch.ended.float().mean(),
+        "val/num_unscored": scores.isnan().sum(),
+        "response_length_mean": batch.mask.sum(1).float().mean(),
+    }
+
+
+def all_equal(groups):
+    """True where a group's scores are all equal. Missing ones, which are nan, do not count.
+
+    groups: [groups, k]. Returns [groups].
+    """
+    return groups.nan_to_num(nan=-inf).amax(1) <= groups.nan_to_num(nan=inf).amin(1)
+
+
+def ratio_metrics(logratio, is_clipped, mask):
+    """What an update logs of its ratios.
+
+    logratio, is_clipped: [episodes, ratios]; mask: [episodes, response]. An episode may have a
+    ratio for each token, or only one. Those of tokens count where mask is True.
+    """
+    has_ratio = mask[:, : logratio.shape[1]]
+    logratio = logratio[has_ratio]
+    is_clipped = is_clipped[has_ratio]
+    ratio = logratio.exp()
+    return {
+        "policy/approxkl_avg": 0.5 * logratio.square().mean(),
+        "policy/clipfrac_avg": is_clipped.float().mean(),
+        "val/ratio": ratio.mean(),
+        "val/ratio_var": ratio.var(correction=0),
+    }
+
+
+def update_metrics(logratio, is_clipped, mask):
+    """`ratio_metrics`, and where the clip acts: below 1, or above 1. Shapes: as there."""
+    metrics = ratio_metrics(logratio, is_clipped, mask)
+    count = mask[:, : logratio.shape[1]].sum()  # After the end of a completion, logratio is 0.
+    metrics["policy/clipfrac_low_avg"] = (is_clipped & (logratio < 0)).sum() / count
+    metrics["policy/clipfrac_high_avg"] = (is_clipped & (logratio > 0)).sum() / count
+    return metrics
+
+
+def compare_with_sampler(args, difference):
+    """How far the first training pass of an iteration is from the sampler, at most, for any token.
+
+    The weights are the same. Where more than rounding differs, the gradients would be wrong.
+    difference: of their log-probabilities
+    """
+    largest = difference.abs().max()
+    # In bfloat16 at most 0.05 was measured where it is right, and 0.15 where it is wrong.
+    is_rounding = largest < 1e-3 if args.dtype == "float32" else difference.abs().mean() < 0.1
+    if not is_rounding:
+        raise UsageError(
+            f"sampling and training give log-probabilities {largest:.2g} apart; does this model"
+            " need --no-share-prompts or --no-cuda-graphs?"
+        )
+    return {"val/sampling_logprob_difference": largest}
+
+
+def mean_metrics(dicts):
+    """The mean of each metric over the dicts that have it."""
+    values = {}
+    for metrics in dicts:
+        for name, value in metrics.items():
+            if value is not None:
+                values.setdefault(name, []).append(float(value))
+    return {name: np.mean(values[name]) for name in values}
+
+
+def write_metrics(output_dir, metrics, progress):
+    """Hand an iteration's metrics to the trackers, metrics.jsonl and the progress bar."""
+    metrics = recursively_apply(Tensor.item, metrics)
+    # The mean of no episodes is nan, and a ratio can be inf. JSON knows neither.
+    metrics = {name: value for name, value in metrics.items() if isfinite(value)}
+    accelerator.log(metrics, step=metrics["episode"])
+    write_jsonl(output_dir / "metrics.jsonl", [metrics], mode="a")
+    progress.set_postfix(score=metrics.get("objective/scores"))
+    for name in ("objective/scores", "eval/scores"):
+        # Without a terminal there is no bar.
+        if name in metrics and (progress.disable or name == "eval/scores"):
+            with tqdm.external_write_mode():
+                accelerator.print(f"episode {metrics['episode']}: {name} {metrics[name]:.3f}")
+    return metrics
+
+
+def episode_records(batch, iteration, tensors, parts):
+    """What a file in rollouts/ holds of each episode.
+
+    tensors: [episodes] or [episodes, response], by name; None is null
+    """
+    records = []
+    for i, (prompt, token_ids) in enumerate(zip(batch.prompts, batch.token_ids)):
+        record = dict(iteration=iteration, index=i, row=prompt.number, prompt=prompt.text)
+        record |= dict(completion=batch.completions[i], token_ids=token_ids)
+        record["columns"] = {name: prompt.row[name] for name in prompt.row if name != "prompt"}
+        for name, tensor in ({"ended": batch.ended} | tensors).items():
+            value = None if tensor is None else tensor[i].tolist()
+            # A list has a number for each token, and then padding.
+            record[name] = value[: len(token_ids)] if isinstance(value, list) else value
+        records.append(record | parts[i])
+    return records
+
+
+def show_samples(args, plan, episode, records):
+    """Show an episode of each of four groups, --num-sample-generations times in a run."""
+    wanted = args.num_sample_generations
+    is_time = records[0]["iteration"] * wanted % plan.iterations < wanted  # at equal distances
+    if not is_time or not accelerator.is_main_process:
+        return
+    names = ["prompt", "completion", "score"]
+    names += [name for name in records[0] if name.startswith("reward/")]
+    samples = [[record.get(name) for name in names] for record in records[:: args.k][:4]]
+    for sample in samples:
+        tqdm.write(f"---- a sample of episode {episode}")
+        for name, value in zip(names, sample):
+            tqdm.write(f"{name}: {value}")
+    for tracker in accelerator.trackers:
+        if hasattr(tracker, "log_table"):
+            tracker.log_table("samples", columns=names, data=samples, step=episode)
+
+
+def sha_256(text):
+    return f"SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def choose_output_dir(args, prompts):
+    """The folder of the run, the same on all processes, and what its args.yaml will hold.
+
+    Only --resume may use a folder that holds a run, and no flag or row may make it another run. If
+    the run is finished, the program ends here.
+    """
+    name = f"runs/{Path(__file__).stem}__{args.seed}__{int(time.time())}__{os.getpid()}"
+    # The clocks of two processes may differ.
+    output_dir = Path(gather_object([args.output_dir or name])[0]).absolute()
+    accelerator.project_configuration.logging_dir = str(output_dir)
+    # Without the addresses of objects, such as images.
+    rows = re.sub(r" at 0x\w+", "", repr([prompt.row for prompt in prompts]))
+    settings = vars(args) | {
+        "output_dir": str(output_dir),
+        "dataset_rows": sha_256(rows),
+        "prompt_tokens": sha_256(repr([prompt.token_ids for prompt in prompts])),
+    }
+    if (output_dir / "metrics.jsonl").exists():
+        if not args.resume:
+            raise UsageError(f"--output-dir {output_dir} holds a run; --resume continues it")
+        theirs = yaml.safe_load((output_dir / "args.yaml").read_text())
+        for name in theirs | settings:
+            mine, its = settings.get(name, "unknown"), theirs.get(name, "unknown")
+            if name not in FREE_FLAGS and its != mine:
+                raise UsageError(f"--resume: {name} is {mine}, but {its} in {output_dir}")
+    if (output_dir / "model").exists():  # It is written last of all.
+        accelerator.print(f"nothing to do: the run in {output_dir} is finished")
+        accelerator.end_training()
+        sys.exit()
+    return output_dir, settings
+
+
+def start_run(args, output_dir, settings):
+    """Lock the folder, write its args.yaml, and load its newest checkpoint. Returns its state."""
+    if accelerator.is_main_process:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        # A killed process gives its lock back. A notebook may take its own again.
+        lock = filelock.FileLock(output_dir / ".lock", blocking=False, is_singleton=True)
+        accelerator.lock = lock  # It is free again when the accelerator is.
+        try:
+            lock.acquire()
+        except filelock.Timeout:
+            raise UsageError(f"another run writes into {output_dir}") from None
+        except OSError:  # Some network disks have no locks.
+            pass
+        temporary = output_dir / "args.tmp"
+        temporary.write_text(yaml.safe_dump(settings, sort_keys=False))
+        temporary.replace(output_dir / "args.yaml")
+    state = {"metrics_bytes": 0}
+    newest = sorted(output_dir.glob("checkpoints/iteration_*/state.json"))[-1:]
+    for file in gather_object([newest])[0]:  # as the main process sees it
+        state = json.loads(file.read_text())
+        accelerator.load_state(str(file.parent))
+        accelerator.print(f"resuming after iteration {state['iteration']}")
+    if args.resume and not newest:
+        accelerator.print("no checkpoint, starting at 0")
+    metrics = output_dir / "metrics.jsonl"
+    if accelerator.is_main_process:
+        shutil.rmtree(output_dir / "checkpoints" / "unfinished", ignore_errors=True)
+        if metrics.exists():  # Cut what came after the checkpoint.
+            os.truncate(metrics, state["metrics_bytes"])
+    return state | {"saved": time.time()}
+
+
+def announce(args, settings, policy, prompts):
+    """Print what the run will do, and start the trackers."""
+    accelerator.print(
+        f"{accelerator.num_processes} x {accelerator.device.type}, {args.dtype}, learning rate"
+        f" {args.learning_rate:g}, response length {args.response_length}; writing to"
+        f" {settings['output_dir']}"
+    )
+    model = accelerator.unwrap_model(policy)
+    ends = dict(zip(model.eos_ids, model.tokenizer.convert_ids_to_tokens(model.eos_ids)))
+    accelerator.print(f"tokens that end a completion: {ends}; --stop-string: {args.stop_string!r}")
+    accelerator.print(f"the first prompt: {model.tokenizer.decode(prompts[0].token_ids)!r}")
+    # tensorboard takes no None
+    config = {name: value for name, value in settings.items() if value is not None}
+    name = {"name": os.environ.get("WANDB_NAME", Path(settings["output_dir"]).name)}
+    accelerator.init_trackers(
+        os.environ.get("WANDB_PROJECT", "tally"), config, {"wandb": name, "trackio": name}
+    )
+
+
+def save_checkpoint(args, state, output_dir, is_last):
+    """Write weights, optimizer, schedule and state, if it is time. The folder gets its name when it
+    is whole."""
+    if args.save_every is None:
+        return
+    is_time = state["iteration"] % args.save_every == 0 or time.time() - state["saved"] > 600
+    if not gather_object([is_last or is_time])[0]:  # The main process decides. Clocks may differ.
+        return
+    state["saved"] = time.time()
+    unfinished = output_dir / "checkpoints" / "unfinished"
+    accelerator.save_state(str(unfinished))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        state["metrics_bytes"] = (output_dir / "metrics.jsonl").stat().st_size
+        (unfinished / "state.json").write_text(json.dumps(state))
+        unfinished.rename(unfinished.with_name(f"iteration_{state['iteration']:08d}"))
+        for old in sorted(unfinished.parent.glob("iteration_*"))[:-2]:
+            shutil.rmtree(old.rename(unfinished))
+
+
+def save_model(model, tokenizer, folder):
+    """Write a model and the tokenizer for `from_pretrained`. With LoRA these are the adapters."""
+    weights = accelerator.get_state_dict(model)  # All processes take part in it.
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+
+
+def save_result(policy, tokenizer, output_dir, plan):
+    """Write the model. Its folder gets its name when it is whole, and then checkpoints go."""
+    save_model(policy, tokenizer, output_dir / "model.tmp")
+    accelerator.wait_for_everyone()  # Another process may still be reading a checkpoint.
+    if accelerator.is_main_process:
+        (output_dir / "model.tmp").rename(output_dir / "model")
+        for folder in output_dir.glob("checkpoints/iteration_*"):
+            shutil.rmtree(folder)
+    accelerator.print(
+        f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs;"
+        f" model in {output_dir / 'model'}"
+    )
+
+
+# ========================================= 10  flags =========================================
+BUILT_IN_DATASET = str(DEFAULT / "train.jsonl")
+
+# --learning-rate of the built-in policy, of any other, and of LoRA adapters.
+RATES = {"built-in": 1e-4, "other": 1e-6, "LoRA": 1e-5}
+
+# Flags that may change when a run is resumed. They change memory, or what is shown and kept.
+FREE_FLAGS = (
+    "output_dir resume save_every plan share_prompts gradient_checkpointing log_with dataset"
+    " eval_dataset eval_every eval_temperature eval_k eval_reward per_device_train_batch_size"
+    " per_device_rollout_batch_size num_sample_generations save_rollouts cuda_graphs"
+).split()  # Instead of the path --dataset, its rows are compared.
+
+# Numbers that may be 0. No number may be negative.
+MAY_BE_ZERO = (
+    "seed total_episodes eval_temperature stop_token_id kl_coef cliprange missing_eos_penalty"
+    " learning_rate weight_decay warmup_steps num_sample_generations"
+).split()
+
+
+class UsageError(ValueError):
+    """A mistake in flags or data. The program shows its message without a traceback."""
+
+
+def check_flags(args):
+    """A copy with all defaults filled in. Flags that contradict each other are refused."""
+    args = copy.copy(args)
+    if args.dtype is None:
+        launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
+        args.dtype = "bfloat16" if launcher == "bf16" else "float32"
+    kind = "other" if args.lora_r is None else "LoRA"
+    if Path(args.model_path).resolve() == Path(Args.model_path).resolve():
+        kind = "built-in"
+        args.dataset = args.dataset or BUILT_IN_DATASET
+    if args.eval_dataset is None and args.dataset == BUILT_IN_DATASET:
+        args.eval_dataset = str(DEFAULT / "eval.jsonl")
+    if args.learning_rate is None:
+        args.learning_rate = RATES[kind]
+    if args.response_length is None:
+        args.response_length = 8 if kind == "built-in" else 256
+    for name, value in vars(args).items():
+        may_be_zero = name in MAY_BE_ZERO or isinstance(value, bool)
+        if isinstance(value, (int, float)) and not (value > 0 or value == 0 and may_be_zero):
+            bound = "not be negative" if may_be_zero else "be above 0"
+            raise ValueError(f"--{name.replace('_', '-')} {value} must {bound}")
+    trackers = [None, *map(str, accelerate.tracking.get_available_trackers())]
+    faults = {  # a message, and whether it is true
+        "--num-generations must be at least 2, to compare scores": args.num_generations < 2,
+        "--dtype bfloat16 with more than one update per batch: rounding alone would clip nearly all"
+        " ratios of sequences, see docs/metrics.md": (
+            args.importance_sampling_level == "sequence"
+            and args.dtype == "bfloat16"
+            and args.updates_per_batch > 1
+        ),
+        "--batch-size must be a multiple of k and of --num-mini-batches": (
+            args.batch_size % args.k or args.batch_size % args.num_mini_batches
+        ),
+        "--model-path needs a --dataset": args.dataset is None,
+        f"{DEFAULT} is missing, so --model-path and --dataset are needed": (
+            args.dataset == BUILT_IN_DATASET and not DEFAULT.exists()
+        ),
+        "--model-path has LoRA adapters; first merge them with peft: AutoPeftModelForCausalLM"
+        ".from_pretrained(path).merge_and_unload().save_pretrained(folder)": (
+            Path(args.model_path, "adapter_config.json").exists()
+        ),
+        "--eval-k needs an --eval-temperature": args.eval_k > 1 and args.eval_temperature == 0,
+        "--resume needs the --output-dir of the run": args.resume and args.output_dir is None,
+        f"--log-with: {args.log_with} is none of {trackers}": args.log_with not in trackers,
+    }
+    for message, is_true in faults.items():
+        if is_true:
+            raise ValueError(message)
+    return args
+
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+# Its new name, `cache`, is unknown to older versions.
+warnings.filterwarnings("ignore", "`past_key_values`", FutureWarning)
+# A checkpoint of tied weights holds them once. accelerate would warn about it every time.
+logging.getLogger("accelerate.utils.other").setLevel("ERROR")
+
+if __name__ == "__main__":
+    if hasattr(sys.stdout, "reconfigure"):  # Not so in a notebook. A terminal may know only ASCII.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        main(tyro.cli(Args, description=__doc__))
+    except UsageError as error:
+        # The run is freed by now, so its progress bar has ended.
+        sys.exit(f"\nerror: {error}")
+    except KeyboardInterrupt:
+        folder = accelerator and accelerator.logging_dir
+        sys.exit(f"\nstopped; --resume --output-dir {folder} goes on")
