@@ -142,11 +142,7 @@ throughput/gpu.json part=tokens64_micro16 script=rloo: An update takes {tally[up
 throughput/gpu.json part=rows_micro16: A step took {shared_prompts[ratio]:.1f} times as long
 benchmark/engine/README.md
 engine/measure.json part=smollm2 run=rloo.py: {sampled[0]:.2f} -> {sampled[-1]:.2f} of the answers
-docs/variants.md
-variants/curves.json part=one_batch.+ each=part: {eval/scores[-1]:±.3f}
-variants/curves.json part=self_distillation flags=.+0.1: with a weight of 0.1 {eval/scores[-1]:.2f}
-variants/curves.json part=self_distillation flags=.+0.5: with 0.5 {eval/scores[-1]:.2f}
-variants/curves.json part=self_distillation: falls to {eval/scores[-1]:min.2f}
+docs/papers.md
 default/curves.json part=smollm2_grpo: with GRPO alone {greedy_after:.2f}
 benchmark/ablations/README.md
 ablations/ablations.json part=group|epochs|clip|learning_rate: {episode[-1]:,.0f} episodes (
