@@ -140,8 +140,6 @@ hardware/kill_and_resume.json: within {relative_distance:max.1e} of the distance
 throughput/gpu.json part=tokens64_micro16 script=rloo: graphs {eager[token_ms]:.0f} ms
 throughput/gpu.json part=tokens64_micro16 script=rloo: An update takes {tally[update_s]:.2f} s
 throughput/gpu.json part=rows_micro16: A step took {shared_prompts[ratio]:.1f} times as long
-benchmark/engine/README.md
-engine/measure.json part=smollm2 run=rloo.py: {sampled[0]:.2f} -> {sampled[-1]:.2f} of the answers
 docs/papers.md
 default/curves.json part=smollm2_grpo: with GRPO alone {greedy_after:.2f}
 benchmark/ablations/README.md
@@ -225,7 +223,7 @@ def load(tmp_path_factory):
     def load(name, patches):
         if not patches:
             return MODULES[name]
-        with mock.patch.dict(sys.modules, vllm=mock.MagicMock()):  # for two patches
+        with mock.patch.dict(sys.modules, vllm=mock.MagicMock()):  # for one patch
             module = patched(name, patches, tmp_path_factory.mktemp("patched"))
         sys.modules[module.__name__] = module  # tyro looks there
         return module
