@@ -273,7 +273,7 @@ def test_a_measurement_that_fails_dies_or_hangs_says_so(gpu, monkeypatch):
 
 def test_methods_take_rates_that_the_same_command_measured(monkeypatch):
     """The file changes after the program has started."""
-    rows = [dict(part="rates", method=name, rate=8e-4, score=2.0) for name in claims.METHODS]
+    rows = [dict(part="rates", method=name, rate=8e-4, scores=2.0) for name in claims.METHODS]
     monkeypatch.setattr(claims, "read_result", lambda path: dict(rows=rows))
     part = claims.PARTS["methods"]
     part.prepare()

@@ -124,9 +124,14 @@ throughput/throughput.json part=[acdeh]: {trl[lowest]:min.1f} to {trl[highest]:m
 throughput/gpu.json part=tokens64_.+: {trl[lowest]:min.1f} to {trl[highest]:max.1f} times on
 docs/claims.md
 claims/claims.json part=coin: training {scores[0]:.2f} are | pass@16 is {best_of_k[0]:.2f}
-claims/claims.json part=coin updates=1 script=rloo each=reward: {scores[1]:±.2f}
-claims/claims.json part=coin updates=1 script=rloo each=reward: {best_of_k[1]:±.2f}
-claims/claims.json part=gold rate=0.0001 seed=[4-9]|1.: {held_out:±.3f} of the held-out
+claims/claims.json part=coin script=rloo each=reward: {scores[1]:±.2f}
+claims/claims.json part=coin script=rloo each=reward: {best_of_k[1]:±.2f}
+claims/claims.json part=group|epochs|clip|learning_rate: {episode[-1]:,.0f} episodes (
+claims/claims.json part=kl|eos|loss: ({episode[-1]:,.0f} with reward model, judge and losses)
+claims/claims.json part=kl each=label: {held_out:.2f} at {label}
+claims/claims.json part=eos label=1: and {held_out:±.2f} are right
+claims/claims.json part=learning_rate label=5e-05|0.0002: all reach {held_out:min.2f} or more
+claims/claims.json part=learning_rate label=1e-05 script=ppo: (PPO at 1e-5: {held_out:min.2f})
 claims/claims.py cited
 docs/ladder.md
 ladder/ladder.json part=gradients rung=GRPO weights=start prompts=.: {cosine:interval.3f}
@@ -142,13 +147,6 @@ throughput/gpu.json part=tokens64_micro16 script=rloo: An update takes {tally[up
 throughput/gpu.json part=rows_micro16: A step took {shared_prompts[ratio]:.1f} times as long
 docs/papers.md
 default/curves.json part=smollm2_grpo: with GRPO alone {greedy_after:.2f}
-benchmark/ablations/README.md
-ablations/ablations.json part=group|epochs|clip|learning_rate: {episode[-1]:,.0f} episodes (
-ablations/ablations.json part=kl|eos|loss: ({episode[-1]:,.0f} with reward model, judge and losses)
-ablations/ablations.json part=kl each=label: {held_out:.2f} at {label}
-ablations/ablations.json part=eos label=1: and {held_out:±.2f} are right
-ablations/ablations.json part=learning_rate label=5e-05|0.0002: all reach {held_out:min.2f} or more
-ablations/ablations.json part=learning_rate label=1e-05 script=ppo: (PPO at 1e-5: {held_out:min.2f})
 """
 
 
