@@ -1,11 +1,7 @@
-"""The three scripts as texts and as programs: what may differ, flags, metrics, and what is written.
-
-python tests/test_scripts.py        # writes docs/scripts.diff again
-"""
+"""The three scripts as texts and as programs: what may differ, flags, metrics, what is written."""
 
 import ast
 import dataclasses
-import difflib
 import io
 import itertools
 import json
@@ -41,8 +37,7 @@ from conftest import (
 from pytest import mark, raises
 
 # What has the same name in two scripts is the same text in both, comments included. This table
-# lists the exceptions, each with its reason. docs/scripts.diff shows them. If you need another one,
-# add a line.
+# lists the exceptions, each with its reason. If you need another one, add a line.
 DIFFERENT = {
     "main": "each algorithm has its own rewards, advantages and loss",
     "update_metrics": "each loss has its own denominator and its own clips",
@@ -55,7 +50,6 @@ DIFFERENT = {
     "RATES": "at RLOO's rate, rounding grows faster in PPO, and changes more completions",
     "Args.num_train_epochs": "PPO samples one completion of a prompt, so it needs more epochs",
 }
-STORED = HERE / "docs/scripts.diff"
 
 
 def source_of(name):
@@ -91,29 +85,6 @@ def test_the_scripts_do_not_drift():
     assert not new, f"{new}: the scripts differ here. Make the texts equal, or add to DIFFERENT."
     old = sorted(DIFFERENT.keys() - differing)
     assert not old, f"{old}: the scripts do not differ here. Remove the line of DIFFERENT."
-
-
-def differences():
-    """What the other scripts change in rloo.py. Each hunk names its function, and has no number."""
-    old = source_of("rloo").splitlines()
-    lines = []
-    for other in ("grpo", "ppo"):
-        new = source_of(other).splitlines()
-        for line in difflib.unified_diff(old, new, "rloo.py", f"{other}.py", n=0, lineterm=""):
-            hunk = re.match(r"@@ -(\d+)", line)
-            if hunk:
-                above = "\n".join(old[: int(hunk[1])])
-                line = " ".join(["@@", *re.findall(r"^(?:def|class) \w+", above, re.M)[-1:]])
-            lines.append(line.rstrip() + "\n")
-    return "".join(lines)
-
-
-def test_what_differs_is_what_the_page_shows():
-    """docs/scripts.diff has each line that is not in all scripts. So a forgotten line is seen."""
-    assert STORED.read_text(encoding="utf-8") == differences(), (
-        "The scripts differ in other lines. There - marks rloo.py, and + marks the other script."
-        " Is each of these differences meant? Then write the page: python tests/test_scripts.py"
-    )
 
 
 LIMITS = {  # tokens of the script, and of its lecture, which stands above the banner MACHINERY
@@ -268,7 +239,7 @@ ELSEWHERE = """
     per_device_train_batch_size per_device_rollout_batch_size num_sample_generations cuda_graphs
 """.split()
 # Each flag is tried in the first script that has it. In the others the drift test holds the text
-# that reads it, and docs/scripts.diff shows the text that differs.
+# that reads it.
 FIRST_WITH = {
     field.name: name
     for name in reversed(SCRIPTS)
@@ -442,10 +413,3 @@ assert not for_flags & set(sys.modules), set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=300)
     assert not list(tmp_path.iterdir())
-
-
-if __name__ == "__main__":
-    text = differences()
-    is_same = STORED.read_text(encoding="utf-8") == text
-    print("docs/scripts.diff:", "nothing changes" if is_same else "written again")
-    STORED.write_text(text, encoding="utf-8")

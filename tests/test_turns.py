@@ -1,16 +1,12 @@
-"""Two patches that change when the policy samples: turns with an environment, and batches that are
-one update late.
-"""
+"""A patch that changes when the policy samples: by turns with an environment."""
 
 import shutil
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 from conftest import (
     EOS,
-    KILLS,
     MODULES,
     VOCAB,
     base_flags,
@@ -18,83 +14,19 @@ from conftest import (
     compare_runs,
     distance,
     encode,
-    import_file,
     launch_forked,
     launched,
     load_policy,
-    make_args,
     make_tokenizer,
     plain_logprobs,
     read_jsonl,
     result_of,
     write_jsonl,
 )
-from plain import row_logprobs
 from pytest import approx, fixture, mark, raises
 from test_pages import patched
 from tokenizers import pre_tokenizers
 
-
-# ---- one batch late
-@fixture(scope="module")
-def late(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("late")
-    return patched("grpo", ["benchmark/patches/one_batch_late.patch"], folder)
-
-
-LATE = dict(k=3, total_episodes=45, kl_coef=0.0)  # four batches, the last one of 9 episodes
-
-
-def test_a_batch_comes_from_the_policy_of_one_iteration_before(late, run, world, updates):
-    """The prompts and all counts are those of the script. The loss has the ratio to the older
-    policy."""
-    plain = run(MODULES["grpo"], **LATE)
-    updates.clear()
-    ran = run(late, **LATE)
-    for name in ("iteration", "step", "episode", "epoch", "lr"):
-        assert column(ran.metrics, name) == column(plain.metrics, name)
-    assert column(ran.rollouts, "prompt") == column(plain.rollouts, "prompt")
-    for iteration in range(1, 5):
-        rows = ran.rows_of(iteration)
-        # An entry of `updates` has the weights before its step.
-        sampler = updates[max(0, iteration - 2)].weights
-        trainer = updates[iteration - 1]
-        model = load_policy(world.llama)
-        for parameter, weight in zip(model.parameters(), trainer.weights):
-            parameter.data = weight
-        for row, old in zip(rows, row_logprobs(world.llama, rows, weights=sampler)):
-            assert row["logprobs"] == approx(old, abs=1e-4)
-            new = plain_logprobs(model, encode(row["prompt"]), row["token_ids"])
-            ratio = (new - torch.tensor(old)).exp()
-            gains = row["advantage"] * ratio
-            clipped = row["advantage"] * ratio.clamp(0.8, 1.2)
-            loss = -torch.minimum(gains, clipped).mean()
-            (loss / len(rows)).backward()
-        gradients = [parameter.grad for parameter in model.parameters()]
-        assert distance(gradients, trainer.gradients) < 1e-3
-
-
-def test_the_ratio_may_be_left_out(late, run):
-    """Then every ratio is 1. In bfloat16 the ratio of a completion would be rounding alone,
-    so it is refused."""
-    metrics = run(late, **LATE, late_ratio=False).metrics
-    assert set(column(metrics, "val/ratio")) == {1.0}
-    with raises(ValueError, match="--no-late-ratio"):
-        make_args(late, importance_sampling_level="sequence", dtype="bfloat16")
-
-
-def test_a_checkpoint_holds_the_batch(late, run, killed, tmp_path):
-    """A run that is killed in any iteration goes on bit for bit, also after the last one."""
-    kill_at = import_file(KILLS).kill_at
-    flags = LATE | dict(save_every=1, num_mini_batches=2, resume=True)
-    expected = result_of(run(late, **flags, output_dir=tmp_path / "whole").folder)
-    for phase, call in ("metrics", 2), ("metrics", 4), ("model", 1):
-        flags["output_dir"] = tmp_path / f"{phase}{call}"
-        killed(late, partial(kill_at, late, phase, call), **flags)
-        assert result_of(run(late, **flags).folder) == expected
-
-
-# ---- turns with an environment
 ENVIRONMENT = '''
 import json, os, pathlib
 

@@ -1,20 +1,18 @@
-"""The controls of docs/claims.md on the built-in task: what a claim about a method needs beside its
-own runs.
+"""What each flag does, and the controls of docs/claims.md: what a claim about a method needs beside
+its own runs. Most of it is on the built-in task.
 
-    python benchmark/claims/claims.py                      # all of them
+    python benchmark/claims/claims.py                      # all parts
     python benchmark/claims/claims.py coin passes          # only these, the others are kept
+    python benchmark/claims/claims.py --plot               # only the figure again
 
 At the end of the file stand the table, the numbers of sentences, and the figure.
 """
 
-import importlib
 import math
-import os
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from itertools import combinations, product
 from pathlib import Path
@@ -26,9 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
 from run import (
     BENCHMARK,
-    DEFAULTS,
     POLICY,
-    ROOT,
     SCRIPTS,
     Part,
     column,
@@ -44,34 +40,139 @@ from run import (
 from tables import with_band
 
 RESULT = Path(__file__).with_suffix(".json")
-REWARDS = "benchmark/claims/claims.py"
-COMMON = "--num-sample-generations 0 --kl-coef 0"
-SHORT = f"{COMMON} --total-episodes 4096"
-SAMPLED = "--eval-temperature 1 --eval-k 16"  # an evaluation of samples
+SHORT = "--num-sample-generations 0 --total-episodes 4096"
+LONG = "--num-sample-generations 0 --total-episodes 8192"
+NO_KL = f"{SHORT} --kl-coef 0"
 SEEDS = range(1, 6)
 OTHER_SEEDS = range(4, 14)  # none of those that chose a learning rate
+
+
+def rounded(values) -> float:
+    """The mean of some numbers."""
+    return round(float(np.mean(values)), 4)
+
+
+# ---- a policy whose answers have very different lengths
+SPACES = RESULT.with_name("policy")
+STEPS = 400  # of its training
+LENGTH = "--model-path benchmark/claims/policy --response-length 16 --learning-rate 1e-4"
+
+
+def make_policy(_=None, smoke: bool = False) -> list[dict]:
+    """Train the default policy for a few more steps, on its own sampled answers.
+
+    If a sum begins with an odd digit, 8 to 12 spaces stand behind its answer. `exact_match` strips
+    them. So half of the prompts take four times as many tokens, and there is the same thing to
+    learn.
+    """
+    import torch  # These imports take seconds, and --help does not need them.
+    from torch.nn.utils.rnn import pad_sequence
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    policy = AutoModelForCausalLM.from_pretrained(POLICY)
+    steps = STEPS
+    texts = 4 * column(read_rows(BENCHMARK / "default/train.jsonl"), "prompt")
+    if smoke:
+        steps = 4
+        texts = texts[:64]
+    prompts = tokenizer(texts)["input_ids"]
+    rng = np.random.default_rng([1, 0])
+    uniforms = rng.random((len(prompts), 4))
+    answers = complete(policy, tokenizer, prompts, uniforms)
+    space = tokenizer.convert_tokens_to_ids(" ")
+    rows = []  # prompt, answer, spaces, EOS
+    for text, prompt, answer in zip(texts, prompts, answers):
+        count = int(rng.integers(8, 13))
+        if int(text[0]) % 2 == 0:
+            count = 0
+        row = prompt + answer[:-1] + [space] * count + answer[-1:]
+        rows.append(torch.tensor(row))
+    tokens = pad_sequence(rows, batch_first=True)
+    labels = pad_sequence(rows, batch_first=True, padding_value=-100)
+    labels[:, : len(prompts[0])] = -100  # only the answers are learned
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-4, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+    for _ in range(steps):
+        chosen = rng.integers(len(rows), size=128)
+        loss = policy(input_ids=tokens[chosen], labels=labels[chosen]).loss
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    if not smoke:
+        policy.save_pretrained(SPACES)
+        tokenizer.save_pretrained(SPACES)
+    return [dict(loss=round(loss.item(), 4))]
+
+
+def need_policy():
+    if not SPACES.exists():
+        make_policy()
+
+
+# ---- what each flag does
+MODEL = "--reward none --reward-model-path benchmark/default/reward_model"
+MODEL += " --eval-reward exact_match --eval-temperature 1"
+EIGHT_UPDATES = "--num-ppo-epochs 4 --num-mini-batches 2"
+JUDGE = "--reward benchmark/variants/long_judge.py:score --eval-reward exact_match"
+
+
+def ends(result: dict) -> dict:
+    """The score of training, over the last ten iterations, and the last one of evaluations."""
+    rows = result["metrics"]
+    return dict(
+        scores=rounded(column(rows[1:][-10:], "objective/scores")),
+        held_out=round(result["evaluations"][-1]["eval/scores"], 4),
+    )
+
+
+def to_curve(result: dict) -> dict:
+    """The ends of a run, the lengths in its last ten iterations, and its curve."""
+    rows = result["metrics"][1:]
+    last = rows[-10:]
+    ended = np.array(column(last, "val/num_eos_tokens")) / result["args"]["batch_size"]
+    pieces = np.array_split(rows, min(16, len(rows)))
+    return ends(result) | {
+        "tokens": rounded(column(last, "response_length_mean")),
+        "ended": rounded(ended),
+        "episode": [piece[-1]["episode"] for piece in pieces],
+        "curve": [rounded(column(piece, "objective/scores")) for piece in pieces],
+    }
+
+
+def over(flag: str, values, script: str = "rloo") -> list[tuple]:
+    """A run for each value of a flag."""
+    return [(dict(label=str(x)), script, f"{flag} {x}") for x in values]
+
+
+EPOCHS = []
+for epochs, batches in ((1, 1), (2, 1), (4, 1), (1, 4)):
+    flags = f"--num-ppo-epochs {epochs} --num-mini-batches {batches}"
+    EPOCHS.append((dict(label=f"{epochs} x {batches}"), "ppo", flags))
+LOSSES = []
+for pair in ("grpo group", "grpo batch", "grpo none", "dapo group", "dr_grpo none", "cispo group"):
+    loss, scaling = pair.split()
+    flags = f"--loss-type {loss} --scale-rewards {scaling}"
+    LOSSES.append((dict(label=f"{loss}\n{scaling}"), "grpo", flags))
+FLAGS = {  # of each part: runs, and what all of them have
+    "group": (over("--rloo-k", (2, 4, 8, 16)), SHORT),
+    "epochs": (EPOCHS, SHORT),
+    "clip": (over("--cliprange", (0.05, 0.2, 10)), f"{SHORT} {EIGHT_UPDATES}"),
+    "kl": (over("--kl-coef", (0.01, 0.1, 0.3, 1.0)), f"{LONG} {MODEL}"),
+    "eos": (over("--missing-eos-penalty", (0, 1), "grpo"), f"{LONG} {JUDGE}"),
+    "loss": (LOSSES, f"{LONG} {LENGTH} --num-ppo-epochs 2"),
+}
+RATES = []
+for script in SCRIPTS:
+    RATES += over("--learning-rate", (1e-5, 5e-5, 2e-4, 1e-3), script)
+
+
+# ---- a coin, and a format
 COIN = 0.26  # the share of right samples before training
-SAMPLES = 32  # of each question, for pass@k
-TEMPERATURES = (0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0)
-SMOLLM2_TEMPERATURES = (0.1, 0.3, 0.6, 1.0)
-SMOLLM2_SAMPLES = {"train": 4, "eval": 8}  # of each of 140 and 60 questions
-TASKS = {  # of reasoning-gym, with their settings
-    "chain_sum": "--max-terms 2 --max-digits 1",
-    "products": "--max-digits 1",
-    "spell_backward": "--max-word-len 3",
-}
-RATES = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4)
-FILTERED = "rloo reinforce.patch"  # With scores 0 and 1 wrong answers have no loss.
-METHODS = {  # script and flags
-    "RLOO": ("rloo", ""),
-    "GRPO": ("grpo", ""),
-    "PPO": ("ppo", ""),
-    "filtered": (FILTERED, ""),
-    "filtered, k = 1": (FILTERED, "--rloo-k 1"),
-}
-STARTS = (2, 3)  # seeds of other starting policies; that of the built-in one is 1
-UNSEEN = 11  # of the 55 pairs of last digits, those that training does not show
 TOSSES = np.random.default_rng(0)  # A hash of the text would be no coin: it could be learned.
+REWARDS = "benchmark/claims/claims.py"
 
 
 def coin(completions, **_) -> list[float]:
@@ -90,190 +191,134 @@ def exactly(completions, answer, **_) -> list[float]:
     return [float(completion == right) for completion, right in zip(completions, answer)]
 
 
-def rounded(values) -> float:
-    """The mean of some numbers."""
-    return round(float(np.mean(values)), 4)
-
-
-# ---- a coin, and a format
-
-
-def ends(result: dict) -> dict:
-    """The held-out score before and after, and that of the best sample of each question."""
-    first, *_, last = result["evaluations"]
+def before_and_after(result: dict) -> dict:
+    """The held-out score, and that of the best sample of each question."""
     kept = dict(scores=[], best_of_k=[])
-    for row in (first, last):
+    for row in result["evaluations"][:: len(result["evaluations"]) - 1]:
         kept["scores"].append(round(row["eval/scores"], 4))
         best = row[f"eval/best_of_{result['args']['eval_k']}"]
         kept["best_of_k"].append(round(best, 4))
     return kept
 
 
-def coin_ends(result: dict) -> dict:
-    """`ends`, and how sure the policy is: the entropy of a token, and the share of the most
-    frequent answer."""
-    entropy = column(result["metrics"][1:], "policy/entropy_avg")
-    shares = []
-    for rows in grouped(result["eval_rollouts"], "iteration").values():
-        most = []
-        for some in grouped(rows, "prompt").values():
-            [(_, count)] = Counter(column(some, "completion")).most_common(1)
-            most.append(count / len(some))
-        shares.append(rounded(most))
-    kept = ends(result)
-    kept["entropy"] = [rounded(entropy[0]), rounded(entropy[-10:])]
-    kept["mode"] = [shares[0], shares[-1]]
-    return kept
-
-
-UPDATES = {  # The clip cannot act, it acts, and it is off.
-    "1": "",
-    "4": "--num-mini-batches 4",
-    "4, no clip": "--num-mini-batches 4 --cliprange 1000",
-}
+JUDGES = {"exact_match": "exact_match"}
+for name in ("coin", "digits", "exactly"):
+    JUDGES[name] = f"{REWARDS}:{name}"
 COINS = []
-for script in ("rloo", "grpo"):
-    names = dict(reward="exact_match", updates="1")
-    COINS.append((names, script, "--reward exact_match"))
-    for updates, own in UPDATES.items():
-        names = dict(reward="coin", updates=updates)
-        COINS.append((names, script, f"--reward {REWARDS}:coin {own}"))
-
+for script, reward in product(("rloo", "grpo"), ("exact_match", "coin")):
+    COINS.append((dict(reward=reward), script, f"--reward {JUDGES[reward]}"))
 FORMS = []
 for reward, judge in product(("digits", "exactly"), ("exact_match", "exactly")):
-    path = {"exact_match": judge, "exactly": f"{REWARDS}:exactly"}[judge]
-    flags = f"--reward {REWARDS}:{reward} --eval-reward {path}"
+    flags = f"--reward {JUDGES[reward]} --eval-reward {JUDGES[judge]}"
     FORMS.append((dict(reward=reward, judge=judge), "rloo", flags))
+SAMPLED = f"{NO_KL} --eval-temperature 1 --eval-k 16"
 
 
 # ---- new answers, or more frequent ones
+SAMPLES = 32  # of each question, for pass@k
+TEMPERATURES = (0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0)
+BUILT_IN = f"--model-path {POLICY} --response-length 8"
+TINY = f"{BUILT_IN} --dataset benchmark/default/train.jsonl --reward exact_match"
+TINY += " --eval-dataset benchmark/default/eval.jsonl --total-episodes 16 --batch-size 16"
 
 
-def samplings(prompts: tuple, temperatures: tuple, flags: str, **settings) -> Part:
-    """Runs that only sample, at each temperature. PROMPTS in the flags is `train` or `eval`."""
-    runs = []
-    for name, temperature in product(prompts, temperatures):
-        own = f"{flags.replace('PROMPTS', name)} --temperature {temperature}"
-        runs.append((dict(temperature=temperature, prompts=name), "rloo", own))
-    return Part(runs, **settings)
+def samplings(files: str, samples: dict, temperatures: tuple, flags: str) -> list[tuple]:
+    """Evaluations alone, at each temperature: names and flags of each.
+
+    files: with PROMPTS for `train` and `eval`; samples: how many of each question
+    """
+    found = []
+    for prompts, temperature in product(samples, temperatures):
+        own = f"{flags} --total-episodes 0 --save-rollouts --kl-coef 0"
+        own += f" --eval-dataset {files.replace('PROMPTS', prompts)}"
+        own += f" --eval-k {samples[prompts]} --eval-temperature {temperature}"
+        found.append((dict(temperature=temperature, prompts=prompts), own))
+    return found
 
 
-# Their learning rate is 0.
-SAMPLE = f"{COMMON} --model-path {POLICY} --response-length 8 --learning-rate 0 --save-rollouts"
-SAMPLE += f" --rloo-k {SAMPLES} --dataset benchmark/default/PROMPTS.jsonl"
-SAMPLE += f" --batch-size {256 * SAMPLES} --total-episodes {256 * SAMPLES}"
-SAMPLE += " --per-device-train-batch-size 1024"
-BRIEF = "--total-episodes 128"
-PASSES_OF_START = samplings(("eval", "train"), TEMPERATURES, SAMPLE, short=BRIEF)
-PASSES_OF_TRAINED = samplings(("eval",), (1.0,), SAMPLE, short=BRIEF)
-
-
-def run_passes(of_start: Part, of_trained: Part, jobs: dict, smoke: bool) -> list[dict]:
+def run_passes(of_start: list, of_trained: list, jobs: dict, smoke: bool) -> list[dict]:
     """Train, and then sample from the starting policy and from what was trained: how many answers
     to each question are right."""
     with tempfile.TemporaryDirectory() as folder:
-        paths = {}
-        for job in jobs:
-            paths[job] = f"{folder}/{len(paths)}"
-        run_all([(*job, path) for job, path in paths.items()])
+        trainings = []
+        models = [(dict(model="start", seed=0), "", of_start)]
+        for job, names in jobs.items():
+            path = f"{folder}/{len(trainings)}"
+            trainings.append((*job, path))
+            model = dict(model=names["script"], seed=names["seed"])
+            models.append((model, f"--model-path {path}/model", of_trained))
+        run_all(trainings)
         sampled = {}
-        for job, names in of_start.jobs(smoke).items():
-            sampled[job] = names | dict(model="start", seed=0)
-        trained = product(of_trained.jobs(smoke).items(), paths.items())
-        for ((script, flags), names), (job, path) in trained:
-            model = dict(model=jobs[job]["script"], seed=jobs[job]["seed"])
-            sampled[script, f"{flags} --model-path {path}/model"] = names | model
+        for model, own, chosen in models:
+            for names, flags in chosen[:1] if smoke else chosen:
+                short = TINY if smoke else ""
+                sampled["rloo", f"{flags} {short} {own}"] = model | names
         return run_all(list(sampled), lambda job, result: sampled[job] | right_answers(result))
 
 
 def right_answers(result: dict) -> dict:
-    """The right samples of each question: those of the first evaluation, or else of training."""
+    """The right samples of each question."""
     counts = Counter()
-    first = having(result["eval_rollouts"], iteration=0)
-    for row in first or result["rollouts"]:
+    for row in having(result["eval_rollouts"], iteration=0):
         counts[row["prompt"]] += int(row["score"])
     return dict(right=[right for _, right in sorted(counts.items())])
 
 
-# ---- other methods, rates, starting policies and prompts
+FILES = "benchmark/default/PROMPTS.jsonl"
+PASSES_OF_START = samplings(FILES, dict(train=32, eval=32), TEMPERATURES, BUILT_IN)
+PASSES_OF_TRAINED = samplings(FILES, dict(eval=32), (1.0,), BUILT_IN)
 
 
-def of_methods(rates: Callable, flags: str = "", **names) -> list[tuple]:
+# ---- other methods, rates and prompts
+OWN_RATES = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4)
+FILTERED = "rloo reinforce.patch"  # With scores 0 and 1 wrong answers have no loss.
+METHODS = {  # script and flags
+    "RLOO": ("rloo", ""),
+    "GRPO": ("grpo", ""),
+    "PPO": ("ppo", ""),
+    "filtered": (FILTERED, ""),
+    "filtered, k = 1": (FILTERED, "--rloo-k 1"),
+}
+UNSEEN = 11  # of the 55 pairs of last digits, those that training does not show
+
+
+def of_methods(rates) -> list[tuple]:
     """The runs of each method at rates(method)."""
     runs = []
     for method, (script, own) in METHODS.items():
         for rate in rates(method):
-            run_flags = f"{flags} --learning-rate {rate} {own}"
-            runs.append((dict(method=method, rate=rate) | names, script, run_flags))
+            runs.append((dict(method=method, rate=rate), script, f"--learning-rate {rate} {own}"))
     return runs
-
-
-def end_of_training(result: dict) -> dict:
-    """The score of training, over the last ten iterations."""
-    return dict(score=rounded(column(result["metrics"][1:][-10:], "objective/scores")))
 
 
 def best_rate(method: str) -> list[float]:
     """The rate with the highest mean score in training."""
     scores = Counter()
-    for row in having(read_result(RESULT)["rows"], part="rates", method=method):
-        scores[row["rate"]] += row["score"]
-    return [max(RATES, key=lambda rate: scores[rate])]
-
-
-def right_in_the_end(result: dict) -> dict:
-    return dict(right=round(result["evaluations"][-1]["eval/scores"], 4))
+    for row in measured("rates", method=method):
+        scores[row["rate"]] += row["scores"]
+    return [max(OWN_RATES, key=lambda rate: scores[rate])]
 
 
 def choose_rates():
-    """Take the rates that the file has now: the same command may have measured them. Other
-    starting policies have their own right facts, prompts and held-out prompts."""
+    """Take the rates that the file has now: the same command may have measured them."""
     PARTS["methods"].runs = of_methods(best_rate)
-    PARTS["starts"].runs = []
-    for start in STARTS:
-        folder = f"runs/start_{start}"
-        flags = f"--model-path {folder}/policy --response-length 8 --dataset {folder}/train.jsonl"
-        flags += f" --eval-dataset {folder}/eval.jsonl"
-        PARTS["starts"].runs += of_methods(best_rate, flags, start=start)
 
 
-def make_starts():
-    """Make the starting policies by the program that made the built-in one, all at once."""
-    choose_rates()
-    makers = []
-    for start in STARTS:
-        command = [sys.executable, BENCHMARK / "default/make.py", "--only-policy"]
-        command += ["--seed", str(start), "--folder", ROOT / f"runs/start_{start}"]
-        makers.append(subprocess.Popen(command, env=os.environ | DEFAULTS))
-    codes = [maker.wait() for maker in makers]
-    if any(codes):
-        raise SystemExit("default/make.py failed")
-
-
-def last_digits(prompt: str) -> tuple[str, ...]:
-    """The last digits of both numbers of a sum, the smaller one first."""
-    return tuple(sorted(number[-1] for number in prompt.rstrip("=").split("+")))
-
-
-def unseen_pairs(seed: int) -> set[tuple]:
-    """The pairs of last digits that training with this seed does not show."""
-    pairs = [(str(a), str(b)) for a in range(10) for b in range(a, 10)]
+def write_pairs(seed: int, path: str):
+    """Training does not show some pairs of last digits. All prompts with these pairs are held out.
+    The column `kind` says if a row's pair is seen."""
+    pairs = [{str(a), str(b)} for a in range(10) for b in range(a, 10)]
     chosen = np.random.default_rng(seed).permutation(len(pairs))[:UNSEEN]
-    return {pairs[i] for i in chosen}
-
-
-def write_pairs(seed: int, folder: Path):
-    """The prompts of training without some pairs. All prompts with these pairs are held out."""
-    unseen = unseen_pairs(seed)
-    seen = []
-    held_out = read_rows(BENCHMARK / "default/eval.jsonl")
-    for row in read_rows(BENCHMARK / "default/train.jsonl"):
-        if last_digits(row["prompt"]) in unseen:
-            held_out.append(row)
-        else:
-            seen.append(row)
-    write_rows(folder / f"{seed}_train.jsonl", seen)
-    write_rows(folder / f"{seed}_eval.jsonl", held_out)
+    unseen = [pairs[i] for i in chosen]
+    rows = {"train": [], "eval": []}
+    for file in ("eval", "train"):
+        for row in read_rows(BENCHMARK / f"default/{file}.jsonl"):
+            a, b = row["prompt"].rstrip("=").split("+")
+            is_unseen = {a[-1], b[-1]} in unseen
+            row["kind"] = "unseen" if is_unseen else "seen"
+            rows["eval" if is_unseen else file].append(row)
+    for file in rows:
+        write_rows(Path(f"{path}_{file}.jsonl"), rows[file])
 
 
 def run_pairs(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
@@ -281,91 +326,52 @@ def run_pairs(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
     unseen pairs."""
 
     def finish(job, result):
-        unseen = unseen_pairs(named[job]["seed"])
-        last = result["evaluations"][-1]["iteration"]
         scores = {}
-        for time, iteration in (("before", 0), ("after", last)):
-            for row in having(result["eval_rollouts"], iteration=iteration):
-                kind = "seen"
-                if last_digits(row["prompt"]) in unseen:
-                    kind = "unseen"
-                scores.setdefault(f"{kind}_{time}", []).append(row["score"])
+        for row in result["eval_rollouts"]:  # of the first evaluation and of the last
+            time = "after" if row["iteration"] else "before"
+            scores.setdefault(f"{row['columns']['kind']}_{time}", []).append(row["score"])
         return named[job] | {name: rounded(scores[name]) for name in sorted(scores)}
 
     named = {}
     with tempfile.TemporaryDirectory() as folder:
         for (script, flags), names in jobs.items():
-            write_pairs(names["seed"], Path(folder))
-            own = flags.replace("PAIRS", f"{folder}/{names['seed']}")
-            named[script, own] = names
+            path = f"{folder}/{names['seed']}"
+            write_pairs(names["seed"], path)
+            named[script, flags.replace("PAIRS", path)] = names
         return run_all(list(named), finish)
 
 
-def run_gold(_, smoke: bool) -> list[dict]:
-    """Fine-tune the starting policy on right answers at each rate, and then at the one with the
-    best training score."""
-    if smoke:
-        return [fine_tune(RATES[0], 1, steps=2)]
-    rows = [fine_tune(rate, seed) for rate, seed in product(RATES, range(1, 4))]
-    best = max(RATES, key=lambda rate: sum(column(having(rows, rate=rate), "on_training")))
-    return rows + [fine_tune(best, seed) for seed in OTHER_SEEDS]
-
-
-def fine_tune(rate: float, seed: int, steps: int = 64) -> dict:
-    """Fine-tune on 64 right answers in each step, without sampling or reward: the share of right
-    answers, greedily."""
-    make = importlib.import_module("default.make")
-    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(POLICY)
-    policy = transformers.AutoModelForCausalLM.from_pretrained(POLICY)
-    train = read_rows(BENCHMARK / "default/train.jsonl")
-    held_out = read_rows(BENCHMARK / "default/eval.jsonl")
-    sums = np.array([row["prompt"].rstrip("=").split("+") for row in train], int)
-    losses = make.losses_on_answers(policy, sums, steps, np.random.default_rng(seed), batch_size=64)
-    make.fit(policy, losses, steps, lr=rate, warmup=1)
-
-    def right(rows):
-        prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
-        tokens = complete(
-            policy.eval(), tokenizer, prompts, np.zeros((len(rows), 8)), temperature=0.0
-        )
-        texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        return float(np.mean(np.equal(texts, column(rows, "answer"))))
-
-    return dict(rate=rate, seed=seed, held_out=right(held_out), on_training=right(train[:256]))
+PAIRS = "--eval-every 1000 --num-sample-generations 0 --save-rollouts"
+PAIRS += " --dataset PAIRS_train.jsonl --eval-dataset PAIRS_eval.jsonl"
+EPISODES = dict(rloo=16384, grpo=16384, ppo=8192)
 
 
 # ---- a real model
-SMOLLM2 = f"{COMMON} --reward benchmark/smollm2/tasks.py:score --response-length 24"
+SMOLLM2 = "--reward benchmark/smollm2/tasks.py:score --response-length 24"
 SMOLLM2 += " --per-device-train-batch-size 16 --model-path benchmark/smollm2/model"
-SMOLLM2 += " --dataset benchmark/smollm2/chain_sum_train.jsonl"
-BUILT_IN = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
-BUILT_IN += " --eval-dataset benchmark/default/eval.jsonl"
-TINY = f"{BUILT_IN} --reward exact_match --total-episodes 16 --batch-size 16"
-
-
-def passes_of_smollm2() -> Part:
-    """Evaluations alone: a run with learning rate 0 would make training passes, too."""
-    runs = []
-    for prompts, temperature in product(SMOLLM2_SAMPLES, SMOLLM2_TEMPERATURES):
-        flags = f"--eval-dataset benchmark/smollm2/chain_sum_{prompts}.jsonl"
-        flags += f" --eval-k {SMOLLM2_SAMPLES[prompts]} --eval-temperature {temperature}"
-        runs.append((dict(temperature=temperature, prompts=prompts), "rloo", flags))
-    return Part(runs, f"{SMOLLM2} --total-episodes 0 --save-rollouts", short=TINY)
+SMOLLM2 += " --dataset benchmark/smollm2/chain_sum_train.jsonl --num-sample-generations 0"
+SMOLLM2_FILES = "benchmark/smollm2/chain_sum_PROMPTS.jsonl"
+SMOLLM2_SAMPLES = {"train": 4, "eval": 8}  # of each of 140 and 60 questions
+SMOLLM2_TEMPERATURES = (0.1, 0.3, 0.6, 1.0)
+PASSES = samplings(SMOLLM2_FILES, SMOLLM2_SAMPLES, SMOLLM2_TEMPERATURES, SMOLLM2)
+TASKS = {  # of reasoning-gym, with their settings
+    "chain_sum": "--max-terms 2 --max-digits 1",
+    "products": "--max-digits 1",
+    "spell_backward": "--max-word-len 3",
+}
+NEEDS = "benchmark/smollm2/prepare.py"
 
 
 def train_smollm2(script: str, own: str, seeds) -> Part:
     """Train a real model, and sample from it at each temperature."""
-    measure = partial(run_passes, Part([]), passes_of_smollm2())
-    flags = f"{SMOLLM2} --total-episodes 640 --learning-rate 1e-5"
-    return Part([({}, script, own)], flags, seeds, measure=measure, short=TINY, needs=MODEL)
+    flags = f"{SMOLLM2} --kl-coef 0 --total-episodes 640 --learning-rate 1e-5"
+    measure = partial(run_passes, [], PASSES)
+    return Part([({}, script, own)], flags, seeds, measure=measure, short=TINY, needs=NEEDS)
 
 
 def make_tasks():
     for task, settings in TASKS.items():
-        command = [sys.executable, BENCHMARK / "smollm2/tasks.py", task, *settings.split()]
+        command = [sys.executable, "benchmark/smollm2/tasks.py", task, *settings.split()]
         subprocess.run(command, check=True)
 
 
@@ -384,67 +390,56 @@ def share_right(result: dict) -> dict:
     return dict(right=round(result["evaluations"][0]["eval/scores"], 4), constant=constant)
 
 
-MODEL = "benchmark/smollm2/prepare.py"
-EPISODES = dict(rloo=16384, grpo=16384, ppo=8192)
-PAIRS = "--eval-every 1000 --num-sample-generations 0 --save-rollouts"
-PAIRS += " --dataset PAIRS_train.jsonl --eval-dataset PAIRS_eval.jsonl"
-COIN_FLAGS = f"{SHORT} {SAMPLED} --eval-reward exact_match --save-rollouts"
-# The policy of ablations.py writes spaces. It is rewarded for the format, or for answers in it.
-FORM_FLAGS = f"{SHORT} {SAMPLED} --model-path benchmark/ablations/policy --response-length 16"
-FORM_FLAGS += " --learning-rate 1e-4"
+# ---- the parts
+PARTS = {name: Part(*settings, SEEDS, to_curve) for name, settings in FLAGS.items()}
+PARTS["loss"].prepare = need_policy
+PARTS["loss"].short += f" --model-path {POLICY}"
 TWO_SAMPLES = f"{Part.short} --eval-k 2"
-PARTS = {
-    "coin": Part(COINS, COIN_FLAGS, SEEDS, coin_ends, short=TWO_SAMPLES),
-    "form": Part(FORMS, FORM_FLAGS, SEEDS, ends, short=f"{TWO_SAMPLES} {BUILT_IN}"),
+PARTS |= {
+    "learning_rate": Part(RATES, SHORT, range(1, 4), to_curve),
+    "policy": Part([], measure=make_policy),
+    "coin": Part(COINS, f"{SAMPLED} --eval-reward exact_match", SEEDS, before_and_after),
+    "form": Part(FORMS, f"{SAMPLED} {LENGTH}", SEEDS, before_and_after, prepare=need_policy),
     "passes": Part(
         [({}, script, "") for script in SCRIPTS],
-        SHORT,
+        NO_KL,
         SEEDS,
         measure=partial(run_passes, PASSES_OF_START, PASSES_OF_TRAINED),
     ),
-    "rates": Part(of_methods(lambda method: RATES), SHORT, range(1, 4), end_of_training),
-    "methods": Part(
-        [], f"{SHORT} --eval-every 64", OTHER_SEEDS, right_in_the_end, prepare=choose_rates
-    ),
-    "starts": Part(
-        [],
-        f"{SHORT} --eval-every 64",
-        OTHER_SEEDS,
-        right_in_the_end,
-        prepare=make_starts,
-        short=f"{Part.short} {BUILT_IN}",
-    ),
+    "rates": Part(of_methods(lambda method: OWN_RATES), NO_KL, range(1, 4), ends),
+    "methods": Part([], f"{NO_KL} --eval-every 64", OTHER_SEEDS, ends, prepare=choose_rates),
     "pairs": Part(
         [({}, script, f"--total-episodes {EPISODES[script]}") for script in SCRIPTS],
         PAIRS,
         OTHER_SEEDS,
         measure=run_pairs,
     ),
-    "gold": Part([], measure=run_gold),
-    "smollm2_start": Part(
-        [], measure=partial(run_passes, passes_of_smollm2(), Part([])), needs=MODEL
-    ),
+    "smollm2_start": Part([], measure=partial(run_passes, PASSES, []), needs=NEEDS),
     "smollm2_tasks": Part(
         without_training(),
-        f"{SMOLLM2} --total-episodes 0 --save-rollouts",
+        f"{SMOLLM2} --kl-coef 0 --total-episodes 0 --save-rollouts",
         keep=share_right,
         prepare=make_tasks,
         short=TINY,
-        needs=MODEL,
+        needs=NEEDS,
     ),
     "smollm2_rloo": train_smollm2("rloo", "--rloo-k 8", SEEDS),
     "smollm2_grpo": train_smollm2("grpo", "--num-generations 8", (1,)),
     "smollm2_ppo": train_smollm2("ppo", "--num-ppo-epochs 1", (1,)),
 }
-choose_rates()
+PARTS["coin"].short = TWO_SAMPLES
+PARTS["form"].short = f"{TWO_SAMPLES} --model-path {POLICY}"
 
 
-# ---- the table, what sentences say, and the figure
+# ---- the table, and what sentences say
 
 
 def measured(part: str, **wanted) -> list[dict]:
     """The rows of a part that have these entries."""
     return having(read_result(RESULT)["rows"], part=part, **wanted)
+
+
+choose_rates()
 
 
 def pass_at(m: int, right: int, samples: int = SAMPLES) -> float:
@@ -464,23 +459,6 @@ def passes_of_start(m: int) -> float:
     """The same of the start, at the temperature that is best on training prompts."""
     best = max(TEMPERATURES, key=lambda t: passes(m, prompts="train", temperature=t))
     return passes(m, model="start", prompts="eval", temperature=best)
-
-
-def of_starts() -> dict[str, dict[str, list[dict]]]:
-    """Of each starting policy, the rows of each method."""
-    starts = {"built-in policy": grouped(measured("methods"), "method")}
-    for start, rows in grouped(measured("starts"), "start").items():
-        starts[f"policy {start}"] = grouped(rows, "method")
-    return starts
-
-
-def differences(methods: dict[str, list[dict]]) -> dict[tuple[str, str], np.ndarray]:
-    """Of each pair of methods, the differences of their last scores, paired by seed."""
-    pairs = {}
-    for one, other in combinations(methods, 2):
-        right = column(methods[other], "right")
-        pairs[other, one] = np.subtract(right, column(methods[one], "right"))
-    return pairs
 
 
 def sign_flips(differences) -> float:
@@ -503,40 +481,20 @@ def holm(p_values: dict) -> dict:
     return corrected
 
 
-def seeds_needed(values, runs: int = 2) -> list[int]:
-    """The seeds that show a mean difference of 0.02, 80 % of the time at a level of 5 %, and the
-    ends of their 95 % interval, from ten values.
-
-    runs: 2 for two methods with this deviation, 1 for differences that are paired by seed
-    """
-    needed = runs * (2.8 * np.std(values, ddof=1) / 0.02) ** 2
-    # its quantiles at 2.5 % and 97.5 %, with 9 degrees of freedom
-    chi_squared = (2.700, 19.023)
-    low, high = (9 * needed / quantile for quantile in reversed(chi_squared))
-    return [math.ceil(x) for x in (needed, low, high)]
-
-
 def cited():
     """What docs/claims.md says in sentences."""
     for m, words in ((1, "from {:.2f} to {:.2f}"), (16, "{:.2f} before, and {:.2f} to")):
         rloo = passes(m, model="rloo", prompts="eval", temperature=1.0)
         ppo = passes(m, model="ppo", prompts="eval", temperature=1.0)
         yield [words.format(passes_of_start(m), rloo), f"{ppo:.2f}"]
-    pairs = {start: differences(methods) for start, methods in of_starts().items()}
-    lead = -np.mean(pairs["policy 3"]["filtered, k = 1", "PPO"])
-    yield [f"policy 3 alone, by {lead:.3f}"]
-    leaders = {"PPO", "filtered, k = 1"}
-    for some in pairs.values():
-        corrected = holm({pair: sign_flips(some[pair]) for pair in some})
-        for pair, p in corrected.items():
-            if len(leaders.intersection(pair)) == 1:
-                yield [f"(p = {p:.3f})"]
     methods = grouped(measured("methods"), "method")
-    needed = {name: seeds_needed(column(rows, "right")) for name, rows in methods.items()}
-    yield ["{} seeds".format(*needed["RLOO"]), "{1} to {2})".format(*needed["RLOO"])]
-    yield ["like GRPO {},".format(*needed["GRPO"]), "like PPO {} ".format(*needed["PPO"])]
-    paired = seeds_needed(pairs["built-in policy"]["GRPO", "RLOO"], 1)
-    yield ["RLOO and GRPO need {}.".format(*paired)]
+    p_values = {}
+    for pair in combinations(methods, 2):
+        one, other = (column(methods[name], "held_out") for name in pair)
+        p_values[pair] = sign_flips(np.subtract(one, other))
+    for pair, p in holm(p_values).items():
+        if len({"PPO", "filtered, k = 1"}.intersection(pair)) == 1:
+            yield [f"(p = {p:.3f})"]
 
 
 def smollm2_shares(runs: list[dict]) -> tuple:
@@ -572,38 +530,52 @@ def smollm2():
     yield ["gain of RLOO, five seeds", "", *map(with_band, gains)]
 
 
-def effects() -> dict[str, list[float]]:
-    """Differences, one of each seed, for the figure."""
-    found = {}
-    for start, methods in of_starts().items():
-        for (one, other), values in differences(methods).items():
-            if other == "RLOO":
-                found[f"{one} minus RLOO, {start}"] = values
-    for script, some in grouped(measured("pairs"), "script").items():
-        gaps = np.subtract(column(some, "unseen_after"), column(some, "seen_after"))
-        found[f"unseen minus seen pairs, {script.upper()}"] = gaps
-    coins = grouped(measured("coin", reward="coin", updates="1"), "script")
-    changed = {f"coin, after minus before, {script.upper()}": coins[script] for script in coins}
-    for reward, some in grouped(measured("form", judge="exact_match"), "reward").items():
-        changed[f"{reward}, after minus before, RLOO"] = some
-    for label, some in changed.items():
-        before, after = np.transpose(column(some, "scores"))
-        found[label] = after - before
-    return found
+# ---- the figure
+PANELS = (  # part, title, and numbers at the end, or none for curves
+    ("group", "RLOO: k completions per prompt"),
+    ("epochs", "PPO: epochs x mini-batches"),
+    ("clip", "RLOO: clip range, eight updates a rollout"),
+    ("loss", "GRPO: losses and scalings"),
+    ("loss", "GRPO: tokens of an answer", "tokens"),
+    ("learning_rate", "right, held-out, by --learning-rate", "held_out"),
+    ("kl", "RLOO: a reward model, by --kl-coef", "scores", "held_out"),
+    ("eos", "GRPO: a judge of length, by --missing-eos-penalty", "ended", "held_out"),
+)
+MARKERS = {"scores": ("s:", "learned score"), "held_out": ("o-", "right, held-out")}
 
 
-def plot(_, folder: Path):
-    """A forest plot: each difference with its 95 % interval."""
-    labels = effects()
-    figure, [[axis]] = draw.panels(1, 1, width=6.5, height=0.24 * len(labels) + 0.7)
-    for y, values in enumerate(labels.values()):
-        middle, band = draw.mean_and_band(values)
-        axis.errorbar(middle, y, xerr=band, fmt="o", ms=4, capsize=2, color=draw.COLORS["rloo"])
-    axis.axvline(0, color=draw.GRAY, lw=0.8)
-    axis.set_yticks(range(len(labels)), labels, fontsize=7.5)
-    axis.invert_yaxis()
-    axis.set_xlabel("difference of the share of right answers")
-    axis.set_title("means and 95 % intervals over seeds, not corrected")
+def plot_curves(axis, results: list[dict]):
+    """The score against episodes, a curve for each setting."""
+    for (label, some), color in zip(grouped(results, "label").items(), draw.OTHERS):
+        style = dict(color=color, label=label.replace("\n", ", "))
+        draw.curve(axis, some[0]["episode"], column(some, "curve"), **style)
+    draw.in_thousands(axis)
+    axis.set_ylabel("right, sampled")
+
+
+def plot_ends(axis, results: list[dict], name: str):
+    """A number at the end against the settings, with its 95 % interval."""
+    for script, some in grouped(results, "script").items():
+        settings = grouped(some, "label")
+        bars = [draw.mean_and_band(column(rows, name)) for rows in settings.values()]
+        x = range(len(bars))
+        marker, about = MARKERS.get(name, ("s:", name))
+        style = dict(fmt=marker, ms=3.5, lw=1.3, capsize=2, color=draw.COLORS[script])
+        axis.errorbar(x, *np.transpose(bars), label=f"{script}.py: {about}", **style)
+        axis.set_xticks(x, settings, fontsize=6.5)
+    axis.set_ylim(0)
+
+
+def plot(results: list[dict], folder: Path):
+    figure, grid = draw.panels(4, 2, width=3.4, height=2.4)
+    for axis, (part, title, *names) in zip(grid.flat, PANELS, strict=True):
+        some = having(results, part=part)
+        for name in names:
+            plot_ends(axis, some, name)
+        if not names:
+            plot_curves(axis, some)
+        axis.set_title(title, fontsize=8.5)
+        axis.legend(frameon=False, fontsize=7, labelspacing=0.3, handlelength=1.2)
     draw.save(figure, folder / "claims.png")
 
 

@@ -1,8 +1,5 @@
 """Makes the default policy, its data and its reward model: `python benchmark/default/make.py`.
 
-`--seed 2 --folder runs/start_2 --only-policy` makes another policy with its own data, for
-docs/claims.md.
-
 benchmark/README.md says what the policy learns. Why so? Reinforcement learning makes likelier what
 a policy already does now and then. So the skill must be there, and sampled unreliably, as in RLHF.
 A single wrong habit (the carry forgotten) is unlearned at once. Digits that are wrong at random
@@ -58,7 +55,6 @@ PAIR_ORDER = 2
 class Args:
     seed: int = 1
     folder: Path = FOLDER
-    only_policy: bool = False  # no reward model
 
 
 def split_sums(rng):
@@ -143,15 +139,13 @@ def fit(model, losses, steps: int, lr: float, warmup: int):
         schedule.step()
 
 
-def losses_on_answers(
-    policy, sums, steps, rng, wrong_digits=None, wrong=0.0, batch_size=BATCH_SIZE
-):
+def losses_on_answers(policy, sums, steps, rng, wrong_digits=None, wrong=0.0):
     """The losses of supervised training on answers of which the fraction `wrong` ends as in the
     table."""
     for _ in range(steps):
-        batch = sums[rng.integers(len(sums), size=batch_size)]  # [batch_size, 2]
+        batch = sums[rng.integers(len(sums), size=BATCH_SIZE)]  # [BATCH_SIZE, 2]
         answers = [str(a + b) for a, b in batch]
-        for i in np.flatnonzero(rng.random(batch_size) < wrong):
+        for i in np.flatnonzero(rng.random(BATCH_SIZE) < wrong):
             wrong_digit = wrong_digits[tuple(batch[i] % 10)]
             answers[i] = answers[i][:-1] + str(wrong_digit)
         prompts, responses = encode(batch, answers)
@@ -257,8 +251,7 @@ def main(args: Args):
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     make_policy(args.folder, args.seed)
-    if not args.only_policy:
-        make_reward_model(args.folder, args.seed)
+    make_reward_model(args.folder, args.seed)
 
 
 if __name__ == "__main__":

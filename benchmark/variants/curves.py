@@ -7,9 +7,7 @@
 Writes curves.json, a run a line, and curves.png. The figure shows held-out right answers, at
 temperature 0 but for the KL and MaxRL. Dynamic sampling has a second curve, over the episodes that
 it generated. Distillation and MaxRL have no patch in benchmark/patches/: they are flags alone. The
-teacher is a run of rloo.py with its defaults. Two more patches have parts of their own: batches in
-time and one update late; and `self_distillation`, which trains SmolLM2. GRPO without the latter is
-the part smollm2_grpo of default/curves.py.
+teacher is a run of rloo.py with its defaults.
 """
 
 import sys
@@ -21,20 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-from run import (
-    BENCHMARK,
-    POLICY,
-    ROOT,
-    SMOLLM2,
-    TINY,
-    Part,
-    column,
-    curves,
-    having,
-    main,
-    read_result,
-    run,
-)
+from run import BENCHMARK, POLICY, ROOT, Part, column, curves, having, main, read_result, run
 from tables import number, with_band
 
 RESULT = Path(__file__).with_suffix(".json")
@@ -45,7 +30,7 @@ DRAWN = {  # metrics, how they are called, and where their axis ends
     "policy/entropy_avg": ("entropy", None),
     "eval/best_of_8": ("best of 8", None),
 }
-MEANS = ("val/sampler_weight_std", "val/importance_std", "val/masked_fraction", "val/hint_kl")
+MEANS = ("val/sampler_weight_std", "val/importance_std", "val/masked_fraction")
 TEACHER = ROOT / "runs/teacher"
 SHORT = "--total-episodes 4096"
 LONG = "--total-episodes 8192"
@@ -143,15 +128,6 @@ for name, variant in VARIANTS.items():
 PARTS = {name: Part(runs, "--eval-every 8", range(1, 6), kept) for name, runs in RUNS.items()}
 PARTS["distillation"].prepare = train_teacher
 PARTS["distillation"].short += f" --ref-model-path {POLICY}"
-for name, patch in {"one_batch_in_time": "", "one_batch_late": " one_batch_late.patch"}.items():
-    PARTS[name] = Part([({}, f"grpo{patch}", SHORT)], "--eval-every 8", range(1, 11), kept)
-TAUGHT = [
-    ({}, "grpo self_distillation.patch", f"--num-generations 8 --distill-weight {weight}")
-    for weight in (0.1, 0.5)
-]
-PARTS["self_distillation"] = Part(
-    TAUGHT, SMOLLM2, (1, 2, 3), kept, short=TINY, needs="smollm2/prepare.py"
-)
 
 
 def runs_of(rows: list[dict], name: str) -> dict[str, list[dict]]:

@@ -1,4 +1,4 @@
-"""A stand-in for the package vllm, for the patches vllm_rloo and vllm_grpo.
+"""A stand-in for the package vllm, for the patch vllm_rloo.
 
 It samples with the function `sample` of the script that uses it, and with the script's own random
 numbers. So a patched script makes the run of the plain script. Every call is checked against the
