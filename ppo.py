@@ -36,17 +36,17 @@ first reading. docs/nano/ makes the same run in few lines.
 
 How to change it: for a reward, see --reward. The advantages are `gae`, the loss is `ppo_loss`.
 docs/variants.md has more places, docs/coming_from.md has TRL's names of the flags.
+Between the stages of `main` every process holds the whole batch, as tensors on the CPU. So a change
+of `main` needs no thought about processes or devices.
 
 Papers: Schulman et al. 2017, arXiv 1707.06347; Ziegler et al. 2019, arXiv 1909.08593; Huang et al.
 2024, The N+ Implementation Details of RLHF with PPO, arXiv 2403.17031.
 """
 
-import atexit
 import contextlib
 import copy
 import hashlib
 import importlib.util
-import inspect
 import json
 import logging
 import os
@@ -56,11 +56,11 @@ import sys
 import time
 import warnings
 from dataclasses import dataclass
-from functools import cache, partial
-from math import ceil, floor, inf, isfinite, isinf, isnan, lcm, nan, sqrt
+from functools import partial
+from math import ceil, floor, inf, isfinite, isinf, isnan, nan, sqrt
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import accelerate
 import filelock
@@ -70,7 +70,6 @@ import transformers
 import tyro
 import yaml
 from accelerate.utils import concatenate, gather_object, recursively_apply
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -83,21 +82,14 @@ Schedule = Literal[
 ]
 
 
-def alias(kind, name):
-    """The type of a flag that has a second name, that of TRL."""
-    return Annotated[kind, tyro.conf.arg(aliases=[name])]
-
-
 @dataclass
 class Args:
     # run
     seed: int = 1  # every random number depends only on this, its purpose and the iteration
     output_dir: str | None = None  # None: runs/<script>__<seed>__<unix time>__<process id>
     resume: bool = False  # continue from the newest checkpoint in --output-dir, if there is one
-    save_every: int | None = 100  # iterations between checkpoints; None: no checkpoints
-    keep_checkpoints: int | None = None
-    """this many stay, also after the end, each with a `model/` for --model-path; None: the newest
-    two, until the run is finished"""
+    save_every: int | None = 100
+    """iterations between checkpoints, or fewer, if they take ten minutes; None: no checkpoints"""
     plan: int | None = None  # print every count for this many processes and exit; loads no model
     dtype: Literal["float32", "bfloat16"] | None = None  # of forward passes; None: accelerate's
     cuda_graphs: bool = True  # on a GPU, record the kernels of one token, and start them together
@@ -105,6 +97,9 @@ class Args:
     model_path: str = str(DEFAULT / "policy")  # policy and tokenizer: a folder or a Hub name
     lora_r: int | None = None  # rank of LoRA adapters (arXiv 2106.09685); None: train all weights
     lora_alpha: int | None = None  # adapters are multiplied by this / rank; None: twice the rank
+    share_prompts: bool | None = None
+    """in training, run a prompt once for all its completions; None: on a CPU. Not with
+    --gradient-checkpointing"""
     gradient_checkpointing: bool = False  # compute activations again in the backward pass
     ref_model_path: str | None = None  # reference model of the KL; None: --model-path
     dataset: str | None = None
@@ -129,14 +124,12 @@ class Args:
     per_device_train_batch_size: int = 64  # episodes in one forward pass; fewer save memory
     per_device_rollout_batch_size: int | None = None  # episodes sampled at once; None: --batch-size
     # sampling
-    response_length: alias(int | None, "--max-completion-length") = None
-    """token limit of a completion; None: 256, built-in policy 8"""
+    response_length: int | None = None  # token limit of a completion; None: 256, built-in policy 8
     temperature: float = 1.0  # divides the logits, in sampling and in every log-probability
     stop_token_id: int | None = None  # this token ends a completion as an EOS does
     stop_string: str | None = None  # this text does, too, such as "</answer>"; a newline is $'\n'
     # algorithm
-    kl_coef: alias(float, "--beta") = 0.01
-    """weight of the KL in the reward; 0: no KL and no reference model"""
+    kl_coef: float = 0.01  # weight of the KL in the reward; 0: none, and no reference model
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
     """x, |x|, x^2 / 2 or exp(-x) - 1 + x, where x is logprob - ref_logprob of a token"""
     adaptive_kl: bool = False  # change kl_coef to bring the KL near --kl-target (1909.08593, 2.2)
@@ -159,8 +152,7 @@ class Args:
     score_scaling: bool = False  # divide scores by the standard deviation of all scores so far
     score_norm: bool = False  # subtract the mean of all scores so far
     score_clip: float | None = None  # clip scores to -this .. this, as the last step
-    cliprange: alias(float, "--epsilon") = 0.2
-    """clips the ratio to 1 - this .. 1 + this (arXiv 1707.06347, eq. 7)"""
+    cliprange: float = 0.2  # clips the ratio to 1 - this .. 1 + this (arXiv 1707.06347, eq. 7)
     missing_eos_penalty: float = 0.0
     """subtracted from the score of a completion that has not ended (arXiv 2403.17031, detail 23)"""
     # optimizer
@@ -172,7 +164,7 @@ class Args:
     # logging
     log_with: str | None = None  # a tracker beside metrics.jsonl: wandb, tensorboard, ...
     num_sample_generations: int = 10  # number of times in a run that samples are shown
-    save_rollouts: bool = False  # write every episode to rollouts.jsonl or eval_rollouts.jsonl
+    save_rollouts: bool = False  # write the episodes of each iteration to a file in rollouts/
 
     # k and updates_per_batch are no flags, but follow from flags. All scripts have both names.
     k = property(lambda self: 1)  # Groups are of one episode.
@@ -245,7 +237,8 @@ def ppo_loss(args, logprobs, old_logprobs, advantages):
     logprobs, with gradient, old_logprobs and advantages: [episodes, response], as what it returns
     """
     if args.updates_per_batch == 1:
-        # The policy has not changed since it sampled: p_old is p_new, as a constant.
+        # The policy has not changed since it sampled: p_old is p_new, as a constant. An episode
+        # from elsewhere, such as a replay, has an own p_old, and must not take this line.
         old_logprobs = logprobs.detach()
     logratio = logprobs - old_logprobs  # [episodes, response]
     losses, is_clipped = clipped_policy_loss(logratio, advantages, args.cliprange, args.cliprange)
@@ -279,10 +272,7 @@ def clipped_policy_loss(logratio, advantages, low, high):
 
 # ======================================== 4  training ========================================
 # The accelerator knows which process this is, and connects all of them. `main` starts it.
-accelerator: accelerate.Accelerator
-
-# A model is called in one way: model(function) is function(model). Where processes share the
-# weights of a model, its weights are whole only inside of such a call.
+accelerator = None
 
 
 def main(args):
@@ -296,43 +286,42 @@ def main(args):
     prompts = load_prompts(args, args.dataset, args.reward, tokenizer)
     eval_prompts = load_prompts(args, args.eval_dataset, args.eval_reward or args.reward, tokenizer)
     plan = batch_arithmetic(args, len(prompts), args.plan or accelerator.num_processes)
+    accelerator.print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
     if args.plan is not None:
-        print_plan(plan)
         return
 
     output_dir, settings = choose_output_dir(args, prompts)  # A finished run stops here.
-    scorers, eval_scorers = load_scorers(args, tokenizer, prompts, eval_prompts)
     # The most tokens that a prompt with its completion may have.
     longest_row = max(len(p.token_ids) for p in prompts + eval_prompts) + args.response_length
     policy = load_policy(args, tokenizer, longest_row)
-    add_value_model(args, policy, longest_row)  # It is a part of the module that is trained.
+    value_model = load_value_model(args, tokenizer, longest_row)
     reference = load_reference(args, policy, longest_row)  # None: there is no KL
+    reward_functions, eval_reward_functions = load_rewards(args, policy)
 
     size = args.per_device_train_batch_size  # of a micro-batch, in episodes
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
-    )
+    optimizer = make_optimizer(args, policy)
+    value_optimizer = make_optimizer(args, value_model)
     # The schedule does not go through `prepare`: accelerate would step it once for each process.
     scheduler = transformers.get_scheduler(
         args.lr_scheduler_type, optimizer, plan.warmup_steps, plan.steps
     )
+    accelerator.register_for_checkpointing(scheduler)
     policy, optimizer = accelerator.prepare(policy, optimizer)
-    lock = claim_folder(output_dir, settings)
+    value_model, value_optimizer = accelerator.prepare(value_model, value_optimizer)
+    check_sampling(args, policy, prompts + eval_prompts)
     # What one iteration hands to the next. With --resume, a checkpoint has it.
     state = {"iteration": 0, "step": 0, "kl_coef": args.kl_coef}
     state |= {"score_count": 0, "score_mean": 0.0, "score_squares": 0.0}
-    state |= load_checkpoint(args, output_dir)
-    announce(args, settings, plan, accelerator.unwrap_model(policy))
-    scheduler.last_epoch = state["step"]
+    state |= start_run(args, output_dir, settings)
+    announce(args, settings, policy, prompts)
     # The bar counts optimizer steps. disable=None: there is a bar only in a terminal.
     progress = tqdm(
         total=plan.steps, initial=state["step"], disable=not accelerator.is_main_process or None
     )
     history = []  # the metrics of each row of metrics.jsonl
     if eval_prompts and state["iteration"] == 0:
-        metrics = evaluate(args, policy, eval_prompts, eval_scorers, output_dir, iteration=0)
-        metrics |= {"iteration": 0, "step": 0, "episode": 0, "epoch": 0.0}
+        metrics = {"iteration": 0, "step": 0, "episode": 0, "epoch": 0.0}
+        metrics |= evaluate(args, policy, eval_prompts, eval_reward_functions, output_dir, 0)
         history.append(write_metrics(output_dir, metrics, progress))
 
     for iteration in range(state["iteration"] + 1, plan.iterations + 1):
@@ -345,28 +334,27 @@ def main(args):
         drawn = [prompts[index] for index in indices]  # [groups]
         rng = keyed_rng(args.seed, SAMPLING, iteration)
         batch = generate(args, policy, drawn, args.k, rng, args.temperature)
-        one_pass = partial(forward_pass, accelerator.unwrap_model(policy), token_values, batch)
-        values = map_episodes(one_pass, batch.pass_lengths, size)
+        one_pass = partial(token_values, value_model, batch)
+        values = map_episodes(one_pass, batch.lengths, size)  # [episodes, response]
 
         # ---- 4b  score
         # The score is the sum of its parts: of --reward, its dict's entries, and the reward model.
-        scores, parts = score_episodes(batch, scorers, f"iteration {iteration}")
+        scores, parts = score_episodes(batch, reward_functions, f"iteration {iteration}")
         refuse_missing_scores(batch, scores)
         scores = scores - args.missing_eos_penalty * ~batch.ended  # [episodes]
         scores = normalize_scores(args, state, scores)
         ref_logprobs = None
         if reference is not None:
-            one_pass = partial(forward_pass, reference, token_logprobs, batch)
-            ref_logprobs = map_episodes(one_pass, batch.pass_lengths, size)
+            one_pass = partial(token_logprobs, args, reference, batch)
+            ref_logprobs = map_episodes(one_pass, batch.lengths, size)  # [episodes, response]
 
         # ---- 4c  advantages
         rewards = torch.zeros_like(batch.logprobs)  # [episodes, response]
         if reference is not None:
             kl = token_kl(batch.logprobs, ref_logprobs, args.kl_estimator)
             rewards = -state["kl_coef"] * kl
-        all_episodes = torch.arange(num_episodes, device=accelerator.device)
         # The score comes at the last token of each completion.
-        rewards[all_episodes, batch.mask.sum(1) - 1] += scores.float()
+        rewards[torch.arange(num_episodes), batch.mask.sum(1) - 1] += scores.float()
         if args.whiten_rewards:
             rewards[batch.mask] = whiten(rewards[batch.mask]) + rewards[batch.mask].mean()
         advantages = gae(rewards, values, args.gamma, args.lam)  # [episodes, response]
@@ -377,41 +365,44 @@ def main(args):
         # ---- 4d  optimize
         train_start = time.perf_counter()
         updates = []  # the metrics of each update
+        is_far = False  # True once the approximate KL of an update is above 1.5 times --target-kl
         for ppo_epoch in range(args.num_ppo_epochs):
             for mini_batch in draw_mini_batches(args, iteration, ppo_epoch, num_episodes):
                 learning_rate = optimizer.param_groups[0]["lr"]
-                if updates_have_ended(args, updates):
-                    # --target-kl drops the rest of the updates. They still count as steps.
+                if is_far:  # The rest of the updates is dropped. They still count as steps.
                     updates.append({})
                     scheduler.step()
                     state["step"] += 1
                     progress.update()
                     continue
                 optimizer.zero_grad()
+                value_optimizer.zero_grad()
                 mini_batch_tokens = batch.mask[mini_batch].sum()
-                passes = []  # what each pass computed
+                passes = []  # what each pass of this process computed
                 for episodes, is_real, is_last_pass in micro_batches(
-                    mini_batch, batch.pass_lengths, size
+                    mini_batch, batch.lengths, size
                 ):
+                    # Divide by the tokens of the whole mini-batch, not of this micro-batch. So
+                    # neither micro-batches nor processes change the gradient.
+                    weights = batch.mask[episodes] * is_real[:, None] / mini_batch_tokens
+                    # DDP takes the mean of the processes' gradients. We need their sum.
+                    weights = weights * accelerator.num_processes  # [episodes, response]
                     with exchange_gradients(policy, now=is_last_pass):
-                        # DDP allows one forward pass for each backward pass, so it gives both.
-                        logprobs, new_values = forward_pass(policy, compute_both, batch, episodes)
+                        logprobs = token_logprobs(args, policy, batch, episodes)
                         policy_losses, logratio, is_clipped = ppo_loss(
                             args, logprobs, batch.logprobs[episodes], advantages[episodes]
                         )
+                        # A second loss is added here.
+                        assert policy_losses.shape == weights.shape, (
+                            "losses are [episodes, response]: one for each token"
+                        )
+                        accelerator.backward((policy_losses * weights).sum())
+                    with exchange_gradients(value_model, now=is_last_pass):
+                        new_values = token_values(value_model, batch, episodes)
                         value_losses, value_is_clipped = clipped_value_loss(
                             new_values, values[episodes], returns[episodes], args.cliprange_value
                         )
-                        losses = policy_losses + args.vf_coef * value_losses
-                        assert losses.shape == advantages[episodes].shape, (
-                            "losses are [episodes, response]: one for each token"
-                        )
-                        losses = losses * batch.mask[episodes]
-                        # Divide by the tokens of the whole mini-batch, not of this micro-batch. So
-                        # neither micro-batches nor processes change the gradient.
-                        loss = (losses * is_real[:, None]).sum() / mini_batch_tokens
-                        # DDP takes the mean of the processes' gradients. We need their sum.
-                        accelerator.backward(loss * accelerator.num_processes)
+                        accelerator.backward(args.vf_coef * (value_losses * weights).sum())
                     outputs = (policy_losses, value_losses, logratio, is_clipped, value_is_clipped)
                     passes.append((episodes, is_real, (logprobs, *outputs)))
                 # From here on, every process has what all processes computed.
@@ -422,13 +413,18 @@ def main(args):
                 if not updates:  # no step yet: trainer and sampler must agree up to rounding
                     difference = new_logprobs - batch.logprobs[mini_batch]
                     update |= compare_with_sampler(args, difference[mask])
-                if not is_dropped(args, update):  # by --target-kl or --ratio-threshold
-                    grad_norm = accelerator.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-                    update["grad_norm"] = grad_norm
+                is_far = update["policy/approxkl_avg"] > 1.5 * (args.target_kl or inf)
+                if not is_far and update["val/ratio"] <= (args.ratio_threshold or inf):
+                    # The norm is that of both models together.
+                    parameters = [*policy.parameters(), *value_model.parameters()]
+                    grad_norm = accelerator.clip_grad_norm_(parameters, args.max_grad_norm)
                     if not isfinite(grad_norm):
                         where = f"iteration {iteration}, step {state['step'] + 1}"
                         raise RuntimeError(f"{where}: gradient norm {grad_norm}")
+                    update["grad_norm"] = grad_norm
                     optimizer.step()
+                    value_optimizer.param_groups[0]["lr"] = learning_rate  # of the one schedule
+                    value_optimizer.step()
                 scheduler.step()
                 updates.append(update)
                 state["step"] += 1
@@ -454,30 +450,42 @@ def main(args):
 
         # ---- 4f  evaluate and save
         if eval_prompts and (is_last or iteration % (args.eval_every or plan.iterations) == 0):
-            metrics |= evaluate(args, policy, eval_prompts, eval_scorers, output_dir, iteration)
+            metrics |= evaluate(
+                args, policy, eval_prompts, eval_reward_functions, output_dir, iteration
+            )
         history.append(write_metrics(output_dir, metrics, progress))
         columns = {"score": scores, "advantage": advantages, "values": values, "returns": returns}
         columns |= {"logprobs": batch.logprobs, "ref_logprobs": ref_logprobs}
-        write_rollouts(args, output_dir, plan, metrics, batch, columns, parts)
-        if args.save_every and (is_last or iteration % args.save_every == 0):
-            save_checkpoint(args, policy, state, output_dir)
+        records = episode_records(batch, iteration, columns, parts)
+        if args.save_rollouts:
+            write_jsonl(output_dir / "rollouts" / f"{iteration:08d}.jsonl", records)
+        show_samples(args, plan, episode, records)
+        save_checkpoint(args, state, output_dir, is_last)
 
     progress.close()
     if plan.steps > 0:
-        save_value_model(args, policy, output_dir)
-        save_result(args, policy, output_dir, plan)
+        if args.lora_r is None:  # The adapters of the value model would be no model of their own.
+            save_model(value_model, tokenizer, output_dir / "value_model")
+        save_result(policy, tokenizer, output_dir, plan)
     model = accelerator.unwrap_model(policy)
     # The end of the process group can hang while what `prepare` made exists.
-    policy, optimizer = accelerator.free_memory(policy, optimizer)
+    prepared = policy, value_model, optimizer, value_optimizer
+    policy, value_model, optimizer, value_optimizer = accelerator.free_memory(*prepared)
     accelerator.end_training()
-    lock.release(force=True)  # In a notebook it may be taken twice.
     return model, history
 
 
 # ======================================== 5  the model =======================================
+class Prompt(NamedTuple):
+    number: int  # of its row in the dataset, from 0
+    row: dict  # with all columns of the dataset
+    text: str  # the prompt as the model reads it; a chat is rendered by its template
+    token_ids: list[int]
+
+
 @dataclass
 class Batch:
-    """The episodes of one iteration. Every process holds all of them.
+    """The episodes of one iteration. Every process holds all of them, on the CPU.
 
     The k episodes of a group are neighbours. The axis `response` has --response-length entries. In
     rows of tokens, -1 means that there is no token: before a prompt that is shorter than another,
@@ -485,8 +493,8 @@ class Batch:
     """
 
     k: int  # episodes of a group
-    prompts: list["Prompt"]  # [episodes], each with row, text and token_ids
-    prompt_tokens: Tensor  # [episodes, longest prompt], on the CPU
+    prompts: list[Prompt]  # [episodes]
+    prompt_tokens: Tensor  # [episodes, longest prompt]
     completions: list[str]  # [episodes], as text, without the special token that ends one
     token_ids: list[list[int]]  # [episodes], tokens of each completion; its EOS is one of them
     tokens: Tensor  # [episodes, response], the same as a tensor
@@ -494,7 +502,7 @@ class Batch:
     ended: Tensor  # [episodes], False where the completion was cut off at --response-length
     logprobs: Tensor  # [episodes, response], of each token, by the policy that sampled it
     entropies: Tensor  # [episodes, response], exact entropy of each token's distribution
-    pass_lengths: Tensor  # [episodes], tokens of the prompt and of the group's longest completion
+    lengths: Tensor  # [episodes], tokens of the prompt and of the group's longest completion
 
 
 def generate(args, policy, drawn, k, rng, temperature):
@@ -507,32 +515,30 @@ def generate(args, policy, drawn, k, rng, temperature):
     prompts = [prompt for prompt in drawn for _ in range(k)]  # [episodes], group by group
     prompt_tokens = pad_left([prompt.token_ids for prompt in prompts])
     prompt_lengths = (prompt_tokens >= 0).sum(1)
+    # [episodes, response], a number for each token
     uniforms = torch.from_numpy(rng.random((len(prompts), args.response_length)))
-    uniforms = uniforms.to(accelerator.device)  # [episodes, response], a number for each token
     model = accelerator.unwrap_model(policy)
 
     def one_pass(episodes):
-        tokens = trim(prompt_tokens[episodes.cpu()]).to(accelerator.device)
-        numbers = uniforms[episodes]
-        return model(partial(sample, prompts=tokens, uniforms=numbers, temperature=temperature))
+        return sample(model, trim(prompt_tokens[episodes]), uniforms[episodes], temperature)
 
-    with sampling_weights(policy):
+    with sampling(args, policy):
         size = args.per_device_rollout_batch_size or args.batch_size
         samples = map_episodes(one_pass, prompt_lengths, size)
     token_ids = [[token for token in row if token >= 0] for row in samples["tokens"].tolist()]
-    visible = list(map(partial(without_end, model.tokenizer), token_ids, samples["ended"].tolist()))
+    visible = map(partial(without_end, model.tokenizer), token_ids, samples["ended"].tolist())
     # All episodes of a group get the same length. So sorting by it keeps them together, and a pass
-    # that holds them runs their prompt once.
-    lengths = torch.tensor([len(tokens) for tokens in token_ids])
+    # that holds them can run their prompt once.
+    lengths = (samples["tokens"] >= 0).sum(1)
     longest = lengths.view(-1, k).amax(1).repeat_interleave(k)
     return Batch(
         k=k,
         prompts=prompts,
         prompt_tokens=prompt_tokens,
-        completions=model.tokenizer.batch_decode(visible),
+        completions=model.tokenizer.batch_decode(list(visible)),
         token_ids=token_ids,
         mask=samples["tokens"] >= 0,
-        pass_lengths=prompt_lengths + longest,
+        lengths=prompt_lengths + longest,
         **samples,
     )
 
@@ -545,23 +551,23 @@ def sample(model, prompts, uniforms, temperature):
     temperature: 0 takes the most likely token.
     Returns tokens, ended, logprobs and entropies, as in Batch.
     """
-    # In train mode, transformers drops the KV cache when gradient checkpointing is on.
-    is_training = model.language_model.training
-    model.eval()
+    prompts = prompts.to(accelerator.device)
+    uniforms = uniforms.to(accelerator.device)
+    start = prompts.shape[1]  # the column of the first token of the completions
     response = uniforms.shape[1]
     rows = torch.nn.functional.pad(prompts, (0, response), value=-1)  # -1: there is no token yet
-    tokens = rows[:, -response:]  # These are the same memory: `rows` gets what is sampled, too.
+    tokens = rows[:, start:]  # These are the same memory: `rows` gets what is sampled, too.
     ended = torch.zeros_like(tokens[:, 0], dtype=torch.bool)
     logprobs = torch.zeros_like(uniforms, dtype=torch.float)
     entropies = torch.zeros_like(logprobs)
-    eos_ids = torch.tensor(model.eos_ids, device=uniforms.device)
     running = torch.arange(len(rows), device=rows.device)  # the episodes that have not ended
-    steps = model.sampling_steps(model.language_model, rows, prompts.shape[1])
-    logits = steps.first_logits
+
+    cache = new_cache(model, rows)
+    recorded_steps = record_steps(model, rows, cache)
+    logits = run_prompts(model, prompts, cache)
     for t in range(response):
-        logits = logits[:, -1].float() / (temperature or 1.0)
-        log_p = torch.log_softmax(logits, dim=-1)  # [running, vocabulary]
-        p = log_p.exp()
+        log_p = torch.log_softmax(logits[:, -1].float() / (temperature or 1.0), dim=-1)
+        p = log_p.exp()  # [running, vocabulary]
         if temperature > 0:
             picked = pick_tokens(p, uniforms[running, t])
         else:
@@ -570,16 +576,20 @@ def sample(model, prompts, uniforms, temperature):
         logprobs[running, t] = log_p.gather(-1, picked[:, None]).squeeze(1)
         # Where p is 0, log_p may be -inf, and 0 * -inf would be nan. Below -104, p is always 0.
         entropies[running, t] = -p.mul_(log_p.clamp_(min=-104)).sum(-1)  # overwrites p and log_p
-        has_ended = torch.isin(picked, eos_ids)
-        if model.ends_with_stop_string is not None:
-            has_ended |= model.ends_with_stop_string(tokens[running, : t + 1], None)
+        has_ended = model.stopping_criteria(tokens[running, : t + 1], None)
         ended[running] = has_ended
-        running = running[~has_ended]  # Completions that have ended get no more tokens.
+        goes_on = (~has_ended).nonzero().squeeze(1)
+        running = running[goes_on]  # Completions that have ended get no more tokens.
         if t + 1 == response or len(running) == 0:
             break
-        logits = steps.next_logits(running)
-    model.train(is_training)
-    return dict(tokens=tokens, ended=ended, logprobs=logprobs, entropies=entropies)
+        if model.is_recorded:
+            logits = next(recorded_steps)[running]
+            continue
+        if len(goes_on) < len(has_ended):
+            cache.reorder_cache(goes_on)
+        logits = forward(model, rows[running, : start + t + 1], cache, slice(-1, None))
+    samples = dict(tokens=tokens, ended=ended, logprobs=logprobs, entropies=entropies)
+    return {name: tensor.cpu() for name, tensor in samples.items()}
 
 
 def pick_tokens(p, uniforms):
@@ -594,37 +604,142 @@ def pick_tokens(p, uniforms):
     return picked.clamp(max=p.shape[1] - 1)  # Only p = nan needs it; a later check stops the run.
 
 
-def token_logprobs(model, prompts, tokens):
-    """Log-probability of every completion token, with gradient. It is 0 where there is no token.
+def run_prompts(model, prompts, cache):
+    """Run the prompts. Equal neighbours, as in a group, are run once and then repeated.
 
-    prompts: [episodes, longest prompt]; tokens: [episodes, tokens]. Returns the shape of tokens.
+    prompts: [episodes, longest prompt]. Returns the logits of the token after each prompt,
+    [episodes, 1, vocabulary]. The KV cache gets a row for each episode.
     """
-    # The hidden state at the position before a token gives the logits of this token.
-    trunk = model.language_model.get_decoder()  # the model without its head
-    hidden = model.completion_outputs(trunk, prompts, tokens)
-
-    def logprobs_of(hidden, tokens):  # of some tokens: [tokens, hidden size], [tokens]
-        logits = head_logits(model.language_model, hidden) / model.temperature
-        log_p = torch.log_softmax(logits, dim=-1)
-        return log_p.gather(-1, tokens.clamp(min=0)[:, None]).squeeze(1)
-
-    # All logits at once would be the largest tensor of a run.
-    head = model.language_model.get_output_embeddings()
-    logprobs = in_pieces(logprobs_of, head, hidden.flatten(0, 1), tokens.flatten())
-    return logprobs.view_as(tokens).masked_fill(tokens < 0, 0.0)
+    different, row_of = prompts.unique_consecutive(dim=0, return_inverse=True)
+    logits = forward(model, different, cache, logits_to_keep=1)
+    cache.reorder_cache(row_of)
+    return logits.index_select(0, row_of)
 
 
-def token_values(model, prompts, tokens):
+def token_logprobs(args, model, batch, episodes):
+    """Log-probability of every completion token of some episodes, with gradient, on the CPU.
+
+    Returns [episodes, response]. It is 0 where there is no token.
+    """
+    prompts, tokens = pass_tokens(batch, episodes)
+    rows = torch.cat([prompts, tokens[:, :-1]], dim=1)  # Nothing follows the last token.
+    # The logits at the position before a token are of this token.
+    if args.share_prompts:  # The completions of a group go on from one pass over their prompt.
+        cache = KVCache()
+        logits = run_prompts(model, prompts, cache)
+        if tokens.shape[1] > 1:
+            more = forward(model, rows, cache, slice(prompts.shape[1], None))
+            logits = torch.cat([logits, more], dim=1)
+    else:
+        logits = forward(model, rows, logits_to_keep=tokens.shape[1])
+
+    def logprobs_of(logits, tokens):  # of some tokens: [tokens, vocabulary], [tokens]
+        return -torch.nn.functional.cross_entropy(
+            logits.float() / args.temperature, tokens, ignore_index=-1, reduction="none"
+        )
+
+    pieces = ceil(logits.numel() / LOGITS_AT_ONCE)
+    if pieces > 1:  # Each piece is computed again in the backward pass.
+        logprobs_of = partial(torch.utils.checkpoint.checkpoint, logprobs_of, use_reentrant=False)
+    inputs = zip(logits.flatten(0, 1).tensor_split(pieces), tokens.flatten().tensor_split(pieces))
+    logprobs = torch.cat([logprobs_of(*piece) for piece in inputs]).view_as(tokens)
+    left_out = batch.tokens.shape[1] - tokens.shape[1]  # columns after the longest completion
+    return torch.nn.functional.pad(logprobs, (0, left_out)).cpu()
+
+
+def token_values(model, batch, episodes):
     """Value of every completion token, read one position before it. 0 where there is no token.
 
-    prompts, tokens: as in `token_logprobs`, whose shape it returns
+    Shapes: as in `token_logprobs`
     """
-    hidden = separate_rows(model.value_trunk, prompts, tokens)
-    return model.value_head(hidden).float().squeeze(-1).masked_fill(tokens < 0, 0.0)
+    prompts, tokens = pass_tokens(batch, episodes)
+    rows = torch.cat([prompts, tokens[:, :-1]], dim=1)
+    values = forward(model, rows)[:, prompts.shape[1] - 1 :].float().squeeze(-1)
+    left_out = batch.tokens.shape[1] - tokens.shape[1]
+    return torch.nn.functional.pad(values * (tokens >= 0), (0, left_out)).cpu()
 
 
-def compute_both(model, **inputs):
-    return token_logprobs(model, **inputs), token_values(model, **inputs)
+LOGITS_AT_ONCE = 2**28  # in a training pass; a GiB of float32
+
+
+def forward(model, rows, cache=None, columns=slice(None), **settings):
+    """The logits of a model at some columns. The KV cache has those before them.
+
+    rows: [rows, tokens], where -1 is no token: it is masked, and has no position. So padding does
+    not shift the positions. Returns [rows, columns, vocabulary]. From a trunk, which is a model
+    without its head, they are the last hidden states.
+    """
+    mask = (rows >= 0).long()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with autocast():
+        outputs = model(
+            rows[:, columns].clamp(min=0),
+            attention_mask=mask,
+            position_ids=positions[:, columns],
+            past_key_values=cache,
+            use_cache=cache is not None,
+            **settings,
+        )
+    return outputs[0]
+
+
+# =================================== MACHINERY ===================================
+# You can skip everything below on a first reading. The lecture calls from it:
+#   check_flags, start_accelerator, load_prompts, load_policy, load_value_model,
+#     load_reference, load_rewards, make_optimizer: make what a run needs
+#   choose_output_dir, check_sampling, start_run, announce: its folder and its start
+#   keyed_rng, SAMPLING, draw_prompts, draw_mini_batches: random numbers, and what is drawn by them
+#   micro_batches: this process's share of some episodes, cut into passes
+#   map_episodes, collect: what the passes of all processes computed, for all episodes
+#   exchange_gradients: inside, the processes add up their gradients
+#   sampling, new_cache, record_steps: what makes a model sample fast
+#   KVCache, pad_left, trim, pass_tokens, without_end, autocast: inputs and types of passes
+#   score_episodes, evaluate: the scores of a batch, and of held-out prompts
+#   refuse_missing_scores, normalize_scores, token_kl, adapt_kl_coef: what PPO does to scores and KL
+#   compare_with_sampler, episode_records, show_samples, *_metrics, write_*, save_*: measure,
+#     compare, log and save
+
+
+# ============================= 6  the processes, random numbers =============================
+def start_accelerator(args):
+    """Connect the processes, and refuse a launch in which some of them are missing."""
+    global accelerator, autocast
+    accelerator = accelerate.Accelerator(
+        # The script accumulates and casts by itself, whatever the launcher is set to.
+        gradient_accumulation_plugin=accelerate.utils.GradientAccumulationPlugin(num_steps=1),
+        mixed_precision="no",
+        dynamo_backend="no",
+        log_with=args.log_with,
+        project_dir=args.output_dir or "runs",
+        cpu=torch.mps.is_available(),  # Apple's GPUs have no float64, which sampling needs.
+    )
+    accelerate.utils.set_seed(args.seed)  # New modules, if any, begin equal in all processes.
+    # Inside of `autocast()`, forward passes compute in --dtype.
+    is_bfloat16 = args.dtype == "bfloat16"
+    autocast = partial(torch.autocast, accelerator.device.type, torch.bfloat16, is_bfloat16)
+    if args.share_prompts is None:  # A GPU runs a prompt again sooner than Python starts a pass.
+        args.share_prompts = accelerator.device.type == "cpu" and args.k > 1
+    args.share_prompts &= not args.gradient_checkpointing  # which has no KV cache
+    # accelerate can start one process where several were asked for, or several that are alone.
+    asked_for_more = {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
+    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1 + asked_for_more)):
+        raise UsageError(
+            "fewer processes than launched, or no GPU was found; without GPUs use"
+            " ACCELERATE_USE_CPU=true torchrun"
+        )
+    if accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2:
+        raise UsageError("FSDP version 1 is not offered; the launcher needs fsdp_version: 2")
+    if accelerator.distributed_type == "DEEPSPEED":
+        # Its engine clips, casts and gathers by itself. `micro_batches` does the accumulation.
+        config = accelerator.state.deepspeed_plugin.deepspeed_config
+        config["train_micro_batch_size_per_gpu"] = 1
+        config["gradient_accumulation_steps"] = 1
+        config["gradient_clipping"] = 0.0 if isinf(args.max_grad_norm) else args.max_grad_norm
+        config["torch_autocast"] = {"enabled": is_bfloat16, "dtype": "bfloat16"}
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        # Otherwise transformers would shard every model that it loads, also the reference, which
+        # has no engine to gather it.
+        transformers.integrations.unset_hf_deepspeed_config()
 
 
 def micro_batches(episodes, lengths, size):
@@ -644,283 +759,90 @@ def micro_batches(episodes, lengths, size):
     episodes = episodes[mine.clamp(max=len(episodes) - 1)]
     pieces = lengths[episodes].argsort(stable=True).tensor_split(ceil(share / size))
     for piece in pieces:
-        device = accelerator.device
-        yield episodes[piece].to(device), is_real[piece].to(device), piece is pieces[-1]
+        yield episodes[piece], is_real[piece], piece is pieces[-1]
 
 
-# =================================== MACHINERY ===================================
-# You can skip everything below on a first reading. The lecture calls from it:
-#   check_flags, start_accelerator, load_prompts, load_scorers, load_policy, load_reference: make
-#     what a run needs. A scorer scores the episodes of a batch, and score_episodes calls them.
-#   choose_output_dir, claim_folder, load_checkpoint, print_plan, announce: its folder and its start
-#   keyed_rng, SAMPLING, draw_prompts, draw_mini_batches: random numbers, and what is drawn by them
-#   pad_left, trim, without_end: token lists as a tensor, its columns with tokens, a text's tokens
-#   forward_pass, map_episodes, collect: a model's results for some episodes, for all episodes, and
-#     of passes that are done. The processes share the passes, and then all have the results.
-#   exchange_gradients, sampling_weights: inside, processes add up gradients, or gather weights
-#   sampling_steps, completion_outputs, head_logits, in_pieces: logits and hidden states of a model
-#   normalize_scores, refuse_missing_scores, token_kl, adapt_kl_coef: what PPO does to scores and KL
-#   updates_have_ended, is_dropped: whether an update is left out
-#   add_value_model, save_value_model, separate_rows: the model that predicts rewards, and its rows
-#   evaluate, compare_with_sampler, save_checkpoint, save_result, and *_metrics, write_*:
-#     measure, log and save
+@torch.no_grad()
+def map_episodes(one_pass, lengths, size):
+    """What one_pass(episodes) gives for all episodes, which the processes share, without gradient.
+
+    lengths, size: as in `micro_batches`
+    """
+    passes = []
+    for episodes, is_real, _ in micro_batches(torch.arange(len(lengths)), lengths, size):
+        passes.append((episodes, is_real, one_pass(episodes)))
+    return collect(passes, len(lengths))
 
 
-# ==================================== 6  data and rewards ====================================
-class Prompt(NamedTuple):
-    number: int  # of its row in the dataset, from 0
-    row: dict  # with all columns of the dataset
-    text: str  # the prompt as the model reads it; a chat is rendered by its template
-    token_ids: list[int]
+@torch.no_grad()
+def collect(passes, num_episodes):
+    """What the passes of all processes computed, for each of the batch's episodes.
+
+    It is 0 for an episode without a pass. passes: for each pass of this process its episodes,
+    is_real, and a tensor, or a tuple or dict of them, all on the CPU
+    """
+    passes = gather_object(recursively_apply(Tensor.detach, passes))
+    episodes, is_real, outputs = concatenate(passes)
+
+    def by_episode(computed):
+        if not computed.isfinite().all():  # In a reward, nan would mean: there is no score.
+            raise RuntimeError("a model gives nan or inf; is the learning rate low enough?")
+        table = computed.new_zeros(num_episodes, *computed.shape[1:])
+        table[episodes[is_real]] = computed[is_real]
+        return table
+
+    return recursively_apply(by_episode, outputs)
 
 
-def load_prompts(args, path, reward, tokenizer):
-    """The prompts of a .jsonl file, or of a Hub dataset NAME:SPLIT or NAME:CONFIG:SPLIT."""
-    if path is None:
-        return []
-    with blaming(f"--dataset or --eval-dataset {path}: a .jsonl file, or a Hub dataset NAME:SPLIT"):
-        *names, split = re.split(r":(?![^\[]*\])", path)  # at colons that are not in brackets
-        if path.endswith(".jsonl"):
-            dataset = Path(path).read_bytes().rstrip().splitlines()
-        elif not names:
-            raise ValueError("this is neither")
+@contextlib.contextmanager
+def exchange_gradients(policy, now):
+    """In the backward pass inside, the processes add up their gradients if `now` is True."""
+    # DeepSpeed asks for this, and also takes its step then. It has no public setter.
+    accelerator.gradient_state._set_sync_gradients(now)
+    with contextlib.nullcontext() if now else accelerator.no_sync(policy):
+        yield
+
+
+@contextlib.contextmanager
+def sampling(args, model):
+    """Inside, a model samples. What would be done again for every token is done once.
+
+    That is gathering sharded weights, and casting weights to bfloat16.
+    """
+    set_checkpointing(model, False)
+    zero3 = getattr(getattr(model, "optimizer", None), "parameter_offload", None)  # of DeepSpeed
+    with autocast():
+        if accelerator.is_fsdp2:
+            model.set_reshard_after_forward(False)  # The first pass gathers everything.
+            yield
+            model.set_reshard_after_forward(accelerator.state.fsdp_plugin.reshard_after_forward)
+            for module in model.modules():
+                if hasattr(module, "reshard"):
+                    module.reshard()
+        elif zero3 is not None:
+            deepspeed = importlib.import_module("deepspeed")
+            with deepspeed.zero.GatheredParameters(list(model.parameters())):
+                # These hooks would release the weights of each layer after its pass.
+                zero3._remove_module_hooks()
+                zero3.forward_hooks.clear()
+                zero3.backward_hooks.clear()
+                yield
+                zero3.setup_zero_stage3_hooks()
         else:
-            dataset = importlib.import_module("datasets").load_dataset(*names, split=split)
-    config = transformers.AutoConfig.from_pretrained(args.model_path).get_text_config()
-    prompts = []
-    for number, row in enumerate(dataset, start=1):
-        with blaming(f"{path}:{number} (a row has a `prompt`: text, or messages with a `role`)"):
-            if isinstance(row, bytes):
-                row = json.loads(row)
-            text, token_ids = tokenize(tokenizer, row, add_generation_prompt=True)
-            if not row["prompt"] or not token_ids:
-                raise ValueError("the prompt is empty")
-            if max(*token_ids, args.stop_token_id or 0) >= config.vocab_size:
-                raise ValueError("--model-path has no embedding of a token, or of --stop-token-id")
-            if isinstance(row["prompt"], list):
-                check_chat(row["prompt"], text)
-            if reward == "exact_match" and type(row.get("answer")) not in (str, int):
-                raise ValueError("exact_match needs an `answer`, a text or an integer")
-        prompts.append(Prompt(number - 1, row, text, token_ids))
-    # A column that only some rows have is None in the others.
-    columns = dict.fromkeys(name for prompt in prompts for name in prompt.row)
-    longest = args.max_prompt_length or inf
-    kept = [p._replace(row=columns | p.row) for p in prompts if len(p.token_ids) <= longest]
-    if not kept:
-        raise UsageError(f"{path}: has no rows, or none within --max-prompt-length")
-    if len(kept) < len(prompts):
-        accelerator.print(
-            f"{path}: {len(prompts) - len(kept)} of {len(prompts)} prompts dropped, over"
-            " --max-prompt-length"
-        )
-    return kept
+            yield
+    set_checkpointing(model, args.gradient_checkpointing)
 
 
-def check_chat(messages, text):
-    """Refuse a chat whose questions are not in the text that its template makes of it."""
-    if messages[-1]["role"] == "assistant":
-        raise ValueError("the last message is the assistant's; add it to the one before")
-    for message in messages:
-        if not message.get("tool_calls"):
-            content = message["content"].strip()
-            is_read = content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
-            may_move = message["role"] in ("assistant", "system", "developer")
-            if not is_read and (message is messages[-1] or not may_move):
-                raise ValueError(f"the chat template leaves {content!r} out of {text!r}")
+def set_checkpointing(model, now):
+    """Let the layers compute their activations again in the backward pass, or keep the KV cache.
 
-
-def tokenize(tokenizer, row, **settings):
-    """The `prompt` of a row as the model reads it, and its tokens: one BOS, and no EOS of ours."""
-    text = row["prompt"]
-    is_chat = isinstance(text, list)
-    if is_chat:
-        chosen = row.get("chat_template_kwargs") or {}
-        settings |= {name: value for name, value in chosen.items() if value is not None}
-        text = tokenizer.apply_chat_template(text, tokenize=False, **settings)
-    # A template writes the special tokens itself.
-    has_bos = is_chat or text.startswith(tokenizer.bos_token or "\0")
-    token_ids = tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
-    if token_ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
-        token_ids.pop()  # The policy would go on after an end.
-    return text, token_ids
-
-
-def as_message(prompt, text):
-    """A completion in the form of its prompt: text, or a chat of one message."""
-    if isinstance(prompt, str):
-        return text
-    return [{"role": "assistant", "content": text}]
-
-
-def without_end(tokenizer, token_ids, ended):
-    """The tokens of a completion that its text shows: all but the special one that ended it."""
-    if ended and not tokenizer.decode(token_ids[-1:], skip_special_tokens=True):
-        return token_ids[:-1]
-    return token_ids
-
-
-def exact_match(completions, answer, **_):
-    """1 where the completion is the row's `answer`, without spaces around both, else 0."""
-    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    return [float(text.strip() == str(right).strip()) for text, right in zip(texts, answer)]
-
-
-def load_reward(spec):
-    """The function that exact_match, FILE.py:FUNCTION, package.module:FUNCTION or none names."""
-    built_in = {"exact_match": exact_match, "none": lambda prompts, **_: [0.0] * len(prompts)}
-    if spec in built_in:
-        return built_in[spec]
-    module, _, function = spec.rpartition(":")
-    if not module:
-        raise UsageError(f"--reward must be exact_match, FILE.py:FUNCTION or none, not {spec}")
-    if module.endswith(".py"):
-        with blaming(f"--reward {spec}"):
-            file = Path(module).resolve(strict=True)
-        module = import_file(file)
-    else:
-        module = importlib.import_module(module)
-    with blaming(f"--reward {spec}"):
-        return getattr(module, function)
-
-
-@cache
-def import_file(file):
-    """A Python file as a module. It is executed once in a run of ours."""
-    # The file may import its neighbours. The folder comes last, so that it hides no library.
-    sys.path.append(str(file.parent))
-    name = file.stem  # A pool of processes imports it by this name.
-    if "." in name or importlib.util.find_spec(name).origin != str(file):
-        name = re.sub(r"\W", "_", str(file))  # The other name is that of another module.
-    found = importlib.util.spec_from_file_location(name, file)
-    module = importlib.util.module_from_spec(found)
-    sys.modules[name] = module
-    found.loader.exec_module(module)
-    return module
-
-
-def load_scorers(args, tokenizer, prompts, eval_prompts):
-    """The scorers of training, and of evaluations. The scores that they give are added.
-
-    A scorer is a function of a batch and a slice of its episodes: it gives lists of scores by name.
+    transformers does so in layers that are in train mode. The modules in them stay in eval mode.
     """
-    import_file.cache_clear()  # In a notebook a file may change between two runs.
-    reward = eval_reward = load_reward(args.reward)
-    if args.eval_reward is not None:
-        eval_reward = load_reward(args.eval_reward)
-    check_columns(reward, prompts)
-    check_columns(eval_reward, eval_prompts)
-    scorers = [partial(call_reward, reward)]
-    if args.reward_model_path is not None:
-        scorers.append(load_reward_model(args, tokenizer))
-    if args.eval_reward is None:
-        return scorers, scorers
-    return scorers, [partial(call_reward, eval_reward)]
+    for module in model.modules():
+        if isinstance(module, transformers.modeling_layers.GradientCheckpointingLayer):
+            module.training = now
 
 
-def check_columns(reward, prompts):
-    """Refuse a reward function that cannot be called with the columns of the dataset."""
-    for prompt in prompts[:1]:  # All rows have the same columns.
-        columns = dict(prompt.row)
-        del columns["prompt"]
-        with blaming(f"--reward gets prompts, completions, completion_ids, {', '.join(columns)}"):
-            signature = inspect.signature(reward, follow_wrapped=False)
-            signature.bind(prompts=0, completions=0, completion_ids=0, **columns)
-
-
-def score_episodes(batch, scorers, where):
-    """Score the batch: every process scores a share of whole groups, and gets all.
-
-    Returns the scores [episodes] in float64, nan where there is none, and a dict for each episode:
-    the named parts of its score.
-    """
-    # The episodes of a share.
-    count = ceil(len(batch.prompts) // batch.k / accelerator.num_processes) * batch.k
-    share = slice(accelerator.process_index * count, (accelerator.process_index + 1) * count)
-    prompts = batch.prompts[share]
-    parts = [{} for _ in prompts]  # of the score of each episode
-    for scorer in scorers if prompts else []:
-        for name, values in scorer(batch, share).items():
-            with blaming(f"{where}: --reward {name or 'scores'}: a number or None per completion"):
-                if f"reward/{name}" in parts[0]:
-                    raise ValueError("another part of the score has this name")
-                if isinstance(values, bytes):
-                    raise ValueError("bytes are no scores")
-                for part, prompt, value in zip(parts, prompts, values, strict=True):
-                    if value is not None:  # None means: no score.
-                        if not abs(value) < 1e38:  # float32 holds it, and it is no text
-                            raise ValueError(f"{prompt.text!r} got {value}")
-                        value = float(value)
-                    part[f"reward/{name}"] = value
-    parts = gather_object(parts)
-    table = [[value for value in part.values() if value is not None] for part in parts]
-    scores = [sum(values) if values else nan for values in table]
-    parts = [{name: part[name] for name in part if name != "reward/"} for part in parts]
-    return torch.tensor(scores, dtype=torch.double, device=accelerator.device), parts
-
-
-def call_reward(function, batch, share):
-    """Call a reward function as TRL does, by keywords. Returns its lists of scores, by name."""
-    # The function may change what it gets, so each episode has its own copy.
-    rows = [copy.deepcopy(prompt.row) for prompt in batch.prompts[share]]
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    prompts = columns.pop("prompt")
-    completions = list(map(as_message, prompts, batch.completions[share]))
-    token_ids = copy.deepcopy(batch.token_ids[share])
-    scores = function(prompts=prompts, completions=completions, completion_ids=token_ids, **columns)
-    if isinstance(scores, dict) and scores:
-        return scores
-    return {"": scores}
-
-
-def load_reward_model(args, tokenizer):
-    """A classifier with one label, as a scorer. It reads token ids, the EOS included."""
-    path = args.reward_model_path
-    its_tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    vocabulary = its_tokenizer.get_vocab()
-    auto_class = transformers.AutoModelForSequenceClassification
-    model = load_model(path, args.dtype, 0, auto_class, num_labels=1)
-    choose_way(path, model, [separate_rows], outputs_of_training)
-    head = model.score  # of the last token; a model that scores its first token has no `score`
-    eos = its_tokenizer.eos_token_id
-    embeddings = model.get_input_embeddings().num_embeddings
-    if embeddings <= max(vocabulary.values()):
-        raise UsageError(f"{path} has {embeddings} embeddings, fewer than its tokenizer has tokens")
-    config = transformers.AutoConfig.from_pretrained(args.model_path).get_text_config()
-    same_vocabulary = vocabulary == tokenizer.get_vocab() and embeddings >= config.vocab_size
-
-    @torch.no_grad()
-    def reward_model(batch, share):
-        rows = []
-        for i in range(len(batch.prompts))[share]:
-            row = batch.prompts[i].row
-            tokens = batch.prompts[i].token_ids + batch.token_ids[i]
-            if not same_vocabulary:  # It reads the text, and its own EOS where the episode ended.
-                completion = batch.completions[i]
-                if isinstance(row["prompt"], str):  # Alone, it may lose its first space.
-                    before = batch.prompts[i].token_ids
-                    shown = without_end(tokenizer, batch.token_ids[i], batch.ended[i])
-                    completion = tokenizer.decode(before + shown)[len(tokenizer.decode(before)) :]
-                text = row["prompt"] + as_message(row["prompt"], completion)
-                _, tokens = tokenize(its_tokenizer, row | {"prompt": text})
-                if batch.ended[i] and eos not in (None, tokens[-1]):
-                    tokens = tokens + [eos]
-            rows.append(tuple(tokens))
-        # Equal rows get one score. Computed twice, it would differ by rounding.
-        different = sorted(set(rows), key=len)  # neighbours are of similar length: less padding
-        check_positions(path, model.config, len(different[-1]) + 1)  # Its last token is an input.
-        scores = {}  # of each row
-        size = args.per_device_train_batch_size
-        for first in range(0, len(different), size):
-            some = different[first : first + size]
-            tokens = pad_left(some).to(accelerator.device)
-            hidden = run_network(model.base_model, tokens)[:, -1]  # padding is on the left
-            scores |= zip(some, head(hidden).float().squeeze(-1).tolist())
-        return {"reward_model": [scores[row] for row in rows]}
-
-    return reward_model
-
-
-# ====================== 7  random numbers, and the work of each process ======================
 # What a random number is for. numpy gives the keys (1, 2) and (1, 2, 0) the same numbers. So all
 # keys of one purpose are equally long.
 PROMPT_ORDER = 1
@@ -955,73 +877,80 @@ def draw_mini_batches(args, iteration, ppo_epoch, num_episodes):
     return episodes.tensor_split(min(args.num_mini_batches, num_episodes))
 
 
-@torch.no_grad()
-def map_episodes(one_pass, lengths, size):
-    """What one_pass(episodes) gives for all episodes, which the processes share, without gradient.
-
-    lengths, size: as in `micro_batches`
-    """
-    passes = []
-    for episodes, is_real, _ in micro_batches(torch.arange(len(lengths)), lengths, size):
-        passes.append((episodes, is_real, one_pass(episodes)))
-    results = collect(passes, len(lengths))
-    recursively_apply(refuse_infinite, results)
-    return results
-
-
-def refuse_infinite(tensor):
-    """Stop at what a model could not compute. In a reward, nan would mean: there is no score."""
-    if not tensor.isfinite().all():
-        raise RuntimeError(
-            "a model gives nan or inf; are its weights whole, and the learning rate low?"
-        )
-
-
-@torch.no_grad()
-def collect(passes, num_episodes):
-    """What the passes of all processes computed, for each of the batch's episodes.
-
-    It is 0 for an episode without a pass. passes: for each pass of this process its episodes,
-    is_real, and a tensor, or a tuple or dict of them
-    """
-    episodes, is_real, outputs = concatenate(passes)
-
-    def share(computed):
-        table = computed.new_zeros(num_episodes, *computed.shape[1:])
-        table[episodes[is_real]] = computed[is_real]
-        return accelerator.reduce(table)  # An episode is 0 on all processes but one.
-
-    return recursively_apply(share, outputs)
-
-
-def forward_pass(model, function, batch, episodes):
-    """function(model, prompts, tokens) of some episodes of the batch: [episodes, response].
-
-    The model calls it in its forward. Columns after the longest completion are left out of the
-    pass, and are 0 in what it returns.
-    """
-    chosen = episodes.tolist()
-    prompts = trim(batch.prompt_tokens[chosen]).to(episodes.device)
-    # At least two columns: with one, `shared_prompts` would skip its second pass, and the other
-    # processes of a sharded model would wait for it forever.
-    longest = max(2, *(len(batch.token_ids[i]) for i in chosen))
-    tokens = batch.tokens[episodes, :longest]
-    outputs = model(partial(function, prompts=prompts, tokens=tokens))
-    left_out = batch.tokens.shape[1] - tokens.shape[1]
-    return recursively_apply(lambda x: torch.nn.functional.pad(x, (0, left_out)), outputs)
+# ==================================== 7  data and rewards ====================================
+def load_prompts(args, path, reward, tokenizer):
+    """The prompts of a .jsonl file, or of a Hub dataset NAME:SPLIT or NAME:CONFIG:SPLIT."""
+    if path is None:
+        return []
+    config = transformers.AutoConfig.from_pretrained(args.model_path).get_text_config()
+    prompts = []
+    number = 0
+    try:
+        if path.endswith(".jsonl"):
+            dataset = Path(path).read_bytes().rstrip().splitlines()
+        else:
+            *names, split = re.split(r":(?![^\[]*\])", path)  # at colons that are not in brackets
+            dataset = importlib.import_module("datasets").load_dataset(*names, split=split)
+        for number, row in enumerate(dataset, start=1):
+            if isinstance(row, bytes):
+                row = json.loads(row)
+            text, token_ids = tokenize(tokenizer, row, add_generation_prompt=True)
+            if not row["prompt"] or not token_ids:
+                raise ValueError("the prompt is empty")
+            if max(*token_ids, args.stop_token_id or 0) >= config.vocab_size:
+                raise ValueError("--model-path has no embedding of a token, or of --stop-token-id")
+            if reward == "exact_match" and row.get("answer") is None:
+                raise ValueError("exact_match needs an `answer`")
+            prompts.append(Prompt(number - 1, row, text, token_ids))
+    except Exception as error:
+        raise UsageError(
+            f"{path}:{number}: {error!r}. --dataset and --eval-dataset are a .jsonl file, or a Hub"
+            " dataset NAME:SPLIT. A row has a `prompt`: text, or messages with a `role`"
+        ) from error
+    # A column that only some rows have is None in the others.
+    columns = dict.fromkeys(name for prompt in prompts for name in prompt.row)
+    longest = args.max_prompt_length or inf
+    kept = [p._replace(row=columns | p.row) for p in prompts if len(p.token_ids) <= longest]
+    if not kept:
+        raise UsageError(f"{path}: has no rows, or none within --max-prompt-length")
+    if len(kept) < len(prompts):
+        dropped = f"{path}: {len(prompts) - len(kept)} of {len(prompts)} prompts dropped"
+        accelerator.print(f"{dropped}, over --max-prompt-length", file=sys.stderr)
+    return kept
 
 
-@contextlib.contextmanager
-def exchange_gradients(policy, now):
-    """In the backward pass inside, the processes add up their gradients if `now` is True."""
-    # DeepSpeed asks for this, and also takes its step then. It has no public setter.
-    accelerator.gradient_state._set_sync_gradients(now)
-    with contextlib.nullcontext() if now else accelerator.no_sync(policy):
-        yield
+def tokenize(tokenizer, row, **settings):
+    """The `prompt` of a row as the model reads it, and its tokens: one BOS, and no EOS of ours."""
+    text = row["prompt"]
+    is_chat = isinstance(text, list)
+    if is_chat:
+        chosen = row.get("chat_template_kwargs") or {}
+        settings |= {name: value for name, value in chosen.items() if value is not None}
+        text = tokenizer.apply_chat_template(text, tokenize=False, **settings)
+    # A template writes the special tokens itself.
+    has_bos = is_chat or text.startswith(tokenizer.bos_token or "\0")
+    token_ids = tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
+    if token_ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
+        token_ids.pop()  # The policy would go on after an end.
+    return text, token_ids
+
+
+def as_message(prompt, text):
+    """A completion in the form of its prompt: text, or a chat of one message."""
+    if isinstance(prompt, str):
+        return text
+    return [{"role": "assistant", "content": text}]
+
+
+def without_end(tokenizer, token_ids, ended):
+    """The tokens of a completion that its text shows: all but the special one that ended it."""
+    if ended and not tokenizer.decode(token_ids[-1:], skip_special_tokens=True):
+        return token_ids[:-1]
+    return token_ids
 
 
 def pad_left(rows):
-    """Token lists -> tokens [rows, longest], with -1 on the left of shorter ones, on the CPU."""
+    """Token lists -> tokens [rows, longest], with -1 on the left of shorter ones."""
     rows = [torch.tensor(row) for row in rows]
     return torch.nn.utils.rnn.pad_sequence(rows, True, padding_value=-1, padding_side="left")
 
@@ -1029,6 +958,156 @@ def pad_left(rows):
 def trim(tokens):
     """The columns in which at least one row has a token."""
     return tokens[:, (tokens >= 0).any(0)]
+
+
+def pass_tokens(batch, episodes):
+    """Prompts and completions of some episodes, on the device, for a pass through a model.
+
+    Returns [episodes, longest prompt] and [episodes, longest completion].
+    """
+    tokens = batch.tokens[episodes]
+    # At least two columns: with one, `token_logprobs` would skip its second pass, and the other
+    # processes of a sharded model would wait for it forever.
+    longest = max(2, (tokens >= 0).sum(1).max())
+    inputs = trim(batch.prompt_tokens[episodes]), tokens[:, :longest]
+    return [tensor.to(accelerator.device) for tensor in inputs]
+
+
+def exact_match(completions, answer, **_):
+    """1 where the completion is the row's `answer`, without spaces around both, else 0."""
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [float(text.strip() == str(right).strip()) for text, right in zip(texts, answer)]
+
+
+def load_rewards(args, policy):
+    """The reward functions of training, and of evaluations. The scores that they give are added."""
+    for spec in (args.reward, args.eval_reward or ""):
+        file, _, _ = spec.rpartition(".py:")
+        sys.modules.pop(Path(file).name, None)  # In a notebook a file may change between two runs.
+    functions = [load_reward(args.reward)]
+    if args.reward_model_path is not None:
+        functions.append(load_reward_model(args, policy))
+    if args.eval_reward is None:
+        return functions, functions
+    return functions, [load_reward(args.eval_reward)]
+
+
+def load_reward(spec):
+    """The function that exact_match, FILE.py:FUNCTION, package.module:FUNCTION or none names."""
+    built_in = {"exact_match": exact_match, "none": lambda prompts, **_: [0.0] * len(prompts)}
+    if spec in built_in:
+        return built_in[spec]
+    module, _, function = spec.rpartition(":")
+    if not module:
+        raise UsageError(f"--reward must be exact_match, FILE.py:FUNCTION or none, not {spec}")
+    if not module.endswith(".py"):
+        return getattr(importlib.import_module(module), function)
+    file = Path(module).resolve()
+    # It may import its neighbours. A pool of processes imports it by this name.
+    sys.path.append(str(file.parent))
+    found = importlib.util.find_spec(file.stem)
+    if found is None or found.origin != str(file):
+        raise UsageError(f"--reward {spec}: no such file, or another module has its name")
+    return getattr(importlib.import_module(file.stem), function)
+
+
+def score_episodes(batch, reward_functions, where):
+    """Score the batch: every process scores a share of whole groups, and gets all.
+
+    A reward function is called as TRL does, by keywords. It gives a score for each completion, or
+    a dict of lists of them. None is no score.
+    Returns the scores [episodes] in float64, nan where there is none, and a dict for each episode:
+    the named parts of its score.
+    """
+    groups = torch.arange(len(batch.prompts)).view(-1, batch.k)
+    share = groups.tensor_split(accelerator.num_processes)[accelerator.process_index]
+    share = share.flatten().tolist()  # the episodes of this process
+    parts = [{} for _ in share]  # of the score of each episode
+    for reward in reward_functions if share else []:
+        # The function may change what it gets, so each episode has its own copy.
+        rows = [copy.deepcopy(batch.prompts[i].row) for i in share]
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        prompts = columns.pop("prompt")
+        texts = [batch.completions[i] for i in share]
+        completions = list(map(as_message, prompts, texts))
+        token_ids = [list(batch.token_ids[i]) for i in share]
+        try:
+            scores = reward(
+                prompts=prompts, completions=completions, completion_ids=token_ids, **columns
+            )
+        except SystemExit as error:  # The program would end as if all were well.
+            raise RuntimeError("--reward has called sys.exit") from error
+        if not isinstance(scores, dict):
+            scores = {"": scores}
+        for name, values in scores.items():
+            values = list(values)
+            if len(values) != len(share):
+                raise UsageError(
+                    f"{where}: --reward gave {len(values)} scores for {len(share)} completions"
+                )
+            for prompt, part, value in zip(prompts, parts, values):
+                if value is not None:
+                    value = float(value)
+                    if not abs(value) < 1e38:  # float32 holds it
+                        raise UsageError(f"{where}: --reward gave {value} for {prompt!r}")
+                part[f"reward/{name}"] = value
+    parts = gather_object(parts)
+    table = [[value for value in part.values() if value is not None] for part in parts]
+    scores = [sum(values) if values else nan for values in table]
+    parts = [{name: part[name] for name in part if name != "reward/"} for part in parts]
+    return torch.tensor(scores, dtype=torch.double), parts
+
+
+def load_reward_model(args, policy):
+    """A classifier with one label, as a reward function. It reads token ids, the EOS included."""
+    path = args.reward_model_path
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    auto_class = transformers.AutoModelForSequenceClassification
+    model = load_model(path, args.dtype, 0, auto_class, num_labels=1)
+    same_vocabulary = tokenizer.get_vocab() == policy.tokenizer.get_vocab()
+
+    @torch.no_grad()
+    def reward_model(prompts, completions, completion_ids, **columns):
+        rows = []
+        for i, token_ids in enumerate(completion_ids):
+            row = {name: values[i] for name, values in columns.items()} | {"prompt": prompts[i]}
+            before = tokenize(policy.tokenizer, row, add_generation_prompt=True)[1]
+            tokens = before + token_ids
+            if not same_vocabulary:  # It reads the text, and its own EOS where the episode ended.
+                ended = policy.stopping_criteria(torch.tensor([token_ids]), None).item()
+                text = completions[i]
+                if isinstance(prompts[i], str):  # Alone, it may lose its first space.
+                    shown = without_end(policy.tokenizer, token_ids, ended)
+                    start = len(policy.tokenizer.decode(before))
+                    text = policy.tokenizer.decode(before + shown)[start:]
+                row["prompt"] = prompts[i] + text
+                tokens = tokenize(tokenizer, row)[1]
+                if ended and tokenizer.eos_token_id not in (None, tokens[-1]):
+                    tokens.append(tokenizer.eos_token_id)
+            rows.append(tuple(tokens))
+        # Equal rows get one score. Computed twice, it would differ by rounding.
+        different = sorted(set(rows), key=len)  # neighbours are of similar length: less padding
+        check_positions(path, model.config, len(different[-1]))
+        scores = {}  # of each row
+        size = args.per_device_train_batch_size
+        for first in range(0, len(different), size):
+            some = different[first : first + size]
+            hidden = forward(model.base_model, pad_left(some).to(accelerator.device))
+            # The last token is the last column, since padding is on the left.
+            scores |= zip(some, model.score(hidden[:, -1]).float().squeeze(-1).tolist())
+        return {"reward_model": [scores[row] for row in rows]}
+
+    return reward_model
+
+
+def refuse_missing_scores(batch, scores):
+    """Stop at an episode without a score. PPO has no other episodes of its group to learn from."""
+    for prompt, score in zip(batch.prompts, scores.tolist()):
+        if isnan(score):
+            raise UsageError(
+                f"a completion of {prompt.text!r} has no score: --reward gave None, and PPO needs"
+                " a number for each completion"
+            )
 
 
 def normalize_scores(args, state, scores):
@@ -1072,384 +1151,140 @@ def adapt_kl_coef(args, state, kl, num_episodes):
         state["kl_coef"] *= 1 + error * num_episodes / args.kl_horizon
 
 
-def updates_have_ended(args, updates):
-    """True once the approximate KL of one of an iteration's updates was too large."""
-    limit = 1.5 * (args.target_kl or inf)
-    return any(float(update.get("policy/approxkl_avg", 0.0)) > limit for update in updates)
+# ===================================== 8  loading models =====================================
+def load_model(
+    path, dtype, longest_row, auto_class=transformers.AutoModelForCausalLM, new=(), **changes
+):
+    """`from_pretrained`, on the device. A model stays in eval mode, so it has no dropout.
 
-
-def is_dropped(args, update):
-    """True if --target-kl or --ratio-threshold forbids this update. The weights stay then."""
-    ratio = update["val/ratio"].item()
-    return updates_have_ended(args, [update]) or ratio > (args.ratio_threshold or inf)
-
-
-# ============================== 8  loading and running models ==============================
-class CompletionModel(torch.nn.Module):
-    """A causal language model with what it needs to sample completions and to compute them."""
-
-    def __init__(
-        self, args, language_model, tokenizer, eos_ids, completion_outputs, steps=None, config=None
-    ):
-        """completion_outputs, steps: the ways that `choose_way` found for training and sampling;
-        config: to save with the model"""
-        super().__init__()
-        self.config = config
-        self.language_model = language_model
-        self.tokenizer = tokenizer
-        self.eos_ids = eos_ids
-        self.ends_with_stop_string = None  # a function of rows of tokens
-        if args.stop_string is not None:
-            with blaming(f"--stop-string {args.stop_string!r} does not work with this tokenizer"):
-                self.ends_with_stop_string = transformers.StopStringCriteria(
-                    tokenizer, [args.stop_string]
-                )
-        self.temperature = args.temperature  # of the passes that compute log-probabilities
-        self.completion_outputs = completion_outputs
-        self.sampling_steps = steps
-        self.autocast = args.dtype == "bfloat16"
-        # A checkpoint of LoRA holds only the adapters. The rest comes from --model-path.
-        self.register_state_dict_post_hook(CompletionModel.leave_out_frozen)
-        self.register_load_state_dict_post_hook(CompletionModel.frozen_are_not_missing)
-
-    def forward(self, call):
-        """call(self). DDP, FSDP2 and DeepSpeed see a model only through its forward.
-
-        So all passes go through it. They walk through lists and dicts that a forward gets. Inputs
-        inside of a `partial` they leave alone. One autocast around a whole function casts every
-        weight only once.
-        """
-        device_type = self.language_model.device.type
-        with torch.autocast(device_type, torch.bfloat16, enabled=self.autocast):
-            return call(self)
-
-    def leave_out_frozen(self, state_dict, prefix, _):
-        weights = self.named_parameters(remove_duplicate=False)
-        frozen = tuple(f"{prefix}{name}." for name, weight in weights if not weight.requires_grad)
-        for name in list(state_dict):  # A quantized weight has others below its name.
-            if f"{name}.".startswith(frozen):
-                del state_dict[name]
-
-    def frozen_are_not_missing(self, keys):
-        names = [name.removeprefix("module.") for name in keys.missing_keys]
-        keys.missing_keys[:] = [name for name in names if self.get_parameter(name).requires_grad]
-
-
-class KVCache(transformers.DynamicCache):
-    """The keys and values of the tokens so far.
-
-    While sampling, keys have the type of the values. With autocast they would be float32, and
-    attention would cast all of them again for every token.
+    longest_row: tokens of the longest row that the model must have positions for; new: how the
+    names of weights begin that are 0 if the path lacks them; changes: of its config
     """
-
-    column = None  # [1], where `RecordedSteps` writes the newest tokens
-
-    def update(self, keys, values, layer_idx, *args, **kwargs):
-        if not torch.is_grad_enabled():
-            keys = keys.to(values.dtype)  # Autocast has cast the values.
-        if self.column is None:
-            return super().update(keys, values, layer_idx, *args, **kwargs)
-        layer = self.layers[layer_idx]
-        layer.keys.index_copy_(2, self.column, keys)
-        layer.values.index_copy_(2, self.column, values)
-        return layer.keys, layer.values
-
-
-class PlainSteps:
-    """Runs a language model on the newest token of each row, again and again.
-
-    rows: [episodes, tokens], the prompts, and room for completions, which the caller fills
-    start: the number of columns that hold the prompts
-    `first_logits`, of the first token of each completion: [episodes, 1, vocabulary]
-    """
-
-    def __init__(self, network, rows, start):
-        self.network = network
-        self.rows = rows
-        self.count = start  # columns that the cache holds
-        self.cached = torch.arange(len(rows), device=rows.device)  # episodes that it holds
-        self.first_logits, self.cache = prefill(network, rows[:, :start], logits_to_keep=1)
-
-    def next_logits(self, running):
-        """The logits of the next token, [running, 1, vocabulary].
-
-        running: the episodes that have not ended. Their newest tokens are in the next column of
-        `rows`.
-        """
-        if len(running) < len(self.cached):
-            self.cache.reorder_cache(torch.isin(self.cached, running).nonzero().squeeze(1))
-            self.cached = running
-        self.count += 1
-        rows = self.rows[running, : self.count]
-        return run_network(self.network, rows, self.cache, self.count - 1)
-
-
-class RecordedSteps(PlainSteps):
-    """As PlainSteps, on a GPU, which would wait for Python: a token is a thousand small kernels.
-
-    So they are recorded once, as a CUDA graph, and then started together. A graph uses the same
-    memory each time. So the cache has room for all tokens, and no episode leaves it.
-    """
-
-    def __init__(self, network, rows, start):
-        super().__init__(network, rows, start)
-        self.graph = None
-        self.cache.column = torch.full_like(rows[0, :1], start - 1)
-        for layer in self.cache.layers:
-            if (getattr(layer, "sliding_window", None) or inf) <= rows.shape[1]:
-                raise ValueError("a layer does not keep all tokens")
-            missing = (0, 0, 0, rows.shape[1] - start)
-            layer.keys = torch.nn.functional.pad(layer.keys, missing)
-            layer.values = torch.nn.functional.pad(layer.values, missing)
-
-    def next_logits(self, running):
-        if self.graph is not None:
-            self.graph.replay()
-            return self.logits[running]
-        torch.cuda.set_sync_debug_mode("error")  # What waits for the GPU cannot be recorded.
-        try:
-            logits = self.step()  # This one counts. It also loads the kernels.
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        self.graph = torch.cuda.CUDAGraph()
-        # Other threads, such as NCCL's, may use the GPU meanwhile.
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.logits = self.step()  # Memory for it. The replay computes it.
-        return logits[running]
-
-    def step(self):
-        """The pass on the next column, with shapes and numbers that never change."""
-        column = self.cache.column.add_(1)
-        is_token = self.rows >= 0
-        mask = torch.zeros_like(is_token, dtype=self.cache.layers[0].values.dtype)
-        mask.masked_fill_(~is_token, torch.finfo(mask.dtype).min)  # added to attention's scores
-        outputs = self.network(
-            self.rows.index_select(1, column).clamp(min=0),
-            attention_mask=mask[:, None, None],
-            position_ids=is_token.sum(1, keepdim=True) - 1,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        return outputs[0]
-
-
-def run_network(network, rows, cache=None, start=0, **settings):
-    """Run the columns from `start` on of rows of tokens. The KV cache has those before them.
-
-    rows: [rows, tokens], where -1 is no token: it is masked, and has no position. So padding does
-    not shift the positions. Returns the logits of a language model, or the last hidden states of a
-    trunk, a model without its head, [rows, tokens from start on, ..].
-    """
-    mask = (rows >= 0).long()
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    outputs = network(
-        rows[:, start:].clamp(min=0),
-        attention_mask=mask,
-        position_ids=positions[:, start:],
-        past_key_values=cache,
-        use_cache=cache is not None,
-        **settings,
-    )
-    return outputs[0]
-
-
-def prefill(network, prompts, **settings):
-    """Run the prompts. Equal neighbours, as in a group, are run once and then repeated.
-
-    prompts: [episodes, longest prompt]. Returns what `run_network` gives for the last token of each
-    prompt [episodes, 1, ..], and the KV cache.
-    """
-    different, row_of = prompts.unique_consecutive(dim=0, return_inverse=True)
-    cache = KVCache(config=network.config)
-    outputs = run_network(network, different, cache, **settings)[:, -1:]
-    cache.reorder_cache(row_of)
-    return outputs.index_select(0, row_of), cache
-
-
-def separate_rows(network, prompts, tokens):
-    """What `run_network` gives at the position before each token of the completions.
-
-    Each row holds a prompt and its completion.
-    prompts: [episodes, longest prompt]; tokens: [episodes, tokens]. Returns [episodes, tokens, ..].
-    """
-    rows = torch.cat([prompts, tokens[:, :-1]], dim=1)  # Nothing follows the last token.
-    return run_network(network, rows)[:, prompts.shape[1] - 1 :]
-
-
-def shared_prompts(network, prompts, tokens):
-    """As `separate_rows`, but a prompt is run once for all its completions.
-
-    They go on from its KV cache, with gradient.
-    """
-    outputs, cache = prefill(network, prompts)
-    if tokens.shape[1] == 1:
-        return outputs
-    rows = torch.cat([prompts, tokens[:, :-1]], dim=1)
-    return torch.cat([outputs, run_network(network, rows, cache, prompts.shape[1])], dim=1)
-
-
-def head_logits(language_model, hidden):
-    """Logits in float32. Some models scale or bound what their head gives; their config says so."""
-    config = language_model.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere. MPT has None.
-    scale /= getattr(config, "logits_scaling", 1.0)  # Granite
-    # Scaled before the head, which has no bias in these models: there the tensor is small.
-    logits = language_model.get_output_embeddings()(hidden * scale).float()
-    bound = getattr(config, "final_logit_softcapping", None)  # Gemma
-    if bound is not None:
-        logits = bound * torch.tanh(logits / bound)
-    return logits
-
-
-LOGITS_AT_ONCE = 2**25  # in a training pass; 128 MiB of float32
-
-
-def in_pieces(function, head, *inputs):
-    """function(*inputs) in pieces of rows, where logits are many. Backward computes them again.
-
-    head: of the language model, which `function` calls
-    """
-    at_once = 2**28 if head.weight.is_cuda else LOGITS_AT_ONCE  # A GPU needs large kernels.
-    pieces = ceil(len(inputs[0]) * head.out_features / at_once)
-    if hasattr(head.weight, "ds_id"):
-        # ZeRO-3 gathers the head at every call, so all processes must make as many calls.
-        pieces = max(gather_object([pieces]))
-    if pieces > 1:
-        function = partial(torch.utils.checkpoint.checkpoint, function, use_reentrant=False)
-    return torch.cat(list(map(function, *(tensor.tensor_split(pieces) for tensor in inputs))))
-
-
-def switch_off(config):
-    """Switch off dropout, and outputs that nobody reads, also in the configs inside of a config."""
-    for key, value in list(vars(config).items()):
-        if isinstance(value, transformers.PreTrainedConfig):
-            switch_off(value)
-        elif "drop" in key and isinstance(value, float):
-            setattr(config, key, 0.0)
-        elif "output_" in key and value is True:
-            setattr(config, key, False)
-
-
-def load_model(path, dtype, longest_row, auto_class=transformers.AutoModelForCausalLM, **changes):
-    """`from_pretrained` with all dropout off, on the device.
-
-    longest_row: tokens of the longest row that the model must have positions for; changes: of its
-    config
-    """
-    config = transformers.AutoConfig.from_pretrained(path, **changes)
-    check_positions(path, config, longest_row)
-    switch_off(config)
-    model, info = auto_class.from_pretrained(
-        path, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
-    )
-    wrong = {*info["missing_keys"], *(weight for weight, *_ in info["mismatched_keys"])}
-    # A layer that the config does not count would be left out. A head may be.
+    model, info = auto_class.from_pretrained(path, dtype=dtype, output_loading_info=True, **changes)
+    # A missing weight would be random. A layer that the config does not count would be left out.
     own = model.state_dict()
-    wrong |= {w for w in info["unexpected_keys"] if re.sub(r"\.\d+\.", ".0.", w) in own}
-    if wrong:  # The others would be random.
+    wrong = {w for w in info["unexpected_keys"] if re.sub(r"\.\d+\.", ".0.", w) in own}
+    wrong |= {w for w in info["missing_keys"] if not w.startswith(new)}
+    if wrong:
         raise UsageError(f"{path}: weights do not fit the config: {sorted(wrong)}")
-    return model.to(accelerator.device)
-
-
-def choose_way(path, model, ways, outputs_of):
-    """The first of some ways to run a model that gives, for three rows, what plain passes give.
-
-    outputs_of: a function of a way, the model, prompts and tokens; it returns what `separate_rows`
-    does. All processes take the same way: those of a sharded model wait for each other.
-    """
-    # Two rows of one prompt, and one of another.
-    prompts = torch.tensor([[-1, -1, 1, 2], [-1, -1, 1, 2], [3, 4, 5, 6]]).to(accelerator.device)
-    tokens = (torch.arange(15) % 10).view(3, 5).to(accelerator.device)
-    network = model if model.get_output_embeddings() is not None else model.get_decoder()
-    # Each row alone, without padding and cache.
-    pairs = zip(map(trim, prompts.split(1)), tokens.split(1))
-    alone = torch.cat([separate_rows(network, *pair) for pair in pairs])
-    counts = alone > -1e9  # A head may rule tokens out.
+    for name in info["missing_keys"]:
+        torch.nn.init.zeros_(model.get_parameter(name))
+    check_positions(path, model.config, longest_row - 1)  # Its last token is no input.
+    model = model.to(accelerator.device)
+    # Some models compute padded rows otherwise. So two rows are run together, and each alone.
+    rows = torch.tensor([[-1, -1, 1, 2], [3, 4, 5, 6]], device=accelerator.device)
+    with torch.no_grad():
+        padded = forward(model.base_model, rows)[:, -1]
+        alone = torch.cat([forward(model.base_model, trim(row))[:, -1] for row in rows.split(1)])
     # bfloat16: at most 0.009 was measured where it is right, and 0.045 where it is wrong
     limit = 1e-3 if model.dtype == torch.float32 else 0.02
-    faults = []
-    for way in ways:
-        fault = "its results are not those of a plain pass"
-        try:
-            difference = outputs_of(way, model, prompts, tokens) - alone
-            if difference[counts].std() < limit * alone[counts].std():
-                break
-        except Exception as error:  # Some models change their cache in place, or repeat no rows.
-            fault = error
-        faults.append(f"{path} is not run by {way.__name__}: {fault}")
-    faults = max(gather_object([faults]), key=len)
-    if len(faults) == len(ways):
-        raise UsageError("; ".join(faults))
-    for fault in faults:
-        accelerator.print(fault)
-    return ways[len(faults)]
+    if not (padded - alone).std() < limit * alone.std():
+        raise UsageError(f"{path} computes rows with padding otherwise than rows without")
+    return model
 
 
-def outputs_of_training(way, model, prompts, tokens):
-    """The logits of a training pass, with gradients. Without a head these are the hidden states."""
-    outputs = way(model.get_decoder(), prompts, tokens)
-    if model.get_output_embeddings() is not None:
-        outputs = head_logits(model, outputs)
-    torch.autograd.grad(outputs.sum(), model.get_input_embeddings().weight)
-    return outputs
-
-
-@torch.no_grad()
-def outputs_of_sampling(way, model, prompts, tokens, longest_row):
-    """The logits before each token, as `sample` gets them, in rows as long as those of the run."""
-    start = prompts.shape[1]
-    room = max(longest_row - start, tokens.shape[1])
-    rows = torch.nn.functional.pad(prompts, (0, room), value=-1)
-    steps = way(model, rows, start)
-    logits = [steps.first_logits]
-    for t in range(tokens.shape[1] - 1):
-        rows[:, start + t] = tokens[:, t]
-        logits.append(steps.next_logits(steps.cached))
-    return torch.cat(logits, dim=1)
+def check_positions(path, config, longest):
+    """Refuse a model with too few positions for its longest row."""
+    config = config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or inf
+    rope = getattr(config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings", 0)
+    if rope.get("rope_type") == "longrope":  # A longer row changes its neighbours in a pass.
+        positions = original
+    elif rope.get("rope_type") == "yarn":
+        positions = max(positions, original * rope["factor"])
+    if positions < longest:
+        raise UsageError(
+            f"{path} has {positions} positions, and the longest prompt with its completion needs"
+            f" {longest}; lower --response-length, or --max-prompt-length"
+        )
 
 
 def load_policy(args, tokenizer, longest_row):
     """The model that is trained. longest_row: tokens of a prompt with its completion, at most"""
-    path = args.model_path
-    model = load_model(path, "float32" if args.lora_r is None else args.dtype, longest_row)
+    # Trained weights are float32: bfloat16 rounds small updates away.
+    dtype = "float32" if args.lora_r is None else args.dtype
+    model = load_model(args.model_path, dtype, longest_row)
     if args.lora_r is None and getattr(model, "is_quantized", False):
-        raise UsageError(f"{path} has quantized weights, which need --lora-r")
-    ways = [PlainSteps]
-    is_sharded = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
-    if args.cuda_graphs and accelerator.device.type == "cuda" and not is_sharded:
-        ways = [RecordedSteps, PlainSteps]
-    steps = choose_way(path, model, ways, partial(outputs_of_sampling, longest_row=longest_row))
-    completion_outputs = choose_training_way(args, path, model)
-    eos_ids = find_eos_ids(model, tokenizer, args.stop_token_id)
+        raise UsageError(f"{args.model_path} has quantized weights, which need --lora-r")
     model = prepare_for_training(args, model, 1)
-    config = transformers.AutoConfig.from_pretrained(path)
-    return CompletionModel(args, model, tokenizer, eos_ids, completion_outputs, steps, config)
+    model.tokenizer = tokenizer
+    # What ends an episode: tokens of the generation config and tokenizer, and the two flags.
+    eos_ids = np.ravel(model.generation_config.eos_token_id).tolist()  # one, several, or None
+    model.eos_ids = sorted({*eos_ids, tokenizer.eos_token_id, args.stop_token_id} - {None})
+    ends = [transformers.EosTokenCriteria(model.eos_ids)]
+    if args.stop_string is not None:
+        ends.append(transformers.StopStringCriteria(tokenizer, [args.stop_string]))
+    model.stopping_criteria = transformers.StoppingCriteriaList(ends)
+    is_sharded = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
+    is_gpu = accelerator.device.type == "cuda"
+    model.is_recorded = args.cuda_graphs and is_gpu and not is_sharded
+    return model
 
 
-def choose_training_way(args, path, model):
-    """How the log-probabilities of completions are computed."""
-    ways = [separate_rows]
-    # A GPU runs a prompt again sooner than Python starts a second pass. Checkpointing drops caches.
-    if accelerator.device.type == "cpu" and args.k > 1 and not args.gradient_checkpointing:
-        ways = [shared_prompts, separate_rows]
-    return choose_way(path, model, ways, outputs_of_training)
+def load_value_model(args, tokenizer, longest_row):
+    """The model with one output for each token, its value.
+
+    It comes from --value-model-path, else the reward model, else the policy. A new head is 0.
+    """
+    if accelerator.distributed_type == "DEEPSPEED":
+        raise UsageError("PPO trains two models, which DeepSpeed cannot do here; use FSDP2 or DDP")
+    path = args.value_model_path or args.reward_model_path or args.model_path
+    vocabulary = transformers.AutoTokenizer.from_pretrained(path).get_vocab()
+    if vocabulary != tokenizer.get_vocab():
+        if args.value_model_path is not None:
+            raise UsageError("--value-model-path must have the vocabulary of --model-path")
+        path = args.model_path
+    trunk = transformers.MODEL_MAPPING[type(transformers.AutoConfig.from_pretrained(path))]
+    # AutoModelForTokenClassification would be the same, but knows only some kinds of models.
+    bases = (transformers.modeling_layers.GenericForTokenClassification, trunk.__bases__[0])
+    value_class = type("ValueModel", bases, {"base_model_prefix": trunk.base_model_prefix})
+    model = load_model(path, "float32", longest_row, value_class, new="score.", num_labels=1)
+    return prepare_for_training(args, model, 2, modules_to_save=["score"])
 
 
-def prepare_for_training(args, model, index):
-    """Add gradient checkpointing and LoRA, as flags say. index: of the model, for new weights"""
+def prepare_for_training(args, model, index, **settings):
+    """Add gradient checkpointing and LoRA, as flags say.
+
+    index: of the model, for new weights; settings: of LoRA
+    """
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-        model.train()  # It works only there. Without dropout nothing there is random.
-    if args.lora_r is None:
-        return model
-    peft = importlib.import_module("peft")
-    if Path(model.name_or_path).exists():  # The adapters name it. Their folder may be moved.
-        model.name_or_path = str(Path(model.name_or_path).resolve())
-    torch.manual_seed(int(keyed_rng(args.seed, NEW_WEIGHTS, index).integers(2**32)))
-    config = peft.LoraConfig(
-        r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, target_modules="all-linear"
+    if args.lora_r is not None:
+        peft = importlib.import_module("peft")
+        if Path(model.name_or_path).exists():  # The adapters name it. Their folder may be moved.
+            model.name_or_path = str(Path(model.name_or_path).resolve())
+        torch.manual_seed(int(keyed_rng(args.seed, NEW_WEIGHTS, index).integers(2**32)))
+        alpha = args.lora_alpha or 2 * args.lora_r
+        config = peft.LoraConfig(
+            r=args.lora_r, lora_alpha=alpha, target_modules="all-linear", **settings
+        )
+        model = peft.get_peft_model(model, config).eval()
+        # A checkpoint of LoRA holds only what is trained. The rest comes from --model-path.
+        model.register_state_dict_post_hook(leave_out_frozen)
+        model.register_load_state_dict_post_hook(frozen_are_not_missing)
+    set_checkpointing(model, args.gradient_checkpointing)
+    return model
+
+
+def leave_out_frozen(model, state_dict, prefix, _):
+    weights = model.named_parameters(remove_duplicate=False)
+    frozen = tuple(f"{prefix}{name}." for name, weight in weights if not weight.requires_grad)
+    for name in list(state_dict):  # A quantized weight has others below its name.
+        if f"{name}.".startswith(frozen):
+            del state_dict[name]
+
+
+def frozen_are_not_missing(model, keys):
+    names = [name.removeprefix("module.") for name in keys.missing_keys]
+    keys.missing_keys[:] = [name for name in names if model.get_parameter(name).requires_grad]
+
+
+def make_optimizer(args, model):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(
+        trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
     )
-    return peft.get_peft_model(model, config)
 
 
 def load_reference(args, policy, longest_row):
@@ -1459,80 +1294,106 @@ def load_reference(args, policy, longest_row):
     """
     if args.kl_coef == 0 and args.ref_model_path is None:
         return None
-    if args.lora_r is not None and args.ref_model_path is None:
+    if args.lora_r is None or args.ref_model_path is not None:
+        model = load_model(args.ref_model_path or args.model_path, args.dtype, longest_row)
+        vocabularies = {m.config.get_text_config().vocab_size for m in (model, policy)}
+        if len(vocabularies) > 1:
+            raise UsageError("--ref-model-path must have the vocabulary of --model-path")
+        return model
 
-        def policy_without_adapters(call):
-            with policy.language_model.disable_adapter():
-                return policy(call)
+    def policy_without_adapters(*inputs, **settings):
+        with policy.disable_adapter():
+            return policy(*inputs, **settings)
 
-        return policy_without_adapters
-    path = args.ref_model_path or args.model_path
-    model = load_model(path, args.dtype, longest_row)
-    completion_outputs = choose_training_way(args, path, model)
-    vocabularies = {m.config.get_text_config().vocab_size for m in (model, policy.language_model)}
-    if len(vocabularies) > 1:
-        raise UsageError("--ref-model-path must have the vocabulary of --model-path")
-    return CompletionModel(args, model, policy.tokenizer, policy.eos_ids, completion_outputs)
+    return policy_without_adapters
 
 
-def find_eos_ids(model, tokenizer, stop_token_id):
-    """What ends an episode: tokens of the generation config and tokenizer, and --stop-token-id."""
-    eos_ids = np.ravel(model.generation_config.eos_token_id).tolist()  # one, several, or None
-    return sorted({*eos_ids, tokenizer.eos_token_id, stop_token_id} - {None})
+class KVCache(transformers.DynamicCache):
+    """The keys and values of the tokens so far."""
+
+    def update(self, keys, values, *inputs, **settings):
+        # Autocast has cast only the values. Attention would cast all keys again for every token.
+        return super().update(keys.to(values.dtype), values, *inputs, **settings)
 
 
-VALUE_HEAD = "value_head.safetensors"  # in the folder `value_model` of a run
+class RecordedKVCache(transformers.StaticCache):
+    """The same, with room for all tokens: what is recorded uses the same memory each time."""
+
+    def __init__(self, config, length):
+        super().__init__(config, max_cache_len=length)
+        # A sliding window would count its tokens in Python. The masks hide what lies before it.
+        full = transformers.cache_utils.StaticLayer
+        self.layers = [full(length) if layer.is_sliding else layer for layer in self.layers]
+
+    update = KVCache.update
 
 
-def add_value_model(args, policy, longest_row):
-    """Add the trunk and head of the value model to the module that is trained.
+def new_cache(model, rows):
+    """An empty KV cache for rows of tokens, [rows, tokens]."""
+    if model.is_recorded:
+        return RecordedKVCache(model.config, rows.shape[1])
+    return KVCache(config=model.config)
 
-    They come from --value-model-path, else the reward model, else the policy. A new head is zero.
+
+def record_steps(model, rows, cache):
+    """Record the pass over the newest token of all rows, for a GPU, which would wait for Python.
+
+    A token is a thousand small kernels. A CUDA graph starts them together. No row leaves the cache.
+    rows: [rows, tokens], the prompts, and room for completions, which the caller fills
+    Yields the logits of all rows, [rows, 1, vocabulary], once for each token.
     """
-    path = args.value_model_path or args.reward_model_path or args.model_path
-    vocabulary = transformers.AutoTokenizer.from_pretrained(path).get_vocab()
-    size = transformers.AutoConfig.from_pretrained(path).get_text_config().vocab_size
-    policy_size = policy.config.get_text_config().vocab_size
-    if vocabulary != policy.tokenizer.get_vocab() or size < policy_size:
-        if args.value_model_path is not None:
-            raise UsageError("--value-model-path must have the vocabulary of --model-path")
-        path = args.model_path
-    auto_class = transformers.AutoModel
-    config = transformers.AutoConfig.from_pretrained(path)
-    if (config.architectures or [""])[0].endswith("ForSequenceClassification"):
-        auto_class = transformers.AutoModelForSequenceClassification
-    model = load_model(path, "float32", longest_row, auto_class, num_labels=1)
-    choose_way(path, model, [separate_rows], outputs_of_training)
-    trunk = model.base_model
-    token = torch.ones((1, 1), dtype=torch.long, device=accelerator.device)
+    counts = [layer.cumulative_length for layer in cache.layers]  # columns that the cache holds
+    step = partial(forward, model, rows, cache, counts[0][None])
+    torch.cuda.set_sync_debug_mode("error")  # What waits for the GPU cannot be recorded.
+    try:
+        logits = step()  # This one counts. It also loads the kernels.
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    yield logits
+    graph = torch.cuda.CUDAGraph()
+    # Other threads, such as NCCL's, may use the GPU meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        logits = step()  # Memory for it. The replay computes it.
+    while True:
+        graph.replay()
+        yield logits
+
+
+def check_sampling(args, policy, prompts):
+    """Refuse a model whose sampler and training passes differ by more than rounding.
+
+    The shortest and the longest prompt are sampled together, and then each is passed alone.
+    """
+    model = accelerator.unwrap_model(policy)
+    prompts = sorted((prompt.token_ids for prompt in prompts), key=len)
+    prompts = pad_left([prompts[0], prompts[-1]])
+    uniforms = torch.full((2, min(8, args.response_length)), 0.5, dtype=torch.double)
+    with sampling(args, policy):
+        try:
+            samples = sample(model, prompts, uniforms, args.temperature)
+        except Exception as error:
+            if not model.is_recorded:
+                raise
+            accelerator.print(f"sampling without CUDA graphs: {error}")
+            model.is_recorded = False
+            samples = sample(model, prompts, uniforms, args.temperature)
+    batch = SimpleNamespace(prompt_tokens=prompts, **samples)
     with torch.no_grad():
-        hidden_size = run_network(trunk, token).shape[-1]
-    policy.value_config = config
-    policy.value_trunk = prepare_for_training(args, trunk, index=2)
-    policy.value_head = torch.nn.Linear(hidden_size, 1, device=accelerator.device)
-    for parameter in policy.value_head.parameters():
-        torch.nn.init.zeros_(parameter)
-    if auto_class is not transformers.AutoModel:
-        policy.value_head.weight.data = model.score.weight.data
-    file = Path(path) / VALUE_HEAD
-    if file.exists():
-        policy.value_head.load_state_dict(load_file(file))
+        alone = [token_logprobs(args, policy, batch, [i]) for i in range(2)]
+    compare_with_sampler(args, torch.cat(alone) - batch.logprobs)
 
 
 # ============================= 9  logging, samples, checkpoints =============================
-JSONL_FILES = ("metrics.jsonl", "rollouts.jsonl", "eval_rollouts.jsonl")
-
-
-def evaluate(args, policy, prompts, scorers, output_dir, iteration):
+def evaluate(args, policy, prompts, reward_functions, output_dir, iteration):
     """The mean score of held-out prompts, and the mean of the best of their --eval-k scores."""
     k = args.eval_k
     rng = keyed_rng(args.seed, EVALUATION, iteration)
     batch = generate(args, policy, prompts, k, rng, args.eval_temperature)
-    scores, parts = score_episodes(batch, scorers, f"evaluation {iteration}")
+    scores, parts = score_episodes(batch, reward_functions, f"evaluation {iteration}")
     if args.save_rollouts:
         columns = {"score": scores, "logprobs": batch.logprobs}
         records = episode_records(batch, iteration, columns, parts)
-        append_jsonl(output_dir / "eval_rollouts.jsonl", records)
+        write_jsonl(output_dir / "rollouts" / f"eval_{iteration:08d}.jsonl", records)
     metrics = {"eval/scores": scores.nanmean(), "eval/num_unscored": scores.isnan().sum()}
     for name, mean in mean_metrics(parts).items():
         metrics[f"eval/{name}"] = mean
@@ -1541,11 +1402,12 @@ def evaluate(args, policy, prompts, scorers, output_dir, iteration):
     return metrics
 
 
-def append_jsonl(path, records):
-    """The main process appends one JSON object per line."""
+def write_jsonl(path, records, mode="w"):
+    """The main process writes one JSON object per line."""
     if not accelerator.is_main_process:
         return
-    with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+    path.parent.mkdir(exist_ok=True)
+    with open(path, mode, encoding="utf-8", errors="backslashreplace") as file:
         for record in records:
             text = json.dumps(record, default=str)
             record = json.loads(text, parse_constant=lambda _: None)  # JSON has null, and no NaN.
@@ -1593,6 +1455,23 @@ def update_metrics(policy_losses, value_losses, logratio, is_clipped, value_is_c
     return metrics | ratio_metrics(logratio, is_clipped, mask)
 
 
+def compare_with_sampler(args, difference):
+    """How far the first training pass of an iteration is from the sampler, at most, for any token.
+
+    The weights are the same. Where more than rounding differs, the gradients would be wrong.
+    difference: of their log-probabilities
+    """
+    largest = difference.abs().max()
+    # In bfloat16 at most 0.05 was measured where it is right, and 0.15 where it is wrong.
+    is_rounding = largest < 1e-3 if args.dtype == "float32" else difference.abs().mean() < 0.1
+    if not is_rounding:
+        raise UsageError(
+            f"sampling and training give log-probabilities {largest:.2g} apart; does this model"
+            " need --no-share-prompts or --no-cuda-graphs?"
+        )
+    return {"val/sampling_logprob_difference": largest}
+
+
 def mean_metrics(dicts):
     """The mean of each metric over the dicts that have it."""
     values = {}
@@ -1609,7 +1488,7 @@ def write_metrics(output_dir, metrics, progress):
     # The mean of no episodes is nan, and a ratio can be inf. JSON knows neither.
     metrics = {name: value for name, value in metrics.items() if isfinite(value)}
     accelerator.log(metrics, step=metrics["episode"])
-    append_jsonl(output_dir / "metrics.jsonl", [metrics])
+    write_jsonl(output_dir / "metrics.jsonl", [metrics], mode="a")
     progress.set_postfix(score=metrics.get("objective/scores"))
     for name in ("objective/scores", "eval/scores"):
         # Without a terminal there is no bar.
@@ -1620,7 +1499,7 @@ def write_metrics(output_dir, metrics, progress):
 
 
 def episode_records(batch, iteration, tensors, parts):
-    """What the .jsonl files hold of each episode.
+    """What a file in rollouts/ holds of each episode.
 
     tensors: [episodes] or [episodes, response], by name; None is null
     """
@@ -1629,349 +1508,30 @@ def episode_records(batch, iteration, tensors, parts):
         record = dict(iteration=iteration, index=i, row=prompt.number, prompt=prompt.text)
         record |= dict(completion=batch.completions[i], token_ids=token_ids)
         record["columns"] = {name: prompt.row[name] for name in prompt.row if name != "prompt"}
+        for name, tensor in ({"ended": batch.ended} | tensors).items():
+            value = None if tensor is None else tensor[i].tolist()
+            # A list has a number for each token, and then padding.
+            record[name] = value[: len(token_ids)] if isinstance(value, list) else value
         records.append(record | parts[i])
-    for name, tensor in ({"ended": batch.ended} | tensors).items():
-        values = [None] * len(records) if tensor is None else tensor.tolist()
-        for record, value in zip(records, values):
-            is_list = isinstance(value, list)  # a number for each token, and then padding
-            record[name] = value[: len(record["token_ids"])] if is_list else value
     return records
 
 
-def write_rollouts(args, output_dir, plan, metrics, batch, tensors, parts):
-    """Append all episodes to rollouts.jsonl where asked, and now and then show a few of them."""
-    records = episode_records(batch, metrics["iteration"], tensors, parts)
-    if args.save_rollouts:
-        append_jsonl(output_dir / "rollouts.jsonl", records)
-    # This is true --num-sample-generations times in a run, at equal distances.
+def show_samples(args, plan, episode, records):
+    """Show an episode of each of four groups, --num-sample-generations times in a run."""
     wanted = args.num_sample_generations
-    if not accelerator.is_main_process or metrics["iteration"] * wanted % plan.iterations >= wanted:
+    is_time = records[0]["iteration"] * wanted % plan.iterations < wanted  # at equal distances
+    if not is_time or not accelerator.is_main_process:
         return
-    names = ["prompt", "completion", "score", *parts[0]]
+    names = ["prompt", "completion", "score"]
+    names += [name for name in records[0] if name.startswith("reward/")]
     samples = [[record.get(name) for name in names] for record in records[:: args.k][:4]]
-    for sample in samples:  # of four groups
-        tqdm.write(f"---- a sample of episode {metrics['episode']}")
+    for sample in samples:
+        tqdm.write(f"---- a sample of episode {episode}")
         for name, value in zip(names, sample):
             tqdm.write(f"{name}: {value}")
     for tracker in accelerator.trackers:
         if hasattr(tracker, "log_table"):
-            tracker.log_table("samples", columns=names, data=samples, step=metrics["episode"])
-
-
-def save_checkpoint(args, policy, state, output_dir):
-    """Write weights, optimizer and state. The folder gets its name when it is whole."""
-    checkpoints = output_dir / "checkpoints"
-    unfinished = checkpoints / "unfinished"
-    accelerator.save_state(str(unfinished))
-    if args.keep_checkpoints is not None:
-        save_model(policy, unfinished / "model")
-    accelerator.wait_for_everyone()
-    if not accelerator.is_main_process:
-        return
-    files = map(output_dir.joinpath, JSONL_FILES)
-    state["jsonl_sizes"] = {file.name: file.stat().st_size for file in files if file.exists()}
-    (unfinished / "state.json").write_text(json.dumps(state))
-    unfinished.rename(checkpoints / f"iteration_{state['iteration']:08d}")
-    for old in sorted(checkpoints.glob("iteration_*"))[: -(args.keep_checkpoints or 2)]:
-        shutil.rmtree(old.rename(unfinished))
-
-
-def save_model(policy, folder):
-    """Write policy and tokenizer for `from_pretrained`. With LoRA these are the adapters."""
-    state_dict = accelerator.get_state_dict(policy)  # All processes take part in it.
-    if not accelerator.is_main_process:
-        return
-    weights = {
-        name.removeprefix("language_model."): weight
-        for name, weight in state_dict.items()
-        if name.startswith("language_model.")
-    }
-    model = accelerator.unwrap_model(policy)
-    save_with_config(model.language_model, model.config, folder, weights)
-    model.tokenizer.save_pretrained(folder)
-
-
-def save_with_config(model, config, folder, weights):
-    """Save a model with the config that it came with: `switch_off` has changed its own."""
-    changed = model.config
-    model.config = config
-    model.save_pretrained(folder, state_dict=weights)
-    model.config = changed
-
-
-def claim_folder(output_dir, settings):
-    """Make and lock the folder of the run, and write its args.yaml. Returns the lock."""
-    # A killed process gives its lock back. A notebook may take its own again.
-    lock = filelock.FileLock(output_dir / ".lock", blocking=False, is_singleton=True)
-    if accelerator.is_main_process:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        with blaming(f"another run writes into {output_dir}"):
-            lock.acquire()
-        # It is called when the program ends. Until then it keeps the lock: no other run comes in.
-        atexit.register(remove_unused, output_dir, lock)
-        temporary = output_dir / "args.tmp"
-        temporary.write_text(yaml.safe_dump(settings, sort_keys=False))
-        temporary.replace(output_dir / "args.yaml")
-    return lock
-
-
-def remove_unused(output_dir, lock):
-    """Remove the folder if its start failed, so that it holds only what `claim_folder` makes."""
-    if {file.name for file in output_dir.glob("*")} <= {".lock", "args.yaml"}:
-        shutil.rmtree(output_dir, ignore_errors=True)
-
-
-def load_checkpoint(args, output_dir):
-    """Load the newest checkpoint. Returns its state, or an empty one where there is no checkpoint.
-
-    What the state does not know is cut from the folder's files.
-    """
-    state = {"jsonl_sizes": {}}
-    newest = sorted(output_dir.glob("checkpoints/iteration_*/state.json"))[-1:]
-    for file in gather_object([newest])[0]:  # as the main process sees it
-        with blaming(f"{file.parent} may be damaged; then remove it"):
-            state = json.loads(file.read_text())
-            accelerator.load_state(str(file.parent))
-        accelerator.print(f"resuming after iteration {state['iteration']}")
-    if args.resume and not newest:
-        accelerator.print("no checkpoint, starting at 0")
-    if accelerator.is_main_process:
-        shutil.rmtree(output_dir / "checkpoints" / "unfinished", ignore_errors=True)
-        for file in map(output_dir.joinpath, JSONL_FILES):
-            if file.exists():
-                os.truncate(file, state["jsonl_sizes"].get(file.name, 0))
-    return state
-
-
-def print_plan(plan):
-    """Print every count of the run, as YAML."""
-    accelerator.print(yaml.safe_dump(vars(plan), sort_keys=False), end="")
-
-
-def announce(args, settings, plan, model):
-    """Print what the run will do, and start the trackers."""
-    accelerator.print(
-        f"{accelerator.num_processes} x {accelerator.device.type}, {args.dtype}, learning rate"
-        f" {args.learning_rate:g}, response length {args.response_length}; writing to"
-        f" {settings['output_dir']}"
-    )
-    ends = dict(zip(model.eos_ids, model.tokenizer.convert_ids_to_tokens(model.eos_ids)))
-    accelerator.print(f"tokens that end a completion: {ends}; --stop-string: {args.stop_string!r}")
-    print_plan(plan)
-    # tensorboard takes no None
-    config = {name: value for name, value in settings.items() if value is not None}
-    name = {"name": os.environ.get("WANDB_NAME", Path(settings["output_dir"]).name)}
-    accelerator.init_trackers(
-        os.environ.get("WANDB_PROJECT", "tally"), config, {"wandb": name, "trackio": name}
-    )
-
-
-def save_result(args, policy, output_dir, plan):
-    """Write the model, and give its folder its name when it is whole."""
-    save_model(policy, output_dir / "model.tmp")
-    accelerator.wait_for_everyone()  # Another process may still be reading a checkpoint.
-    if accelerator.is_main_process:
-        (output_dir / "model.tmp").rename(output_dir / "model")
-        if args.keep_checkpoints is None:
-            for folder in output_dir.glob("checkpoints/iteration_*"):
-                shutil.rmtree(folder)
-    accelerator.print(
-        f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs;"
-        f" model in {output_dir / 'model'}"
-    )
-
-
-def save_value_model(args, policy, output_dir):
-    """Write the value model to `value_model/`, for --value-model-path. With LoRA it is not written.
-
-    Its adapters would be no model of their own.
-    """
-    if args.lora_r is not None:
-        return
-    state_dict = accelerator.get_state_dict(policy)
-    if not accelerator.is_main_process:
-        return
-    weights = {"value_trunk": {}, "value_head": {}, "language_model": {}}
-    for name, tensor in state_dict.items():
-        part, _, rest = name.partition(".")
-        weights[part][rest] = tensor
-    folder = output_dir / "value_model"
-    model = accelerator.unwrap_model(policy)
-    save_with_config(model.value_trunk, model.value_config, folder, weights["value_trunk"])
-    model.tokenizer.save_pretrained(folder)
-    save_file(weights["value_head"], folder / VALUE_HEAD)
-
-
-# ===================================== 10  sharded models =====================================
-@contextlib.contextmanager
-def sampling_weights(model):
-    """Inside, sharded weights are gathered as a whole, not layer by layer for every token.
-
-    On a CPU, a large head is laid out for few tokens.
-    """
-    zero3 = getattr(getattr(model, "optimizer", None), "parameter_offload", None)  # of DeepSpeed
-    if accelerator.is_fsdp2:
-        model.set_reshard_after_forward(False)  # The first pass gathers everything.
-        yield
-        model.set_reshard_after_forward(accelerator.state.fsdp_plugin.reshard_after_forward)
-        for module in model.modules():
-            if hasattr(module, "reshard"):
-                module.reshard()
-    elif zero3 is not None:
-        deepspeed = importlib.import_module("deepspeed")
-        with deepspeed.zero.GatheredParameters(list(model.parameters())):
-            # These hooks would release the weights of each layer after its pass.
-            zero3._remove_module_hooks()
-            zero3.forward_hooks.clear()
-            zero3.backward_hooks.clear()
-            yield
-            zero3.setup_zero_stage3_hooks()
-    else:
-        weight = accelerator.unwrap_model(model).language_model.get_output_embeddings().weight
-        by_row = weight.data
-        if weight.is_cpu and len(weight) > 100_000:  # tokens of the vocabulary
-            # By column it computes them up to 1.6 times as fast.
-            weight.data = by_row.t().contiguous().t()
-        yield
-        weight.data = by_row
-
-
-# ======================================== 11  checks ========================================
-BUILT_IN_DATASET = str(DEFAULT / "train.jsonl")
-
-# --learning-rate of the built-in policy, of any other, and of LoRA adapters.
-RATES = {"built-in": 5e-5, "other": 3e-6, "LoRA": 1e-5}
-
-# Flags that may change when a run is resumed. They change memory, or what is shown and kept.
-FREE_FLAGS = (
-    "output_dir resume save_every plan gradient_checkpointing log_with dataset eval_dataset "
-    "eval_every eval_temperature eval_k eval_reward per_device_train_batch_size "
-    "per_device_rollout_batch_size num_sample_generations save_rollouts keep_checkpoints "
-    "cuda_graphs"
-).split()  # Instead of the path --dataset, its rows are compared.
-
-
-# Flags that may not be 0.
-ABOVE_ZERO = (
-    "num_train_epochs batch_size num_mini_batches num_ppo_epochs per_device_train_batch_size "
-    "per_device_rollout_batch_size response_length max_prompt_length temperature eval_k lora_r "
-    "lora_alpha max_grad_norm plan rloo_k num_generations"
-).split()
-
-
-class UsageError(ValueError):
-    """A mistake in flags or data. The program shows its message without a traceback."""
-
-
-@contextlib.contextmanager
-def blaming(cause):
-    """An error inside is a mistake of the user. The message names its cause, a flag or a row."""
-    try:
-        yield
-    except Exception as error:
-        raise UsageError(f"{cause}: {error}") from error
-
-
-def check_flags(args):
-    """A copy with all defaults filled in. Flags that contradict each other are refused."""
-    args = copy.copy(args)
-    if args.dtype is None:
-        launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
-        args.dtype = "bfloat16" if launcher == "bf16" else "float32"
-    kind = "other" if args.lora_r is None else "LoRA"
-    if Path(args.model_path).resolve() == Path(Args.model_path).resolve():
-        kind = "built-in"
-        args.dataset = args.dataset or BUILT_IN_DATASET
-    if args.eval_dataset is None and args.dataset == BUILT_IN_DATASET:
-        args.eval_dataset = str(DEFAULT / "eval.jsonl")
-    if args.learning_rate is None:
-        args.learning_rate = RATES[kind]
-    if args.response_length is None:
-        args.response_length = 8 if kind == "built-in" else 256
-    for name, value in list(vars(args).items()):
-        if isinstance(value, np.generic):
-            value = value.item()
-            setattr(args, name, value)
-        flag = f"--{name.replace('_', '-')} {value}"
-        if isinstance(value, (int, float)) and not value >= 0:
-            raise ValueError(f"{flag} must not be negative")
-        if name in ABOVE_ZERO and value == 0:
-            raise ValueError(f"{flag} must be above 0")
-    multiple = lcm(args.k, args.num_mini_batches)
-    trackers = [None, *map(str, accelerate.tracking.get_available_trackers())]
-    faults = {  # a message, and whether it is true
-        "--gamma and --lam must be at most 1": max(args.gamma, args.lam) > 1,
-        "--adaptive-kl needs a --kl-coef above 0 to start from": (
-            args.adaptive_kl and args.kl_coef == 0
-        ),
-        "--adaptive-kl needs a --kl-horizon above 0.2 * --batch-size": (
-            args.adaptive_kl and args.kl_horizon <= 0.2 * args.batch_size
-        ),
-        f"--batch-size must be a multiple of {multiple} (k, mini-batches)": args.batch_size
-        % multiple,
-        "--model-path needs a --dataset": args.dataset is None,
-        "--model-path has LoRA adapters; first merge them with peft: AutoPeftModelForCausalLM"
-        ".from_pretrained(path).merge_and_unload().save_pretrained(folder)": (
-            Path(args.model_path, "adapter_config.json").exists()
-        ),
-        "--eval-k needs an --eval-temperature": args.eval_k > 1 and args.eval_temperature == 0,
-        "--resume needs the --output-dir of the run": args.resume and args.output_dir is None,
-        f"--log-with: {args.log_with} is none of {trackers}": args.log_with not in trackers,
-    }
-    for message, is_true in faults.items():
-        if is_true:
-            raise ValueError(message)
-    return args
-
-
-def check_positions(path, config, longest_row):
-    """Refuse a model with too few positions for the longest row. Its last token is no input."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or inf
-    if positions < longest_row - 1:
-        raise UsageError(
-            f"{path} has {positions} positions, and the longest prompt with its completion needs"
-            f" {longest_row - 1}; lower --response-length, or --max-prompt-length"
-        )
-
-
-def start_accelerator(args):
-    """Start the processes' connection, and refuse a launch in which some of them are missing."""
-    global accelerator
-    if args.dataset == BUILT_IN_DATASET and not DEFAULT.exists():
-        raise UsageError(f"{DEFAULT} is missing, so --model-path and --dataset are needed")
-    accelerator = accelerate.Accelerator(
-        # The scripts do accumulation and autocast themselves, whatever the launcher is set to.
-        gradient_accumulation_plugin=accelerate.utils.GradientAccumulationPlugin(num_steps=1),
-        mixed_precision="no",
-        log_with=args.log_with,
-        project_dir=args.output_dir or "runs",
-        cpu=torch.mps.is_available(),  # Apple's GPUs have no float64, which sampling needs.
-    )
-    # accelerate can start one process where several were asked for, or several that are alone.
-    asked_for_more = {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
-    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1 + asked_for_more)):
-        raise UsageError(
-            "fewer processes than launched, or no GPU was found; without GPUs use"
-            " ACCELERATE_USE_CPU=true torchrun"
-        )
-    if accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2:
-        raise UsageError("FSDP version 1 is not offered; the launcher needs fsdp_version: 2")
-    if accelerator.distributed_type == "DEEPSPEED":
-        if args.target_kl or args.ratio_threshold:
-            raise UsageError(
-                "--target-kl and --ratio-threshold drop updates, which DeepSpeed cannot do; use"
-                " FSDP2 or DDP"
-            )
-        # Its engine clips, casts and gathers by itself. `micro_batches` does the accumulation.
-        config = accelerator.state.deepspeed_plugin.deepspeed_config
-        config["train_micro_batch_size_per_gpu"] = 1
-        config["gradient_accumulation_steps"] = 1
-        config["gradient_clipping"] = 0.0 if isinf(args.max_grad_norm) else args.max_grad_norm
-        config["torch_autocast"] = {"enabled": args.dtype == "bfloat16", "dtype": "bfloat16"}
-        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-        # Otherwise transformers would shard every model that it loads, also the reference, which
-        # has no engine to gather it.
-        transformers.integrations.unset_hf_deepspeed_config()
+            tracker.log_table("samples", columns=names, data=samples, step=episode)
 
 
 def sha_256(text):
@@ -1992,24 +1552,17 @@ def choose_output_dir(args, prompts):
     rows = re.sub(r" at 0x\w+", "", repr([prompt.row for prompt in prompts]))
     settings = vars(args) | {
         "output_dir": str(output_dir),
-        "dataset_rows": f"{len(prompts)}, {sha_256(rows)}",
+        "dataset_rows": sha_256(rows),
         "prompt_tokens": sha_256(repr([prompt.token_ids for prompt in prompts])),
     }
-    if not any((output_dir / name).exists() for name in (*JSONL_FILES, "checkpoints", "model")):
-        return output_dir, settings
-    if not args.resume:
-        raise UsageError(f"--output-dir {output_dir} holds a run; --resume continues it")
-    theirs = yaml.safe_load((output_dir / "args.yaml").read_text())
-    for name, its in (vars(check_flags(Args())) | theirs).items():  # An older script had fewer.
-        mine = settings.get(name)
-        if name == "prompt_tokens" and its != mine:
-            raise UsageError(
-                f"--resume: the prompts have other tokens than in {output_dir}. Does the chat"
-                " template write the date, or has it changed? See docs/recipes.md"
-            )
-        if name not in FREE_FLAGS and its != mine:
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"--resume: {flag} is {mine}, but {its} in {output_dir}")
+    if (output_dir / "metrics.jsonl").exists():
+        if not args.resume:
+            raise UsageError(f"--output-dir {output_dir} holds a run; --resume continues it")
+        theirs = yaml.safe_load((output_dir / "args.yaml").read_text())
+        for name in theirs | settings:
+            mine, its = settings.get(name, "unknown"), theirs.get(name, "unknown")
+            if name not in FREE_FLAGS and its != mine:
+                raise UsageError(f"--resume: {name} is {mine}, but {its} in {output_dir}")
     if (output_dir / "model").exists():  # It is written last of all.
         accelerator.print(f"nothing to do: the run in {output_dir} is finished")
         accelerator.end_training()
@@ -2017,28 +1570,173 @@ def choose_output_dir(args, prompts):
     return output_dir, settings
 
 
-def compare_with_sampler(args, difference):
-    """How far the first training pass of an iteration is from the sampler, at most, for any token.
+def start_run(args, output_dir, settings):
+    """Lock the folder, write its args.yaml, and load its newest checkpoint. Returns its state."""
+    if accelerator.is_main_process:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        # A killed process gives its lock back. A notebook may take its own again.
+        lock = filelock.FileLock(output_dir / ".lock", blocking=False, is_singleton=True)
+        accelerator.lock = lock  # It is free again when the accelerator is.
+        try:
+            lock.acquire()
+        except filelock.Timeout:
+            raise UsageError(f"another run writes into {output_dir}") from None
+        except OSError:  # Some network disks have no locks.
+            pass
+        temporary = output_dir / "args.tmp"
+        temporary.write_text(yaml.safe_dump(settings, sort_keys=False))
+        temporary.replace(output_dir / "args.yaml")
+    state = {"metrics_bytes": 0}
+    newest = sorted(output_dir.glob("checkpoints/iteration_*/state.json"))[-1:]
+    for file in gather_object([newest])[0]:  # as the main process sees it
+        state = json.loads(file.read_text())
+        accelerator.load_state(str(file.parent))
+        accelerator.print(f"resuming after iteration {state['iteration']}")
+    if args.resume and not newest:
+        accelerator.print("no checkpoint, starting at 0")
+    metrics = output_dir / "metrics.jsonl"
+    if accelerator.is_main_process:
+        shutil.rmtree(output_dir / "checkpoints" / "unfinished", ignore_errors=True)
+        if metrics.exists():  # Cut what came after the checkpoint.
+            os.truncate(metrics, state["metrics_bytes"])
+    return state | {"saved": time.time()}
 
-    The weights are the same. Where more than rounding differs, the gradients would be wrong.
-    difference: [tokens], of their log-probabilities
-    """
-    largest = difference.abs().max()
-    # In bfloat16 at most 0.05 was measured where it is right, and 0.15 where it is wrong.
-    is_rounding = largest < 1e-3 if args.dtype == "float32" else difference.abs().mean() < 0.1
-    if not is_rounding:
-        raise RuntimeError(f"sampling and training give log-probabilities {largest:.2g} apart")
-    return {"val/sampling_logprob_difference": largest}
+
+def announce(args, settings, policy, prompts):
+    """Print what the run will do, and start the trackers."""
+    accelerator.print(
+        f"{accelerator.num_processes} x {accelerator.device.type}, {args.dtype}, learning rate"
+        f" {args.learning_rate:g}, response length {args.response_length}; writing to"
+        f" {settings['output_dir']}"
+    )
+    model = accelerator.unwrap_model(policy)
+    ends = dict(zip(model.eos_ids, model.tokenizer.convert_ids_to_tokens(model.eos_ids)))
+    accelerator.print(f"tokens that end a completion: {ends}; --stop-string: {args.stop_string!r}")
+    accelerator.print(f"the first prompt: {model.tokenizer.decode(prompts[0].token_ids)!r}")
+    # tensorboard takes no None
+    config = {name: value for name, value in settings.items() if value is not None}
+    name = {"name": os.environ.get("WANDB_NAME", Path(settings["output_dir"]).name)}
+    accelerator.init_trackers(
+        os.environ.get("WANDB_PROJECT", "tally"), config, {"wandb": name, "trackio": name}
+    )
 
 
-def refuse_missing_scores(batch, scores):
-    """Stop at an episode without a score. PPO has no other episodes of its group to learn from."""
-    for prompt, score in zip(batch.prompts, scores.tolist()):
-        if isnan(score):
-            raise UsageError(
-                f"a completion of {prompt.text!r} has no score: --reward gave None, and PPO needs"
-                " a number for each completion"
-            )
+def save_checkpoint(args, state, output_dir, is_last):
+    """Write weights, optimizer, schedule and state, if it is time. The folder gets its name when it
+    is whole."""
+    if args.save_every is None:
+        return
+    is_time = state["iteration"] % args.save_every == 0 or time.time() - state["saved"] > 600
+    if not gather_object([is_last or is_time])[0]:  # The main process decides. Clocks may differ.
+        return
+    state["saved"] = time.time()
+    unfinished = output_dir / "checkpoints" / "unfinished"
+    accelerator.save_state(str(unfinished))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        state["metrics_bytes"] = (output_dir / "metrics.jsonl").stat().st_size
+        (unfinished / "state.json").write_text(json.dumps(state))
+        unfinished.rename(unfinished.with_name(f"iteration_{state['iteration']:08d}"))
+        for old in sorted(unfinished.parent.glob("iteration_*"))[:-2]:
+            # A network disk may keep some of its files for a while.
+            shutil.rmtree(old.rename(unfinished), ignore_errors=True)
+
+
+def save_model(model, tokenizer, folder):
+    """Write a model and the tokenizer for `from_pretrained`. With LoRA these are the adapters."""
+    weights = accelerator.get_state_dict(model)  # All processes take part in it.
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+
+
+def save_result(policy, tokenizer, output_dir, plan):
+    """Write the model. Its folder gets its name when it is whole, and then checkpoints go."""
+    save_model(policy, tokenizer, output_dir / "model.tmp")
+    accelerator.wait_for_everyone()  # Another process may still be reading a checkpoint.
+    if accelerator.is_main_process:
+        (output_dir / "model.tmp").rename(output_dir / "model")
+        for folder in output_dir.glob("checkpoints/iteration_*"):
+            shutil.rmtree(folder, ignore_errors=True)
+    accelerator.print(
+        f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs;"
+        f" model in {output_dir / 'model'}"
+    )
+
+
+# ========================================= 10  flags =========================================
+BUILT_IN_DATASET = str(DEFAULT / "train.jsonl")
+
+# --learning-rate of the built-in policy, of any other, and of LoRA adapters.
+RATES = {"built-in": 5e-5, "other": 3e-6, "LoRA": 1e-5}
+
+# Flags that may change when a run is resumed. They change memory, or what is shown and kept.
+FREE_FLAGS = (
+    "output_dir resume save_every plan share_prompts gradient_checkpointing log_with dataset"
+    " eval_dataset eval_every eval_temperature eval_k eval_reward per_device_train_batch_size"
+    " per_device_rollout_batch_size num_sample_generations save_rollouts cuda_graphs"
+).split()  # Instead of the path --dataset, its rows are compared.
+
+# Numbers that may be 0. No number may be negative.
+MAY_BE_ZERO = (
+    "seed total_episodes eval_temperature stop_token_id kl_coef cliprange missing_eos_penalty"
+    " learning_rate weight_decay warmup_steps num_sample_generations"
+).split()
+
+
+class UsageError(ValueError):
+    """A mistake in flags or data. The program shows its message without a traceback."""
+
+
+def check_flags(args):
+    """A copy with all defaults filled in. Flags that contradict each other are refused."""
+    args = copy.copy(args)
+    if args.dtype is None:
+        launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
+        args.dtype = "bfloat16" if launcher == "bf16" else "float32"
+    kind = "other" if args.lora_r is None else "LoRA"
+    if Path(args.model_path).resolve() == Path(Args.model_path).resolve():
+        kind = "built-in"
+        args.dataset = args.dataset or BUILT_IN_DATASET
+    if args.eval_dataset is None and args.dataset == BUILT_IN_DATASET:
+        args.eval_dataset = str(DEFAULT / "eval.jsonl")
+    if args.learning_rate is None:
+        args.learning_rate = RATES[kind]
+    if args.response_length is None:
+        args.response_length = 8 if kind == "built-in" else 256
+    for name, value in vars(args).items():
+        may_be_zero = name in MAY_BE_ZERO or isinstance(value, bool)
+        if isinstance(value, (int, float)) and not (value > 0 or value == 0 and may_be_zero):
+            bound = "not be negative" if may_be_zero else "be above 0"
+            raise ValueError(f"--{name.replace('_', '-')} {value} must {bound}")
+    trackers = [None, *map(str, accelerate.tracking.get_available_trackers())]
+    faults = {  # a message, and whether it is true
+        "--gamma and --lam must be at most 1": max(args.gamma, args.lam) > 1,
+        "--adaptive-kl needs a --kl-coef above 0 to start from": (
+            args.adaptive_kl and args.kl_coef == 0
+        ),
+        "--adaptive-kl needs a --kl-horizon above 0.2 * --batch-size": (
+            args.adaptive_kl and args.kl_horizon <= 0.2 * args.batch_size
+        ),
+        "--batch-size must be a multiple of k and of --num-mini-batches": (
+            args.batch_size % args.k or args.batch_size % args.num_mini_batches
+        ),
+        "--model-path needs a --dataset": args.dataset is None,
+        f"{DEFAULT} is missing, so --model-path and --dataset are needed": (
+            args.dataset == BUILT_IN_DATASET and not DEFAULT.exists()
+        ),
+        "--model-path has LoRA adapters; first merge them with peft: AutoPeftModelForCausalLM"
+        ".from_pretrained(path).merge_and_unload().save_pretrained(folder)": (
+            Path(args.model_path, "adapter_config.json").exists()
+        ),
+        "--eval-k needs an --eval-temperature": args.eval_k > 1 and args.eval_temperature == 0,
+        "--resume needs the --output-dir of the run": args.resume and args.output_dir is None,
+        f"--log-with: {args.log_with} is none of {trackers}": args.log_with not in trackers,
+    }
+    for message, is_true in faults.items():
+        if is_true:
+            raise ValueError(message)
+    return args
 
 
 transformers.utils.logging.set_verbosity_error()
@@ -2057,4 +1755,5 @@ if __name__ == "__main__":
         # The run is freed by now, so its progress bar has ended.
         sys.exit(f"\nerror: {error}")
     except KeyboardInterrupt:
-        sys.exit(f"\nstopped; --resume --output-dir {accelerator.logging_dir} goes on")
+        folder = accelerator and accelerator.logging_dir
+        sys.exit(f"\nstopped; --resume --output-dir {folder} goes on")
