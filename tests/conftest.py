@@ -124,6 +124,14 @@ def read_jsonl(path):
     return [json.loads(line) for line in open(path, encoding="utf-8")]
 
 
+def read_rollouts(output_dir, prefix=""):
+    """The rows of all iterations of a run, or with the prefix `eval_` of all evaluations."""
+    rows = []
+    for path in sorted(Path(output_dir).glob(f"rollouts/{prefix}[0-9]*.jsonl")):
+        rows += read_jsonl(path)
+    return rows
+
+
 def column(rows, name):
     return [row[name] for row in rows]
 
@@ -516,7 +524,8 @@ class Run(NamedTuple):
     args: object
     metrics: list[dict]  # the rows of metrics.jsonl
     folder: Path
-    rollouts = property(lambda self: read_jsonl(self.folder / "rollouts.jsonl"))
+    rollouts = property(lambda self: read_rollouts(self.folder))
+    eval_rollouts = property(lambda self: read_rollouts(self.folder, "eval_"))
 
     def rows_of(self, iteration):
         return [row for row in self.rollouts if row["iteration"] == iteration]
@@ -549,7 +558,7 @@ def run(world, tmp_path):
 @fixture
 def refuses(run, tmp_path):
     """refuses(script, *words, **flags): the run must stop with these words in the message of a
-    UsageError or of the given error, and write nothing."""
+    UsageError or of the given error, before it writes metrics or a model."""
 
     def refuses(script, *words, error=None, **flags):
         out = tmp_path / "out"
@@ -557,7 +566,7 @@ def refuses(run, tmp_path):
             run(script, **dict(output_dir=out) | flags)
         for word in words:
             assert re.search(word, str(raised.value)), f"{word!r} is not in: {raised.value}"
-        assert not out.exists()
+        assert not (out / "metrics.jsonl").exists() and not (out / "model").exists()
 
     return refuses
 
@@ -654,15 +663,15 @@ def compare_runs(output_dir, other_dir):
     output_dir = Path(output_dir)
     other_dir = Path(other_dir)
 
-    def pairs(file):
-        return zip(read_jsonl(output_dir / file), read_jsonl(other_dir / file), strict=True)
-
-    for row, other in pairs("rollouts.jsonl"):
-        assert row["prompt"] == other["prompt"]
-        assert row["token_ids"] == other["token_ids"]
+    for prefix in ("", "eval_"):
+        rows = read_rollouts(output_dir, prefix)
+        for row, other in zip(rows, read_rollouts(other_dir, prefix), strict=True):
+            assert row["prompt"] == other["prompt"]
+            assert row["token_ids"] == other["token_ids"]
     # The difference of trainer and sampler is only rounding.
     may_differ = TIMES | {"val/sampling_logprob_difference"}
-    for line, other in pairs("metrics.jsonl"):
+    metrics = [read_jsonl(folder / "metrics.jsonl") for folder in (output_dir, other_dir)]
+    for line, other in zip(*metrics, strict=True):
         for name in (line.keys() | other.keys()) - may_differ:
             close = pytest.approx(other.get(name), rel=1e-4, abs=5e-6)
             assert line.get(name) == close, (line["iteration"], name)
@@ -685,7 +694,7 @@ def result_of(output_dir):
     weights = {}
     for file in (output_dir / "model").glob("*.safetensors"):
         weights[file.name] = file.read_bytes()
-    rollouts = "".join(file.read_text() for file in sorted(output_dir.glob("*rollouts.jsonl")))
+    rollouts = {file.name: file.read_text() for file in output_dir.glob("rollouts/*.jsonl")}
     return lines, weights, rollouts
 
 

@@ -2,24 +2,13 @@
 run. Groups of a run's rows."""
 
 import statistics
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import encode, load_policy, plain_logprobs
+from conftest import encode, load_policy, make_args, plain_logprobs, reset_accelerate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-
-def completion_model(
-    script, model, eos_ids, way="shared_prompts", temperature=1.0, steps="PlainSteps"
-):
-    """A CompletionModel as a script makes it, around a language model. way, steps: names of the
-    ways to train and to sample"""
-    args = SimpleNamespace(dtype="float32", temperature=temperature, stop_string=None)
-    ways = getattr(script, way), getattr(script, steps)
-    return script.CompletionModel(args, model, None, eos_ids, *ways)
+from transformers import EosTokenCriteria, StoppingCriteriaList
 
 
 class StandInGraph(TorchDispatchMode):
@@ -61,27 +50,26 @@ def record_steps(patch, script):
     patch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
     patch.setattr(torch.cuda, "graph", lambda graph, **_: graph)
     patch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
-    choose = script.choose_way
+    load = script.load_policy
 
-    def choose_way(path, model, ways, outputs_of):
-        if ways == [script.PlainSteps]:
-            ways = [script.RecordedSteps, script.PlainSteps]
-        return choose(path, model, ways, outputs_of)
+    def load_policy(args, *inputs):
+        model = load(args, *inputs)
+        model.is_recorded = args.cuda_graphs
+        return model
 
-    patch.setattr(script, "choose_way", choose_way)
+    patch.setattr(script, "load_policy", load_policy)
 
 
-def sample(script, model, prompts, uniforms, temperature, eos_ids, steps="PlainSteps"):
-    """A script's `sample`, of these texts. steps: the name of a way to sample"""
-    policy = completion_model(script, model, eos_ids, steps=steps)
+def sample(script, model, prompts, uniforms, temperature, eos_ids, is_recorded=False):
+    """A script's `sample`, of these texts, with a model as a run prepares it."""
+    reset_accelerate()
+    script.start_accelerator(make_args(script))
+    model.stopping_criteria = StoppingCriteriaList([EosTokenCriteria(eos_ids)])
+    model.is_recorded = is_recorded
     tokens = script.pad_left([encode(prompt) for prompt in prompts])
     with pytest.MonkeyPatch.context() as patch:
         record_steps(patch, script)
-        result = policy(
-            partial(script.sample, prompts=tokens, uniforms=uniforms, temperature=temperature)
-        )
-    model.eval()  # What it is compared with has no dropout, as a script's models have none.
-    return result
+        return script.sample(model, tokens, uniforms, temperature)
 
 
 def token_counts(rows):
