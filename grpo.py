@@ -1196,15 +1196,18 @@ def load_reference(args, policy, longest_row):
     return policy_without_adapters
 
 
-class KVCache(transformers.DynamicCache):
-    """The keys and values of the tokens so far."""
+class CastKeys:
+    """For a KV cache. Autocast casts only the values, and attention would cast all keys again."""
 
     def update(self, keys, values, *inputs, **settings):
-        # Autocast has cast only the values. Attention would cast all keys again for every token.
         return super().update(keys.to(values.dtype), values, *inputs, **settings)
 
 
-class RecordedKVCache(transformers.StaticCache):
+class KVCache(CastKeys, transformers.DynamicCache):
+    """The keys and values of the tokens so far."""
+
+
+class RecordedKVCache(CastKeys, transformers.StaticCache):
     """The same, with room for all tokens: what is recorded uses the same memory each time."""
 
     def __init__(self, config, length):
@@ -1212,8 +1215,6 @@ class RecordedKVCache(transformers.StaticCache):
         # A sliding window would count its tokens in Python. The masks hide what lies before it.
         full = transformers.cache_utils.StaticLayer
         self.layers = [full(length) if layer.is_sliding else layer for layer in self.layers]
-
-    update = KVCache.update
 
 
 def new_cache(model, rows):
@@ -1403,11 +1404,12 @@ def episode_records(batch, iteration, tensors, parts):
         record = dict(iteration=iteration, index=i, row=prompt.number, prompt=prompt.text)
         record |= dict(completion=batch.completions[i], token_ids=token_ids)
         record["columns"] = {name: prompt.row[name] for name in prompt.row if name != "prompt"}
-        for name, tensor in ({"ended": batch.ended} | tensors).items():
-            value = None if tensor is None else tensor[i].tolist()
-            # A list has a number for each token, and then padding.
-            record[name] = value[: len(token_ids)] if isinstance(value, list) else value
         records.append(record | parts[i])
+    for name, tensor in ({"ended": batch.ended} | tensors).items():
+        values = [None] * len(records) if tensor is None else tensor.tolist()
+        for record, value in zip(records, values):
+            is_list = isinstance(value, list)  # a number for each token, and then padding
+            record[name] = value[: len(record["token_ids"])] if is_list else value
     return records
 
 
