@@ -1,6 +1,7 @@
 """docs/nano/: the short programs make the runs of the scripts."""
 
 import re
+from ast import literal_eval
 
 from conftest import (
     HERE,
@@ -8,14 +9,12 @@ from conftest import (
     distance,
     flat,
     import_file,
-    launched,
     make_tokenizer,
-    read_jsonl,
+    read_rollouts,
     save_model,
 )
-from pytest import approx, mark
+from pytest import approx
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM
 
 # Prompts of different lengths, a smaller last batch, a second PPO epoch, and a model with positions
 # and dropout.
@@ -37,18 +36,19 @@ EOS_IDS = {"rloo": None, "grpo": [5, 9], "ppo": 7}
 EXACT_MATCH = '[float(c.strip() == row["answer"]) for c, row in zip(completions, rows)]'
 
 
-def run_nano(name, reward=None, **settings):
+def nano_text(script):
+    return (HERE / "docs/nano" / f"{script.__name__}.py").read_text(encoding="utf-8")
+
+
+def run_nano(text, reward, **settings):
     """Run a program with other settings and another reward. Returns its variables.
 
     `completions` are the tokens of all iterations, and `evaluations` the held-out scores."""
-    file = HERE / "docs/nano" / f"{name}.py"
-    text = file.read_text(encoding="utf-8")
     for setting, value in settings.items():
         text, count = re.subn(rf"^{setting} = .*", f"{setting} = {value!r}", text, flags=re.M)
         assert count == 1, setting
-    if reward:
-        assert EXACT_MATCH in text
-        text = text.replace(EXACT_MATCH, "reward([row['prompt'] for row in rows], completions)")
+    assert EXACT_MATCH in text
+    text = text.replace(EXACT_MATCH, "reward([row['prompt'] for row in rows], completions)")
     completions = []
     evaluations = []
 
@@ -60,35 +60,19 @@ def run_nano(name, reward=None, **settings):
             evaluations.append(float(line.split()[-1]))
 
     names = dict(print=note, reward=reward)
-    exec(compile(text, file, "exec"), names)
+    exec(text, names)
     return names | dict(completions=completions, evaluations=evaluations)
 
 
-def matrices(model):
-    """Its weights without biases. The gradient of GPT-2's key bias is rounding alone."""
-    return flat(w for w in model.parameters() if w.dim() > 1)
-
-
-def compare(name, start, folder, nano):
-    """How far apart the final weights are. The completions and evaluations must be the same."""
-    rollouts = read_jsonl(folder / "rollouts.jsonl")
-    assert nano["completions"] == column(rollouts, "token_ids")
-    metrics = read_jsonl(folder / "metrics.jsonl")
-    evaluations = [line["eval/scores"] for line in metrics if "eval/scores" in line]
-    assert nano["evaluations"] == approx(evaluations, abs=6e-4)
-    parts = [(AutoModelForCausalLM, "model", "policy")]
-    distances = []
-    if name == "ppo":
-        parts.append((AutoModel, "value_model", "value_trunk"))
-        head = load_file(folder / "value_model/value_head.safetensors")["weight"]
-        distances.append(distance([head], [nano["value_head"].weight]))
-    for auto_class, part, nano_name in parts:
-        before = matrices(auto_class.from_pretrained(start))
-        after = matrices(auto_class.from_pretrained(folder / part))
-        difference = after - matrices(nano[nano_name])
-        moved = after - before
-        distances.append((difference.norm() / moved.norm()).item())
-    return max(distances)
+def weights_apart(before, file, model):
+    """How far the weights in a file are from a model's, in units of how far they have moved."""
+    after = load_file(file)
+    own = dict(model.named_parameters())
+    # Only matrices: the gradient of GPT-2's key bias is rounding alone.
+    names = [name for name in before if before[name].dim() > 1]
+    difference = flat(after[name] - own[name] for name in names)
+    moved = flat(after[name] - before[name] for name in names)
+    return difference.norm() / moved.norm()
 
 
 def test_nano_makes_the_run_of_the_script(script, world, run, tmp_path, monkeypatch):
@@ -100,31 +84,30 @@ def test_nano_makes_the_run_of_the_script(script, world, run, tmp_path, monkeypa
     flags["eval_dataset"] = world.dataset(5, seed=1)
     # Large rewards hide a factor, since gradients are clipped.
     reward = "letters" if name == "ppo" else "small"
-    ran = run(script, max_grad_norm=1.0, reward=reward, **flags)
+    _, metrics, folder = run(script, max_grad_norm=1.0, reward=reward, **flags)
     rewards = import_file(world.folder / "rewards.py")
-    nano = run_nano(name, getattr(rewards, reward), **flags)
+    nano = run_nano(nano_text(script), getattr(rewards, reward), **flags)
+    assert nano["completions"] == column(read_rollouts(folder), "token_ids")
+    scores = [line["eval/scores"] for line in metrics if "eval/scores" in line]
+    assert nano["evaluations"] == approx(scores, abs=6e-4)
     # A gradient can be 0 up to rounding, and AdamW makes a step of it. On an EPYC with AVX2 one
     # weight of RLOO's model is such a case: 1.2e-3.
-    assert compare(name, model, ran.folder, nano) < 3e-3
+    before = load_file(tmp_path / "model/model.safetensors")
+    assert weights_apart(before, folder / "model/model.safetensors", nano["policy"]) < 3e-3
+    if name == "ppo":
+        file = folder / "value_model/model.safetensors"
+        assert weights_apart(before, file, nano["value_model"]) < 3e-3
+        head = load_file(file)["score.weight"]
+        assert distance([head], [nano["value_model"].lm_head.weight]) < 3e-3
 
 
-@mark.slow
-def test_the_default_run_is_the_same(script, tmp_path, monkeypatch):
-    """With -s it prints how far apart the weights are. GRPO and PPO run on 256 prompts: it takes
-    less time, and PPO's rounding may grow later."""
-    monkeypatch.chdir(tmp_path)
-    name = script.__name__
-    default = HERE / "benchmark/default"
-    rows = (default / "train.jsonl").read_text().splitlines(keepends=True)
-    if name != "rloo":
-        rows = rows[:256]
-    dataset = tmp_path / "train.jsonl"
-    dataset.write_text("".join(rows))
-    settings = dict(model_path=str(default / "policy"), dataset=str(dataset))
-    settings["eval_dataset"] = str(default / "eval.jsonl")
-    launched(script, 1, tmp_path, settings | dict(save_rollouts=True))
-    nano = run_nano(name, **settings)
-    apart = compare(name, default / "policy", tmp_path / "out", nano)
-    count = len(nano["completions"])
-    print(f"{name}: {count} completions, the same; weights: {apart:.1e} of the distance")
-    assert apart < 1e-4
+def test_the_settings_are_the_defaults_of_the_script(script):
+    defaults = script.check_flags(script.Args())
+    found = re.findall(r"^(\w+) = ([^\s#]+)", nano_text(script), re.M)
+    settings = {name: literal_eval(value) for name, value in found if hasattr(defaults, name)}
+    assert len(settings) > 10
+    for name, value in settings.items():
+        default = getattr(defaults, name)
+        if isinstance(value, str):  # a path
+            value = str(HERE / value)
+        assert value == default, name

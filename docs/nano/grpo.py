@@ -1,7 +1,6 @@
 """GRPO in one short program: `python docs/nano/grpo.py` makes the run of `python grpo.py`.
 
-It is for reading and for small models: one process, float32, and the logits of whole batches in
-memory. It checks nothing and saves nothing before its end. docs/nano/README.md leads to the script.
+It is for reading, and for small models: it checks nothing. docs/nano/README.md has the rest.
 """
 
 import json
@@ -10,7 +9,7 @@ from copy import deepcopy
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 model_path = "benchmark/default/policy"
 dataset = "benchmark/default/train.jsonl"
@@ -31,19 +30,18 @@ def score(completions, rows):
     return torch.tensor([float(c.strip() == row["answer"]) for c, row in zip(completions, rows)])
 
 
-# In all tensors of tokens, -1 means that there is no token: before a prompt, after a completion.
-def run_network(network, prompts, tokens):
-    """Outputs at the last prompt token, and at each of `tokens`: [episodes, 1 + tokens, ..]."""
-    rows = torch.cat([prompts, tokens], dim=1)
-    mask = rows >= 0
+# In all rows of tokens, -1 means that there is no token: before a prompt, after a completion.
+def forward(model, rows):
+    """The logits at each column, [rows, columns, vocabulary]."""
+    mask = (rows >= 0).long()
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # Padding on the left does not count.
-    outputs = network(rows.clamp(min=0), attention_mask=mask, position_ids=positions)[0]
-    return outputs[:, prompts.shape[1] - 1 :]
+    return model(rows.clamp(min=0), attention_mask=mask, position_ids=positions).logits
 
 
 def token_logprobs(model, prompts, tokens):
     """Log-probability of each completion token, [episodes, response]. It is 0 after the end."""
-    log_p = run_network(model, prompts, tokens[:, :-1]).log_softmax(-1)  # at the token before each
+    rows = torch.cat([prompts, tokens[:, :-1]], dim=1)  # Nothing follows the last token.
+    log_p = forward(model, rows)[:, prompts.shape[1] - 1 :].log_softmax(-1)  # of the next token
     return log_p.gather(-1, tokens.clamp(min=0)[:, :, None]).squeeze(-1) * (tokens >= 0)
 
 
@@ -53,23 +51,19 @@ def sample(rows, uniforms=None):
     prompts = [torch.tensor(tokenizer(row["prompt"]).input_ids) for row in rows]
     prompts = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")
     tokens = prompts[:, :0]  # [episodes, tokens so far]
-    active = torch.ones(len(rows), dtype=torch.bool)  # [episodes], False after the EOS
     for t in range(response_length):
-        p = run_network(policy, prompts, tokens)[:, -1].softmax(-1)  # [episodes, vocabulary]
+        ended = torch.isin(tokens, eos_ids).any(1)  # [episodes]; the EOS is part of a completion
+        if ended.all():
+            break
+        logits = forward(policy, torch.cat([prompts, tokens], dim=1))
+        p = logits[:, -1].softmax(-1)  # [episodes, vocabulary]
         picked = p.argmax(-1)  # [episodes]
         if uniforms is not None:  # the first token whose cumulative probability is above its dart
             cumulative = p.cumsum(-1, dtype=torch.double)
             darts = uniforms[:, t, None] * cumulative[:, -1:]  # times 1, up to rounding
             picked = (cumulative <= darts).sum(-1)
-        tokens = torch.cat([tokens, picked.where(active, -1)[:, None]], dim=1)
-        active &= ~torch.isin(picked, eos_ids)  # The EOS itself is part of the completion.
-        if not active.any():
-            break
-    return (
-        prompts,
-        tokens,
-        [tokenizer.decode(y[(y >= 0) & ~torch.isin(y, hidden)]) for y in tokens],
-    )
+        tokens = torch.cat([tokens, picked.where(~ended, -1)[:, None]], dim=1)
+    return prompts, tokens, [tokenizer.decode(y[~torch.isin(y, hidden)]) for y in tokens]
 
 
 def evaluate():
@@ -86,17 +80,15 @@ for epoch in range(num_train_epochs):
 batches = [stream[i : i + batch_size // k] for i in range(0, len(stream), batch_size // k)]
 
 tokenizer = AutoTokenizer.from_pretrained(model_path)
-# from_pretrained leaves a model in eval mode, so dropout is off, in training as in sampling.
-policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)  # in eval mode
 eos_ids = {*np.ravel(policy.generation_config.eos_token_id), tokenizer.eos_token_id} - {None}
 hidden = [i for i in eos_ids if not tokenizer.decode(i, skip_special_tokens=True)]
-hidden = torch.tensor(hidden, dtype=torch.long)  # special tokens, which texts do not show
+hidden = torch.tensor([-1, *hidden])  # A special token that ends a text is not shown in it.
 eos_ids = torch.tensor([*eos_ids])  # one or several
 reference = deepcopy(policy)  # It is not trained.
 trained = [*policy.parameters()]
 optimizer = torch.optim.AdamW(trained, learning_rate, weight_decay=0.0)
-steps = len(batches) * num_ppo_epochs
-scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+scheduler = get_scheduler("linear", optimizer, 0, len(batches) * num_ppo_epochs)
 
 evaluate()
 for iteration, drawn in enumerate(batches, start=1):

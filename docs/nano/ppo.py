@@ -1,7 +1,6 @@
 """PPO in one short program: `python docs/nano/ppo.py` makes the run of `python ppo.py`.
 
-It is for reading and for small models: one process, float32, and the logits of whole batches in
-memory. It checks nothing and saves nothing before its end. docs/nano/README.md leads to the script.
+It is for reading, and for small models: it checks nothing. docs/nano/README.md has the rest.
 """
 
 import json
@@ -10,7 +9,7 @@ from copy import deepcopy
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 model_path = "benchmark/default/policy"
 dataset = "benchmark/default/train.jsonl"
@@ -19,7 +18,6 @@ seed = 1
 batch_size = 64  # episodes of one iteration
 response_length = 8  # token limit of a completion
 cliprange = 0.2  # clips the ratio to 1 - this .. 1 + this
-k = 1  # completions of each prompt
 num_train_epochs = 4  # passes over the prompts of the dataset
 num_ppo_epochs = 2  # passes over the batch of each iteration
 learning_rate = 5e-5  # of the first step; it falls linearly to 0
@@ -35,26 +33,25 @@ def score(completions, rows):
     return torch.tensor([float(c.strip() == row["answer"]) for c, row in zip(completions, rows)])
 
 
-# In all tensors of tokens, -1 means that there is no token: before a prompt, after a completion.
-def run_network(network, prompts, tokens):
-    """Outputs at the last prompt token, and at each of `tokens`: [episodes, 1 + tokens, ..]."""
-    rows = torch.cat([prompts, tokens], dim=1)
-    mask = rows >= 0
+# In all rows of tokens, -1 means that there is no token: before a prompt, after a completion.
+def forward(model, rows):
+    """The logits at each column, [rows, columns, vocabulary]."""
+    mask = (rows >= 0).long()
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # Padding on the left does not count.
-    outputs = network(rows.clamp(min=0), attention_mask=mask, position_ids=positions)[0]
-    return outputs[:, prompts.shape[1] - 1 :]
+    return model(rows.clamp(min=0), attention_mask=mask, position_ids=positions).logits
 
 
 def token_logprobs(model, prompts, tokens):
     """Log-probability of each completion token, [episodes, response]. It is 0 after the end."""
-    log_p = run_network(model, prompts, tokens[:, :-1]).log_softmax(-1)  # at the token before each
+    rows = torch.cat([prompts, tokens[:, :-1]], dim=1)  # Nothing follows the last token.
+    log_p = forward(model, rows)[:, prompts.shape[1] - 1 :].log_softmax(-1)  # of the next token
     return log_p.gather(-1, tokens.clamp(min=0)[:, :, None]).squeeze(-1) * (tokens >= 0)
 
 
 def token_values(prompts, tokens):
     """Value of each completion token, read at the one before: [episodes, response]."""
-    hidden = run_network(value_trunk, prompts, tokens[:, :-1])
-    return value_head(hidden).squeeze(-1) * (tokens >= 0)
+    rows = torch.cat([prompts, tokens[:, :-1]], dim=1)
+    return forward(value_model, rows)[:, prompts.shape[1] - 1 :].squeeze(-1) * (tokens >= 0)
 
 
 @torch.no_grad()
@@ -63,23 +60,19 @@ def sample(rows, uniforms=None):
     prompts = [torch.tensor(tokenizer(row["prompt"]).input_ids) for row in rows]
     prompts = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")
     tokens = prompts[:, :0]  # [episodes, tokens so far]
-    active = torch.ones(len(rows), dtype=torch.bool)  # [episodes], False after the EOS
     for t in range(response_length):
-        p = run_network(policy, prompts, tokens)[:, -1].softmax(-1)  # [episodes, vocabulary]
+        ended = torch.isin(tokens, eos_ids).any(1)  # [episodes]; the EOS is part of a completion
+        if ended.all():
+            break
+        logits = forward(policy, torch.cat([prompts, tokens], dim=1))
+        p = logits[:, -1].softmax(-1)  # [episodes, vocabulary]
         picked = p.argmax(-1)  # [episodes]
         if uniforms is not None:  # the first token whose cumulative probability is above its dart
             cumulative = p.cumsum(-1, dtype=torch.double)
             darts = uniforms[:, t, None] * cumulative[:, -1:]  # times 1, up to rounding
             picked = (cumulative <= darts).sum(-1)
-        tokens = torch.cat([tokens, picked.where(active, -1)[:, None]], dim=1)
-        active &= ~torch.isin(picked, eos_ids)  # The EOS itself is part of the completion.
-        if not active.any():
-            break
-    return (
-        prompts,
-        tokens,
-        [tokenizer.decode(y[(y >= 0) & ~torch.isin(y, hidden)]) for y in tokens],
-    )
+        tokens = torch.cat([tokens, picked.where(~ended, -1)[:, None]], dim=1)
+    return prompts, tokens, [tokenizer.decode(y[~torch.isin(y, hidden)]) for y in tokens]
 
 
 def evaluate():
@@ -93,29 +86,26 @@ stream = []  # the prompts of the whole run: each epoch is a permutation
 for epoch in range(num_train_epochs):
     order = np.random.default_rng([seed, 1, epoch]).permutation(len(train_rows))  # 1: for prompts
     stream += [train_rows[i] for i in order]
-batches = [stream[i : i + batch_size // k] for i in range(0, len(stream), batch_size // k)]
+batches = [stream[i : i + batch_size] for i in range(0, len(stream), batch_size)]
 
 tokenizer = AutoTokenizer.from_pretrained(model_path)
-# from_pretrained leaves a model in eval mode, so dropout is off, in training as in sampling.
-policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)  # in eval mode
 eos_ids = {*np.ravel(policy.generation_config.eos_token_id), tokenizer.eos_token_id} - {None}
 hidden = [i for i in eos_ids if not tokenizer.decode(i, skip_special_tokens=True)]
-hidden = torch.tensor(hidden, dtype=torch.long)  # special tokens, which texts do not show
+hidden = torch.tensor([-1, *hidden])  # A special token that ends a text is not shown in it.
 eos_ids = torch.tensor([*eos_ids])  # one or several
 reference = deepcopy(policy)  # It is not trained.
-value_trunk = deepcopy(policy.get_decoder())  # the model without its head
-value_head = torch.nn.Linear(value_trunk.config.hidden_size, 1)
-torch.nn.init.zeros_(value_head.weight)
-torch.nn.init.zeros_(value_head.bias)
-trained = [*policy.parameters(), *value_trunk.parameters(), *value_head.parameters()]
+value_model = deepcopy(policy)  # It gets a new head of one output, which begins at 0.
+value_model.set_output_embeddings(torch.nn.Linear(policy.config.hidden_size, 1))
+for weight in value_model.get_output_embeddings().parameters():
+    torch.nn.init.zeros_(weight)
+trained = [*policy.parameters(), *value_model.parameters()]
 optimizer = torch.optim.AdamW(trained, learning_rate, weight_decay=0.0)
-steps = len(batches) * num_ppo_epochs
-scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+scheduler = get_scheduler("linear", optimizer, 0, len(batches) * num_ppo_epochs)
 
 evaluate()
-for iteration, drawn in enumerate(batches, start=1):
-    # ---- rollout: sample k completions of each drawn prompt
-    rows = [row for row in drawn for _ in range(k)]  # [episodes]
+for iteration, rows in enumerate(batches, start=1):
+    # ---- rollout: sample a completion of each drawn prompt
     uniforms = np.random.default_rng([seed, 2, iteration]).random((len(rows), response_length))
     prompts, tokens, completions = sample(rows, torch.tensor(uniforms))
 
