@@ -1152,23 +1152,19 @@ def adapt_kl_coef(args, state, kl, num_episodes):
 
 
 # ===================================== 8  loading models =====================================
-def load_model(
-    path, dtype, longest_row, auto_class=transformers.AutoModelForCausalLM, new=(), **changes
-):
+def load_model(path, dtype, longest_row, auto_class=transformers.AutoModelForCausalLM, **changes):
     """`from_pretrained`, on the device. A model stays in eval mode, so it has no dropout.
 
-    longest_row: tokens of the longest row that the model must have positions for; new: how the
-    names of weights begin that are 0 if the path lacks them; changes: of its config
+    longest_row: tokens of the longest row that the model must have positions for; changes: of its
+    config
     """
     model, info = auto_class.from_pretrained(path, dtype=dtype, output_loading_info=True, **changes)
     # A missing weight would be random. A layer that the config does not count would be left out.
     own = model.state_dict()
-    wrong = {w for w in info["unexpected_keys"] if re.sub(r"\.\d+\.", ".0.", w) in own}
-    wrong |= {w for w in info["missing_keys"] if not w.startswith(new)}
+    uncounted = {w for w in info["unexpected_keys"] if re.sub(r"\.\d+\.", ".0.", w) in own}
+    wrong = info["missing_keys"] | uncounted
     if wrong:
         raise UsageError(f"{path}: weights do not fit the config: {sorted(wrong)}")
-    for name in info["missing_keys"]:
-        torch.nn.init.zeros_(model.get_parameter(name))
     check_positions(path, model.config, longest_row - 1)  # Its last token is no input.
     model = model.to(accelerator.device)
     # Some models compute padded rows otherwise. So two rows are run together, and each alone.
@@ -1222,6 +1218,12 @@ def load_policy(args, tokenizer, longest_row):
     return model
 
 
+def zero_weights(model, module):
+    """The `_init_weights` of a value model: new weights are 0."""
+    for weight in module.parameters(recurse=False):
+        torch.nn.init.zeros_(weight)
+
+
 def load_value_model(args, tokenizer, longest_row):
     """The model with one output for each token, its value.
 
@@ -1238,8 +1240,13 @@ def load_value_model(args, tokenizer, longest_row):
     trunk = transformers.MODEL_MAPPING[type(transformers.AutoConfig.from_pretrained(path))]
     # AutoModelForTokenClassification would be the same, but knows only some kinds of models.
     bases = (transformers.modeling_layers.GenericForTokenClassification, trunk.__bases__[0])
-    value_class = type("ValueModel", bases, {"base_model_prefix": trunk.base_model_prefix})
-    model = load_model(path, "float32", longest_row, value_class, new="score.", num_labels=1)
+    settings = {
+        "base_model_prefix": trunk.base_model_prefix,
+        "_init_weights": zero_weights,
+        "_keys_to_ignore_on_load_missing": ["score"],
+    }
+    value_class = type("ValueModel", bases, settings)
+    model = load_model(path, "float32", longest_row, value_class, num_labels=1)
     return prepare_for_training(args, model, 2, modules_to_save=["score"])
 
 
@@ -1757,5 +1764,5 @@ if __name__ == "__main__":
         # The run is freed by now, so its progress bar has ended.
         sys.exit(f"\nerror: {error}")
     except KeyboardInterrupt:
-        folder = accelerator and accelerator.logging_dir
+        folder = accelerator.logging_dir if accelerator else "OUTPUT_DIR"
         sys.exit(f"\nstopped; --resume --output-dir {folder} goes on")

@@ -1006,23 +1006,19 @@ def load_reward_model(args, policy):
 
 
 # ===================================== 8  loading models =====================================
-def load_model(
-    path, dtype, longest_row, auto_class=transformers.AutoModelForCausalLM, new=(), **changes
-):
+def load_model(path, dtype, longest_row, auto_class=transformers.AutoModelForCausalLM, **changes):
     """`from_pretrained`, on the device. A model stays in eval mode, so it has no dropout.
 
-    longest_row: tokens of the longest row that the model must have positions for; new: how the
-    names of weights begin that are 0 if the path lacks them; changes: of its config
+    longest_row: tokens of the longest row that the model must have positions for; changes: of its
+    config
     """
     model, info = auto_class.from_pretrained(path, dtype=dtype, output_loading_info=True, **changes)
     # A missing weight would be random. A layer that the config does not count would be left out.
     own = model.state_dict()
-    wrong = {w for w in info["unexpected_keys"] if re.sub(r"\.\d+\.", ".0.", w) in own}
-    wrong |= {w for w in info["missing_keys"] if not w.startswith(new)}
+    uncounted = {w for w in info["unexpected_keys"] if re.sub(r"\.\d+\.", ".0.", w) in own}
+    wrong = info["missing_keys"] | uncounted
     if wrong:
         raise UsageError(f"{path}: weights do not fit the config: {sorted(wrong)}")
-    for name in info["missing_keys"]:
-        torch.nn.init.zeros_(model.get_parameter(name))
     check_positions(path, model.config, longest_row - 1)  # Its last token is no input.
     model = model.to(accelerator.device)
     # Some models compute padded rows otherwise. So two rows are run together, and each alone.
@@ -1593,5 +1589,5 @@ if __name__ == "__main__":
         # The run is freed by now, so its progress bar has ended.
         sys.exit(f"\nerror: {error}")
     except KeyboardInterrupt:
-        folder = accelerator and accelerator.logging_dir
+        folder = accelerator.logging_dir if accelerator else "OUTPUT_DIR"
         sys.exit(f"\nstopped; --resume --output-dir {folder} goes on")
