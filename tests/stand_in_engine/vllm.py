@@ -7,12 +7,11 @@ forget is checked, too: new weights, an empty prefix cache, stop tokens, and roo
 completion.
 """
 
-import copy
-import functools
 import inspect
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,16 +40,7 @@ def make(name: str, **fields) -> SimpleNamespace:
 
 class SamplingParams:
     def __init__(self, *args, **kwargs):
-        defaults = dict(
-            temperature=1.0,
-            max_tokens=16,
-            seed=None,
-            stop_token_ids=[],
-            logprobs=None,
-            stop=None,
-            skip_special_tokens=True,
-            flat_logprobs=False,
-        )
+        defaults = dict(stop=None, skip_special_tokens=True, flat_logprobs=False)
         self.__dict__ |= defaults | check_call("SamplingParams", *args, **kwargs)
 
 
@@ -69,41 +59,21 @@ class LLM:
             "log-probabilities are at the temperature"
         )
         self.max_model_len = others["max_model_len"]
-        self.script = sys._getframe(1).f_globals  # of the caller
-        language_model = transformers.AutoModelForCausalLM.from_pretrained(
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
             given["model"], dtype=given["dtype"]
         )
+        self.model.is_recorded = False
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(given["model"])
-        self.model = self.script["CompletionModel"](
-            self.script["Args"](), language_model, None, [], None, self.script["PlainSteps"]
-        )
-        self.record_uniforms()
         self.has_prompts = False
         self.is_stale = False
         self.is_shut_down = False
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self.shut_down))
         engines.append(self)
 
-    def record_uniforms(self):
-        """Let the script's `generate` note its random numbers. So a seed stands for the numbers of
-        its episode."""
-        generate = self.script["generate"]
-        self.uniforms = {}
-
-        @functools.wraps(generate)
-        def noting(*args, **kwargs):
-            given = inspect.signature(generate).bind(*args, **kwargs).arguments
-            shape = (len(given["drawn"]) * given["k"], given["args"].response_length)
-            uniforms = copy.deepcopy(given["rng"]).random(shape)
-            self.uniforms |= {int(row[0] * 2**53): row for row in uniforms}
-            return generate(*args, **kwargs)
-
-        self.script["generate"] = noting
-
     def collective_rpc(self, *args, **kwargs):
         given = check_call("LLM.collective_rpc", self, *args, **kwargs)
         weights = check_call(given["method"], self, **given["kwargs"])["weights_iterator"]
-        self.model.language_model.load_state_dict(dict(weights))
+        self.model.load_state_dict(dict(weights))
         self.is_stale = self.has_prompts  # The prompts that it holds were run by the old weights.
 
     def reset_prefix_cache(self, *args, **kwargs):
@@ -118,28 +88,24 @@ class LLM:
         assert not self.is_shut_down
         assert not self.is_stale, "the prefix cache holds prompts that the old weights have run"
         self.has_prompts = True
-        uniforms = []
-        for prompt, request in zip(prompts, requests, strict=True):
+        caller = sys._getframe(1)
+        uniforms = caller.f_locals["uniforms"]  # The seeds stand for them.
+        for prompt, request, row in zip(prompts, requests, uniforms, strict=True):
+            assert request.seed == int(row[0] * 2**53)
             assert len(prompt) + request.max_tokens <= self.max_model_len
             # So the log-probabilities of the sampled tokens come in one list.
             assert request.flat_logprobs
             assert request.logprobs == 0
-            uniforms.append(torch.from_numpy(self.uniforms[request.seed]))
-        self.model.eos_ids = request.stop_token_ids  # All requests have the same settings.
+        # All requests have the same settings.
+        ends = [transformers.EosTokenCriteria(request.stop_token_ids)]
         if request.stop is not None:
             assert request.detokenize, "the real engine finds stop strings in text only"
             assert request.include_stop_str_in_output, "the string belongs to the completion"
-            hides = request.skip_special_tokens
-
-            def has_stop_string(rows, _):
-                texts = self.tokenizer.batch_decode(rows, skip_special_tokens=hides)
-                return torch.tensor([any(stop in text for stop in request.stop) for text in texts])
-
-            self.model.ends_with_stop_string = has_stop_string
-        tokens = self.script["pad_left"](prompts)
-        samples = self.script["sample"](
-            self.model, tokens, torch.stack(uniforms), request.temperature
-        )
+            ends.append(partial(self.has_stop_string, request))
+        self.model.stopping_criteria = transformers.StoppingCriteriaList(ends)
+        script = caller.f_globals
+        tokens = script["pad_left"](prompts)
+        samples = script["sample"](self.model, tokens, uniforms, request.temperature)
         outputs = []
         for i, row in enumerate(samples["tokens"].tolist()):
             token_ids = [token for token in row if token >= 0]
@@ -152,6 +118,10 @@ class LLM:
             )
             outputs.append(make("RequestOutput", outputs=[completion]))
         return outputs
+
+    def has_stop_string(self, request, rows, _):
+        texts = self.tokenizer.batch_decode(rows, skip_special_tokens=request.skip_special_tokens)
+        return torch.tensor([any(stop in text for stop in request.stop) for text in texts])
 
     def shut_down(self, *args, **kwargs):
         check_call("engine_core.shutdown", self, *args, **kwargs)
