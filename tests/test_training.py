@@ -1,0 +1,362 @@
+"""Training: gradients and log-probabilities are those of plain passes. Also precision, adapters,
+memory, norms, and episodes without a score.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    CHANGED_LOGITS,
+    MANY_EOS,
+    VOCAB,
+    WINDOWS,
+    column,
+    distance,
+    encode,
+    flat,
+    load_policy,
+    one_text,
+    only,
+    read_jsonl,
+    record_calls,
+    save_model,
+    weights_of,
+    write_jsonl,
+)
+from plain import (
+    groups_of,
+    mean_weights,
+    plain_advantages,
+    plain_gradient,
+    row_logprobs,
+    token_counts,
+    token_weights,
+    without_none,
+)
+from pytest import approx, mark, raises
+
+grouped = only("rloo", "grpo")
+ONE_BATCH = dict(batch_size=24, total_episodes=24)
+ENDS = ["many_eos", "pad_is_eos", "emits_pad"]
+
+
+@mark.parametrize("policy", ["llama", "gpt2", *ENDS, *WINDOWS, *CHANGED_LOGITS])
+def test_gradient_is_that_of_plain_passes(script, run, world, updates, tmp_path, policy):
+    """The gradient of a single update is that of plain passes, which have no padding, no cache
+    and no dropout, whether or not the completions of a group share a pass over their prompt. So are
+    the log-probabilities of the sampler and of the reference.
+
+    Bugs: trl#5619, #6024, #2881, verl#906 (wrong denominators)."""
+    path = getattr(world, policy, None)
+    if path is None:
+        path = save_model(tmp_path / policy, policy, eos_ids=MANY_EOS)
+    flags = dict(model_path=path, temperature=0.7, per_device_train_batch_size=7, **ONE_BATCH)
+    for share_prompts in (True, False):
+        rows = run(script, share_prompts=share_prompts, **flags).rollouts
+        assert len(set(token_counts(rows))) > 1, "the test needs unequal lengths"
+        for row, logprobs in zip(rows, row_logprobs(path, rows, 0.7)):
+            assert row["logprobs"] == approx(logprobs, abs=1e-5)
+            assert row["ref_logprobs"] == approx(logprobs, abs=1e-5)
+        expected = plain_gradient(path, rows, token_weights(script, rows), temperature=0.7)
+        [update] = updates
+        assert distance(expected, update.gradients[: len(expected)]) < 1e-5
+        updates.clear()
+
+
+def trained_episodes(calls):
+    """How many episodes went through training passes, by the calls of `token_logprobs`."""
+    return sum(len(call.args[-1]) for call in calls if call.training)
+
+
+@grouped
+@mark.parametrize("kl_coef, path", [(0.0, None), (0.1, "reference")])
+def test_episodes_without_gradient_take_no_pass(
+    script, run, world, monkeypatch, updates, kl_coef, path
+):
+    """Where no KL is in the loss, episodes with advantage 0 take no pass. The gradient is that of
+    all episodes."""
+    calls = record_calls(monkeypatch, script, "token_logprobs")
+    flags = dict(ref_model_path=path, kl_coef=kl_coef, num_ppo_epochs=2, **ONE_BATCH)
+    rows = run(script, reward="seldom", per_device_train_batch_size=2, **flags).rollouts
+    count = sum(row["advantage"] != 0 for row in rows)
+    if path:  # RLOO's KL is in the reward, so here no advantage is 0.
+        count = 24
+    else:
+        expected = plain_gradient(world.llama, rows, token_weights(script, rows))
+        assert distance(expected, updates[0].gradients) < 1e-5
+        assert 0 < count < 20
+    assert trained_episodes(calls) == 2 * count
+
+
+@grouped
+@mark.parametrize("reward", ["five", "silent"])
+def test_all_advantages_zero_is_a_step_of_zero_gradients(
+    script, run, world, monkeypatch, updates, reward
+):
+    """All scores are equal, or no completion has one. Each update takes one pass. Its gradients are
+    0 and not None, and its weights stay. Without scores no mean of them is logged.
+
+    A gradient of None would stop the run: `updates` copies all gradients."""
+    calls = record_calls(monkeypatch, script, "token_logprobs")
+    ran = run(script, reward=reward, kl_coef=0.0, num_train_epochs=2, eval_dataset=5)
+    assert len(updates) == ran.metrics[-1]["step"] == trained_episodes(calls)
+    assert distance(weights_of(world.llama), weights_of(ran.folder / "model")) == 0
+    before, *lines = ran.metrics
+    assert before["eval/num_unscored"] == (5 if reward == "silent" else 0)
+    for line in lines:
+        assert line["grad_norm"] == line["loss/policy_avg"] == 0
+        assert not line.keys() & {"val/ratio", "val/sampling_logprob_difference"}
+        assert ("objective/scores" in line) == (reward == "five")
+        assert line["group/equal_scores_fraction"] == 1
+    score = None if reward == "silent" else 5.0
+    assert {row["score"] for row in ran.rollouts} == {score}
+
+
+def test_rounding_is_not_trained(script, run):
+    """Without a reward, and with a reference that is the policy, the KL is rounding alone. AdamW
+    would make whole steps of it."""
+    policy = script.Args.model_path
+    flags = dict(model_path=policy, dataset=str(script.DEFAULT / "train.jsonl"), response_length=8)
+    flags |= dict(per_device_train_batch_size=7, per_device_rollout_batch_size=5)
+    ran = run(script, reward="none", kl_coef=0.1, **flags | ONE_BATCH)
+    assert 0 < abs(ran.metrics[-1]["objective/kl"]) < 1e-5
+    assert distance(weights_of(policy), weights_of(ran.folder / "model")) == 0
+
+
+@only("rloo", "ppo")
+@mark.parametrize("norm", [math.inf, math.nan])
+def test_a_gradient_norm_that_is_not_finite_stops_the_run(
+    script, run, monkeypatch, updates, tmp_path, norm
+):
+    """It stops before the weights move. The message names iteration and step."""
+    norms = iter([1.0, 1.0, norm])
+    accelerator = script.accelerate.Accelerator
+    monkeypatch.setattr(accelerator, "clip_grad_norm_", lambda *_: torch.tensor(next(norms)))
+    out = tmp_path / "out"
+    with raises(RuntimeError, match=f"iteration 2, step 3: gradient norm {norm}"):
+        run(script, output_dir=out, num_mini_batches=2, batch_size=6, num_train_epochs=2)
+    assert len(updates) == 2
+    assert not (out / "model").exists()
+
+
+@only("rloo", "ppo")
+def test_the_gradient_is_clipped_to_its_norm(script, run, updates):
+    """--max-grad-norm scales the whole gradient, in PPO that of both models. grad_norm is the norm
+    before that. inf clips nothing."""
+    whole = run(script, total_episodes=12).metrics[0]["grad_norm"]
+    clipped = run(script, total_episodes=12, max_grad_norm=whole / 4).metrics[0]["grad_norm"]
+    norms = [flat(update.gradients).norm().item() for update in updates]
+    assert [clipped, *norms] == approx([whole, whole, whole / 4], rel=1e-4)
+
+
+@mark.parametrize("policy", ["gpt2", "dropout"])
+def test_ratio_is_one_while_the_weights_stand_still(script, run, policy):
+    """At learning rate 0 every update of every iteration has ratio 1, at another temperature
+    than 1, too. Gradient checkpointing puts layers into train mode, but not their dropout.
+
+    Bugs: trl#454, #3029, #6800 (a first ratio that is not 1)."""
+    flags = dict(learning_rate=0.0, temperature=0.7, kl_coef=0.1, num_train_epochs=2)
+    flags |= dict(model_path=policy, gradient_checkpointing=policy == "dropout")
+    for row in run(script, num_ppo_epochs=2, num_mini_batches=3, **flags).metrics:
+        assert row["val/ratio"] == approx(1, abs=1e-5)
+        assert row["val/ratio_var"] == approx(0, abs=1e-9)
+        assert row["policy/approxkl_avg"] == approx(0, abs=1e-9)
+        assert row["objective/kl"] == approx(0, abs=1e-5)
+
+
+@one_text
+@mark.parametrize("dtype, small, large", [("float32", 5e-4, 0.01), ("bfloat16", 0.05, 0.2)])
+def test_a_sampler_that_is_not_the_training_pass_stops_the_run(
+    script, run, monkeypatch, updates, tmp_path, dtype, small, large
+):
+    """It stops before the update. Here that is the second iteration. In the first one the sampler
+    differs only by rounding, of which bfloat16 has more. That is logged."""
+    errors = iter([small, large])
+    generate = script.generate
+
+    def imprecise(*args, **inputs):
+        batch = generate(*args, **inputs)
+        batch.logprobs += next(errors) * batch.mask
+        return batch
+
+    monkeypatch.setattr(script, "generate", imprecise)
+    with raises(script.UsageError, match="sampling and training give log-probabilities"):
+        run(script, output_dir=tmp_path, dtype=dtype, batch_size=6, kl_coef=0.0)
+    assert len(updates) == 1
+    [logged] = read_jsonl(tmp_path / "metrics.jsonl")
+    assert logged["val/sampling_logprob_difference"] == approx(small, rel=0.5)
+
+
+def test_bfloat16_runs_and_keeps_weights_in_float32(script, run, world, updates):
+    """Forward passes are in bfloat16. The weights that are trained stay in float32."""
+    ran = run(script, dtype="bfloat16", ref_model_path="reference", num_train_epochs=2)
+    for weights in (updates[0].weights, weights_of(ran.folder / "model")):
+        assert {weight.dtype for weight in weights} == {torch.float32}
+    rows = ran.rows_of(1)
+    for name, path in (("logprobs", world.llama), ("ref_logprobs", world.reference)):
+        plain = np.hstack(row_logprobs(path, rows))
+        found = np.hstack(column(rows, name))
+        assert 1e-4 < np.abs(plain - found).mean() < 0.1
+    # Rounding of the training pass shows in its gradient.
+    expected = plain_gradient(world.llama, rows, token_weights(script, rows))
+    found = updates[0].gradients[: len(expected)]
+    assert 1e-3 < distance(expected, found) < 0.3
+
+
+@contextlib.contextmanager
+def shapes_kept():
+    """The shapes of all tensors that are kept for the backward pass."""
+    shapes = []
+
+    def keep(tensor):
+        shapes.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield shapes
+
+
+def test_gradient_checkpointing_keeps_fewer_activations(script, run):
+    """test_processes.py shows that the run is the same."""
+    counts = []
+    for gradient_checkpointing in (False, True):
+        with shapes_kept() as shapes:
+            run(script, gradient_checkpointing=gradient_checkpointing, total_episodes=48)
+        counts.append(sum(shape.numel() for shape in shapes))
+    assert 0 < counts[1] < counts[0] / 2
+
+
+@one_text
+def test_pieces_of_logits_change_nothing(script, run, monkeypatch, updates):
+    """In pieces of at most 1 or 7 tokens, the gradient is that of one piece. Of each piece only the
+    logits are kept for the backward pass."""
+    for tokens in (10_000, 7, 1):
+        monkeypatch.setattr(script, "LOGITS_AT_ONCE", tokens * len(VOCAB))
+        with shapes_kept() as shapes:
+            run(script, total_episodes=12)
+        kept = {shape[0] for shape in shapes if shape[1:] == (len(VOCAB),)} - {16}  # 16: the head
+        assert max(kept) == min(tokens, 72)
+        assert distance(updates[0].gradients, updates[-1].gradients) < 1e-6
+
+
+@only("rloo", "ppo")
+def test_lora_is_the_policy_with_its_adapter(script, run, world):
+    """The reference is the policy without its adapter. model/ holds the adapter alone, and names
+    the folder of the policy in full."""
+    peft = pytest.importorskip("peft")
+    flags = dict(lora_r=2, learning_rate=0.02, kl_coef=0.1, num_train_epochs=2)
+    ran = run(script, **flags, model_path=os.path.relpath(world.llama))
+    adapter = ran.folder / "model"
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(world.llama)
+    assert not (adapter / "model.safetensors").exists()
+    rows = ran.rollouts
+    for row, expected in zip(rows, row_logprobs(world.llama, rows)):
+        assert row["ref_logprobs"] == approx(expected, abs=1e-4)
+    first, *_, last = rows
+    assert first["logprobs"] == approx(first["ref_logprobs"], abs=1e-5)
+    assert last["logprobs"] != approx(last["ref_logprobs"], abs=1e-3)
+    model = load_policy(world.llama)
+    prompt = torch.tensor([encode("12+34=")])
+    before = model(prompt).logits
+    adapted = peft.PeftModel.from_pretrained(model, adapter)
+    assert (adapted(prompt).logits - before).abs().max() > 0.01
+    assert run(script, **flags).rollouts == rows
+
+
+# ================================= episodes without a score =================================
+@grouped
+@mark.parametrize("kl_coef, path", [(0.2, "reference"), (0.0, None)])
+def test_gradient_without_some_scores(script, run, world, updates, kl_coef, path):
+    """Advantages by a plain computation of each group, and gradients by plain passes. Denominators
+    count all episodes.
+
+    RLOO's KL is a part of the reward, so an episode without a score has no gradient. GRPO's KL is a
+    part of the loss. Every episode has its gradient."""
+    flags = dict(reward="unsure", kl_coef=kl_coef, ref_model_path=path, seed=5, **ONE_BATCH)
+    rows = run(script, per_device_train_batch_size=5, **flags).rollouts
+    rewards = []
+    slopes = []
+    for row in rows:
+        assert (row["score"] is None) == ("a" in row["completion"])
+        ref_logprobs = row["ref_logprobs"] if path else row["logprobs"]
+        difference = torch.tensor(ref_logprobs) - torch.tensor(row["logprobs"])
+        reward = row["score"]
+        slope = torch.full_like(difference, row["advantage"])
+        if script.__name__ == "grpo":
+            slope -= kl_coef * (1 - difference.exp())
+        elif reward is not None:
+            reward += kl_coef * difference.sum().item()
+        rewards.append(reward)
+        slopes.append(slope)
+    counts = {len(without_none(group)) for group in groups_of(rewards)}
+    assert counts == {0, 1, 2, 3}, "the test needs groups with 0 to 3 scores"
+    advantages = plain_advantages(script, rewards)
+    assert column(rows, "advantage") == approx(advantages, rel=1e-4, abs=1e-5)
+    weights = mean_weights(script.__name__, slopes)
+    assert distance(plain_gradient(world.llama, rows, weights), updates[0].gradients) < 1e-5
+
+
+@one_text
+def test_a_part_that_is_none_adds_nothing(script, run):
+    """The score is the sum of the parts that are there. An episode without any has no score."""
+    ran = run(script, reward="unsure_parts", seed=3, **ONE_BATCH)
+    rows = ran.rollouts
+    for row in rows:
+        count = len(row["completion"])
+        assert row["reward/length"] == (0.5 * count if count > 3 else None)
+        parts = without_none([row["reward/letters"], row["reward/length"]])
+        assert row["score"] == (approx(sum(parts), abs=1e-5) if parts else None)
+    [line] = ran.metrics
+    assert line["val/num_unscored"] == column(rows, "score").count(None) > 0
+    assert "reward/never" not in line
+    for metric, name in (("reward/length", "reward/length"), ("objective/scores", "score")):
+        expected = statistics.mean(without_none(column(rows, name)))
+        assert line[metric] == approx(expected, rel=1e-5)
+
+
+@one_text
+def test_evaluation_without_some_scores(script, run):
+    """eval/scores is the mean over the completions with a score, and eval/num_unscored counts the
+    others. The best of k is that of the prompts whose completions all have one."""
+    flags = dict(eval_dataset=20, eval_k=2, eval_temperature=1.0, total_episodes=0)
+    ran = run(script, eval_reward="unsure", **flags)
+    [line] = ran.metrics
+    scores = column(ran.eval_rollouts, "score")
+    best = [max(group) for group in groups_of(scores, 2) if None not in group]
+    assert 0 < len(best) < 20
+    assert line["eval/scores"] == approx(statistics.mean(without_none(scores)))
+    assert line["eval/best_of_2"] == approx(statistics.mean(best))
+    assert line["eval/num_unscored"] == scores.count(None)
+
+
+@only("ppo")
+def test_ppo_refuses_an_episode_without_a_score(script, run, world, updates):
+    """The error names the prompt. No update of that iteration is made."""
+    prompts = "|".join(map(re.escape, column(read_jsonl(world.dataset(7)), "prompt")))
+    with raises(script.UsageError, match=f"'({prompts})' has no score"):
+        run(script, reward="no_score", batch_size=6, num_train_epochs=2)
+    assert len(updates) == 1
+
+
+@mark.parametrize("flag", ["model_path", "ref_model_path"])
+def test_nan_of_a_model_is_not_a_missing_score(script, run, world, tmp_path, updates, flag):
+    """A broken policy or reference stops the run before the first update. The prompts that are
+    sampled at the start are not the broken one."""
+    broken = shutil.copytree(world.reference, tmp_path / "broken")
+    model = load_policy(broken)
+    model.model.embed_tokens.weight.data[encode("=")] = math.inf
+    model.save_pretrained(broken)
+    rows = [dict(prompt=prompt) for prompt in ("1", "2=", "345")]
+    flags = {flag: broken, "dataset": write_jsonl(tmp_path / "rows.jsonl", rows)}
+    with raises(RuntimeError, match="nan or inf"):
+        run(script, kl_coef=0.1, **flags)
+    assert not updates
