@@ -6,8 +6,8 @@ pytest docs/exercises --answer tests/exercise_solutions.py
 import torch
 
 
-def pick_tokens(log_p, uniforms):
-    cumulative = log_p.double().exp().cumsum(-1)  # [rows, vocabulary]
+def pick_tokens(p, uniforms):
+    cumulative = p.double().cumsum(-1)  # [rows, vocabulary]
     darts = uniforms[:, None] * cumulative[:, -1:]  # times 1, up to rounding
     return (cumulative <= darts).sum(-1)  # how many tokens lie to the left of the dart
 
@@ -20,8 +20,8 @@ def leave_one_out_advantages(rewards, k):
 
 def group_normalized_advantages(scores, k):
     groups = scores.view(-1, k)
-    advantages = groups - groups.mean(1, keepdim=True)
-    return (advantages / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+    deviations = groups.std(1, keepdim=True) + 1e-4
+    return ((groups - groups.mean(1, keepdim=True)) / deviations).flatten()
 
 
 def clipped_loss(logprobs, old_logprobs, advantages, cliprange):

@@ -13,10 +13,10 @@ import torch  # noqa: F401
 
 
 # ============================== 1  sampling by the inverse transform ==============================
-def pick_tokens(log_p, uniforms):
+def pick_tokens(p, uniforms):
     """Pick a token in every row, with a random number that is given.
 
-    log_p: [rows, vocabulary], float32, log-probabilities
+    p: [rows, vocabulary], float32, probabilities
     uniforms: [rows], float64, numbers in [0, 1)
     Returns [rows], the index of the picked token in the vocabulary, as whole numbers (torch.int64).
     """

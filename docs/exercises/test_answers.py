@@ -6,7 +6,6 @@ numbers, and does not read your code.
 """
 
 import copy
-import math
 
 import pytest
 import torch
@@ -76,30 +75,23 @@ def check(answer, right, mistakes: dict, **given):
 
 
 # ============================== 1  sampling by the inverse transform ==============================
-def pick(answer, log_p, uniforms):
+def pick(answer, p, uniforms):
     uniforms = torch.tensor(uniforms, dtype=torch.float64)
-    return call(answer.pick_tokens, log_p=log_p, uniforms=uniforms)
+    return call(answer.pick_tokens, p=torch.tensor(p), uniforms=uniforms)
 
 
 def test_1_sampling_by_the_inverse_transform(answer):
-    probabilities = torch.tensor(
-        [[0.2, 0.5, 0.3], [0.2, 0.5, 0.3], [0.6, 0.1, 0.3], [0.6, 0.1, 0.3]]
-    )
-    log_p = probabilities.log()
+    p = [[0.2, 0.5, 0.3], [0.2, 0.5, 0.3], [0.6, 0.1, 0.3], [0.6, 0.1, 0.3]]
     uniforms = [0.75, 0.1, 0.5, 0.65]
-    many = [pick(answer, log_p.repeat(100, 1), uniforms * 100) for _ in range(2)]
+    many = [pick(answer, p * 100, uniforms * 100) for _ in range(2)]
     if not torch.equal(*many):
         stop("The same input gives different tokens. Use no random numbers of your own.")
     check(
-        pick(answer, log_p, uniforms),
+        pick(answer, p, uniforms),
         [2, 0, 0, 1],
         {
             "You take the most likely token, and do not use the random number.": [1, 1, 0, 0],
             "You are one token too far to the left: -1 is not a token.": [1, -1, -1, 0],
-            "You add up log-probabilities. First take the exponential of each.": [
-                [3, 3, 3, 3],
-                [0, 3, 3, 3],
-            ],
             "You add up over the rows. Add up along each row, over the vocabulary.": [
                 [1, 0, 0, 0],
                 [3, 0, 0, 0],
@@ -115,40 +107,25 @@ def test_1_sampling_by_the_inverse_transform(answer):
                 [2, 1, 1, 1],
             ],
         },
-        probabilities=probabilities,
+        p=p,
         uniforms=uniforms,
     )
 
     message = "You pick a token of probability 0."
     message += " Its cumulative probability is not above the random number."
-    check(
-        pick(answer, torch.tensor([[0.0, 0.5, 0.5]]).log(), [0.0]),
-        [1],
-        {message: [0]},
-        probabilities=[[0.0, 0.5, 0.5]],
-        uniforms=[0.0],
-    )
+    p = [[0.0, 0.5, 0.5]]
+    check(pick(answer, p, [0.0]), [1], {message: [0]}, p=p, uniforms="[0]")
 
     message = "By rounding, the sum of the probabilities is below 1."
     message += " Multiply the random number by it, in float64."
-    log_p = torch.tensor([[-1.203973, -0.356676, -math.inf]])
-    check(
-        pick(answer, log_p, [1 - 1e-9]),
-        [1],
-        {message: [[3], [2], [0]]},
-        probabilities="[0.3, 0.6999993, 0]",
-        uniforms="[0.999999999]",
-    )
+    shown = dict(p="[[0.3, 0.6999993, 0]]", uniforms="[0.999999999]")
+    picked = pick(answer, [[0.3, 0.6999993, 0.0]], [1 - 1e-9])
+    check(picked, [1], {message: [[3], [2], [0]]}, **shown)
 
     message = "You add up in float32, so 1 + 0.000000001 is 1."
-    message += " First turn log_p into float64: log_p.double()."
-    check(
-        pick(answer, torch.tensor([[0.0, -20.723266]]), [1 - 1e-10]),
-        [1],
-        {message: [0]},
-        probabilities="[1, 0.000000001]",
-        uniforms="[0.9999999999]",
-    )
+    message += " First turn p into float64: p.double()."
+    shown = dict(p="[[1, 0.000000001]]", uniforms="[0.9999999999]")
+    check(pick(answer, [[1.0, 1e-9]], [1 - 1e-10]), [1], {message: [0]}, **shown)
 
 
 # ========================================= 2  advantages ==========================================
@@ -333,6 +310,7 @@ def test_4_gae_with_rewards_at_the_end(answer):
                 "The score is in the last column. Put it at the last token.": [
                     [-0.424, -1.06, -1.4, -1.936],
                     [-0.68, -1.7, -3, -2],
+                    [-0.28, -0.7, -0.5, -0.532],
                 ],
                 "You read the value after the end of a completion. Put 0 in its place.": [
                     [0.104, 0.26, 1.9, 0.404],
