@@ -17,6 +17,7 @@ size, or by 0.05 if it is smaller. AdamW has eps 1e-5: with its default it makes
 gradient that is 0 up to rounding.
 """
 
+import os
 import sys
 import tempfile
 from dataclasses import dataclass, fields
@@ -24,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import tyro
-from run import BENCHMARK, SCRIPTS, import_script, prepare_forks, read_run, relative_distance
+from run import BENCHMARK, DEFAULTS, ROOT, SCRIPTS, import_script, read_run, relative_distance
 
 sys.path.append(str(BENCHMARK / "hardware"))
 from kill_and_resume import FLAGS, start
@@ -75,7 +76,8 @@ class Args:
 def main(args: Args, flags: list[str]):
     path = args.copy.resolve()
     sys.dont_write_bytecode = True  # beside the copy
-    prepare_forks()
+    os.chdir(ROOT)
+    os.environ |= DEFAULTS
     module = import_script(str(path))
     module.torch.optim.AdamW = partial(module.torch.optim.AdamW, eps=1e-5)
     settings = module.__name__, " ".join([FLAGS, UNEVEN, *flags])

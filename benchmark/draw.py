@@ -65,15 +65,6 @@ def curve(axis, x, values, **style):
         axis.fill_between(x, low, high, color=line.get_color(), alpha=0.2, lw=0)
 
 
-def running_mean(values, window: int = 10) -> np.ndarray:
-    """The mean of each value and those before it, `window` at most. values: [points]"""
-    means = []
-    for end in range(1, len(values) + 1):
-        start = max(0, end - window)
-        means.append(np.mean(values[start:end]))
-    return np.array(means)
-
-
 def save(figure, path: Path):
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -4,9 +4,15 @@ way.
 run("rloo", "--kl-coef 0 --seed 3")["metrics"]        # in a folder that is gone afterwards
 run_all([("rloo", "--seed 1"), ("ppo", "--seed 1")])  # as many at once as there are cores
 main(__doc__, path, {"name": Part(runs)})             # the command line of a program that measures
+
+    python benchmark/run.py                      # where each result comes from, a line for each
+    python benchmark/default/curves.py clipping  # measures one again
+
+The first command lists the commit, date, minutes and machine of each part of each program. After a
+change of a default, an algorithm or random numbers, measure again what depends on it. Most parts
+take minutes.
 """
 
-import gc
 import importlib
 import json
 import multiprocessing
@@ -37,17 +43,11 @@ ROOT = BENCHMARK.parent
 POLICY = BENCHMARK / "default" / "policy"
 BUILT_IN = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
 BUILT_IN += " --reward exact_match"
-# a real model, and in a smoke run of it the built-in one
-SMOLLM2 = "--model-path benchmark/smollm2/model --dataset benchmark/smollm2/chain_sum_train.jsonl"
-SMOLLM2 += " --eval-dataset benchmark/smollm2/chain_sum_eval.jsonl --eval-every 2"
-SMOLLM2 += " --reward benchmark/smollm2/tasks.py:score --response-length 24 --dtype bfloat16"
-SMOLLM2 += " --per-device-train-batch-size 16 --total-episodes 1280 --learning-rate 3e-5"
-SMOLLM2 += " --kl-coef 0"
-TINY = f"{BUILT_IN} --eval-dataset benchmark/default/eval.jsonl --total-episodes 128"
 SCRIPTS = ("rloo", "grpo", "ppo")
 K_FLAGS = {"rloo": "--rloo-k", "grpo": "--num-generations"}
+LIBRARIES = ("accelerate", "matplotlib.pyplot", "tyro", "yaml", "safetensors.numpy")
+LIBRARIES += ("transformers.models.llama.modeling_llama", "transformers.optimization")
 DEFAULTS = dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
-LIBRARIES = ("accelerate", "transformers.models.llama.modeling_llama", "transformers.optimization")
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -98,9 +98,7 @@ def read_run(folder: Path) -> dict:
     )
     for name in ("rollouts", "eval_rollouts"):
         file = folder / f"{name}.jsonl"
-        found[name] = []
-        if file.exists():
-            found[name] = read_rows(file)
+        found[name] = read_rows(file) if file.exists() else []
     return found
 
 
@@ -199,31 +197,13 @@ def import_script(script: str):
     return importlib.import_module(path.stem)
 
 
-def complete(language_model, tokenizer, prompts: list, uniforms, temperature=1.0) -> list:
-    """Complete prompts as the scripts do -> the tokens of each completion.
-
-    uniforms: [prompts, length], the random numbers
-    """
-    rloo = import_script("rloo")
-    eos_ids = rloo.find_eos_ids(language_model, tokenizer, None)
-    model = rloo.CompletionModel(
-        rloo.Args(), language_model, tokenizer, eos_ids, None, rloo.PlainSteps
-    )
-    rows = rloo.torch.from_numpy(uniforms)
-    batch = rloo.sample(model, rloo.pad_left(prompts), rows, temperature)
-    return [[token for token in row if token >= 0] for row in batch["tokens"].tolist()]
-
-
-def run_forked(job: tuple) -> dict:
-    """`run(*job)` inside this process, which has imported the libraries already: a start costs
-    nothing.
+def run_here(job: tuple) -> dict:
+    """What `run` returns, of a run in this process. It makes no other one.
 
     A job is a script, its flags, functions that change the script before it starts, and where given
     the folder that keeps the run. `rloo reinforce.patch` is a script with a patch.
     """
     script, flags, *more = job
-    # OMP_NUM_THREADS comes too late for a program that imports torch before it calls `run_all`.
-    importlib.import_module("torch").set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -231,7 +211,7 @@ def run_forked(job: tuple) -> dict:
         try:
             name, *patch = script.split()
             if patch:
-                name = str(copy_script(Path(folder), name, *patch))
+                name = copy_script(Path(folder), name, *patch)
             module = import_script(name)
             for extra in more:
                 if callable(extra):
@@ -246,34 +226,24 @@ def run_forked(job: tuple) -> dict:
         return read_run(output_dir) | dict(output=Path(log.name).read_text())
 
 
-def prepare_forks():
-    """Import once what every run needs: the processes that are forked from this one have it
-    then."""
-    os.chdir(ROOT)
-    os.environ |= DEFAULTS
-    for library in LIBRARIES:
-        importlib.import_module(library)
-    gc.freeze()  # So a run's collection of garbage does not look through all of this.
-
-
-# What makes a result of a run, in the process of the run: a fork has it, and it needs no pickling.
-FINISH = []
-
-
-def run_and_finish(job: tuple):
-    return FINISH[-1](job, run_forked(job))
+def fresh_processes():
+    """Processes of this context have imported the libraries already, and nothing else of this
+    program's: a start costs little."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*LIBRARIES])
+    return context
 
 
 def run_all(jobs: list[tuple], finish=lambda job, result: result) -> list:
-    """`run_forked` of every job, as many at once as there are cores: what `finish(job, result)`
-    makes of each."""
-    prepare_forks()
-    FINISH.append(finish)
+    """`run_here` of every job in a process of its own, as many at once as there are cores: what
+    `finish(job, result)` makes of each."""
     results = []
-    with multiprocessing.get_context("fork").Pool(maxtasksperchild=1) as pool:
-        for job, result in zip(jobs, pool.imap(run_and_finish, jobs, chunksize=1)):
-            results.append(result)
+    with fresh_processes().Pool(maxtasksperchild=1) as pool:
+        for job, result in zip(jobs, pool.imap(run_here, jobs)):
+            results.append(finish(job, result))
             print(f"{' '.join(job[:2])}: done", file=sys.stderr, flush=True)
+        pool.close()
+        pool.join()  # At once, its processes would leave semaphores.
     return results
 
 
@@ -289,10 +259,9 @@ def machine() -> str:
             processor = found[1]
     if torch.cuda.is_available():
         processor += f" with {torch.cuda.get_device_name()}"
-    threads = os.environ.get("OMP_NUM_THREADS", DEFAULTS["OMP_NUM_THREADS"])
     facts = [
         f"{processor} {torch.backends.cpu.get_cpu_capability()}",
-        f"threads {threads}",
+        "threads 1",
         f"python {platform.python_version()}",
         f"torch {version('torch')}",
         f"transformers {version('transformers')}",
@@ -327,7 +296,7 @@ class Part:
     """what must be installed beside requirements-dev.txt; a smoke run needs nothing"""
 
     def jobs(self, smoke: bool = False) -> dict[tuple, dict]:
-        """Each job, as `run_forked` takes it, with the entries that name its row. A smoke run has
+        """Each job, as `run_here` takes it, with the entries that name its row. A smoke run has
         the first of each script, also of each that is changed by functions."""
         jobs = {}
         seen = set()
@@ -372,27 +341,21 @@ def main(
     """
     names = []
     for name, part in parts.items():
-        if part.needs:
-            name += f" (needs {part.needs})"
-        names.append(name)
+        names.append(f"{name} (needs {part.needs})" if part.needs else name)
     options = tyro.cli(Options, description=f"{about}\nParts: {', '.join(names)}")
     wrong = [name for name in options.parts if name not in parts]
     if wrong:
         raise SystemExit(f"no part {', '.join(wrong)}; the parts are {', '.join(parts)}")
     os.chdir(ROOT)
-    chosen = options.parts or parts
-    if options.plot:
-        chosen = ()
-    for name in chosen:
+    os.environ |= DEFAULTS
+    for name in () if options.plot else options.parts or parts:
         if options.smoke:
             parts[name].rows(smoke=True)
         else:
             measure_part(result, name, parts)
     if plot:
         with tempfile.TemporaryDirectory() as temporary:
-            folder = result.parent
-            if options.smoke:
-                folder = Path(temporary)
+            folder = Path(temporary) if options.smoke else result.parent
             plot(read_result(result)["rows"], folder)
 
 
@@ -406,9 +369,7 @@ def measure_part(path: Path, name: str, parts: dict[str, Part]):
         commit += ", changed"
     if part.prepare:
         part.prepare()
-    rows = []
-    for row in part.rows():
-        rows.append(dict(part=name) | row)
+    rows = [dict(part=name) | row for row in part.rows()]
     stamp = dict(
         commit=commit,
         date=date.today().isoformat(),
@@ -438,9 +399,9 @@ def read_result(path: Path) -> dict:
 def write_result(path: Path, parts: dict[str, dict], rows: list[dict]):
     """A file of results, with a line for each part and for each row."""
     stamps = [f"{json.dumps(name)}: {json.dumps(stamp)}" for name, stamp in parts.items()]
-    order = list(parts)
-    rows = sorted(rows, key=lambda row: order.index(row["part"]))
-    lines = map(json.dumps, rows)
+    lines = []
+    for name in parts:
+        lines += map(json.dumps, having(rows, part=name))
     text = ['{\n"parts": {', ",\n".join(stamps), '},\n"rows": [', ",\n".join(lines), "]\n}\n"]
     path.write_text("\n".join(text))
 
@@ -453,20 +414,32 @@ def curves(result: dict, metrics) -> dict[str, list]:
     evaluations = result["evaluations"]
     rows = result["metrics"][1:]
     ends = [row["iteration"] for row in evaluations]
-    since = []
-    for start, end in zip([0, *ends], [1, *ends[1:]]):
-        since.append(rows[start:end])
-    points = {"episode": [row["episode"] for row in evaluations]}
+    since = [rows[start:end] for start, end in zip([0, *ends], [1, *ends[1:]])]
+    points = {"episode": column(evaluations, "episode")}
     for name in metrics:
         if f"`{name}`" not in documented:
             raise KeyError(f"docs/metrics.md has no {name}")
         if not any(name in row for row in rows):
             continue
-        spans = since
-        if name == "eval/scores":
-            spans = [[row] for row in evaluations]
-        points[name] = []
-        for span in spans:
-            mean = np.mean([row[name] for row in span if name in row])
-            points[name].append(float(f"{mean:.4g}"))
+        spans = [[row] for row in evaluations] if name == "eval/scores" else since
+        means = [np.mean([row[name] for row in span if name in row]) for span in spans]
+        points[name] = [float(f"{mean:.4g}") for mean in means]
     return points
+
+
+# The programs that measure. The data of each lies beside it.
+PROGRAMS = []
+for path in sorted(BENCHMARK.glob("*/*.json")):
+    if path.with_suffix(".py").exists():
+        PROGRAMS.append(path.relative_to(BENCHMARK).with_suffix(".py"))
+
+
+def list_results():
+    for program in PROGRAMS:
+        for name, stamp in read_result(BENCHMARK / program.with_suffix(".json"))["parts"].items():
+            about = ", ".join(f"{entry} {value}" for entry, value in stamp.items())
+            print(f"{program} {name}: {about}")
+
+
+if __name__ == "__main__":
+    tyro.cli(list_results, description=__doc__)

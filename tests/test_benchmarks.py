@@ -47,8 +47,7 @@ tasks = import_file(HERE / "benchmark" / "smollm2" / "tasks.py")
 ladder = import_file(HERE / "benchmark" / "ladder" / "ladder.py")
 claims = import_file(HERE / "benchmark" / "claims" / "claims.py")
 questions = import_file(HERE / "benchmark" / "questions" / "questions.py")
-everything = import_file(HERE / "benchmark" / "all.py")
-of_each_program = mark.parametrize("program", everything.PROGRAMS, ids=str)
+of_each_program = mark.parametrize("program", launcher.PROGRAMS, ids=str)
 WITH_MAIN = [
     path
     for path in sorted(HERE.glob("benchmark/**/*.py"))

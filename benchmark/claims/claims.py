@@ -28,9 +28,9 @@ from run import (
     SCRIPTS,
     Part,
     column,
-    complete,
     grouped,
     having,
+    import_script,
     main,
     read_result,
     read_rows,
@@ -80,6 +80,7 @@ def make_policy(_=None, smoke: bool = False) -> list[dict]:
     prompts = tokenizer(texts)["input_ids"]
     rng = np.random.default_rng([1, 0])
     uniforms = rng.random((len(prompts), 4))
+    complete = import_script(BENCHMARK / "default/make.py").complete
     answers = complete(policy, tokenizer, prompts, uniforms)
     space = tokenizer.convert_tokens_to_ids(" ")
     rows = []  # prompt, answer, spaces, EOS
@@ -217,9 +218,10 @@ SAMPLED = f"{NO_KL} --eval-temperature 1 --eval-k 16"
 # ---- new answers, or more frequent ones
 SAMPLES = 32  # of each question, for pass@k
 TEMPERATURES = (0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0)
-BUILT_IN = f"--model-path {POLICY} --response-length 8"
-TINY = f"{BUILT_IN} --dataset benchmark/default/train.jsonl --reward exact_match"
-TINY += " --eval-dataset benchmark/default/eval.jsonl --total-episodes 16 --batch-size 16"
+BUILT_IN = "--model-path benchmark/default/policy --response-length 8"
+BUILT_IN += " --dataset benchmark/default/train.jsonl --reward exact_match"
+TINY = f"{BUILT_IN} --eval-dataset benchmark/default/eval.jsonl"
+TINY += " --total-episodes 16 --batch-size 16"
 
 
 def samplings(files: str, samples: dict, temperatures: tuple, flags: str) -> list[tuple]:

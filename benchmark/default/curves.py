@@ -17,10 +17,17 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-from run import SCRIPTS, SMOLLM2, TINY, Part, column, having, logged, main
+from run import BUILT_IN, SCRIPTS, Part, column, having, logged, main
 
 RESULT = Path(__file__).with_suffix(".json")
 SEEDS = range(1, 11)
+# a real model, and in a smoke run of it the built-in one
+SMOLLM2 = "--model-path benchmark/smollm2/model --dataset benchmark/smollm2/chain_sum_train.jsonl"
+SMOLLM2 += " --eval-dataset benchmark/smollm2/chain_sum_eval.jsonl --eval-every 2"
+SMOLLM2 += " --reward benchmark/smollm2/tasks.py:score --response-length 24 --dtype bfloat16"
+SMOLLM2 += " --per-device-train-batch-size 16 --total-episodes 1280 --learning-rate 3e-5"
+SMOLLM2 += " --kl-coef 0"
+TINY = f"{BUILT_IN} --eval-dataset benchmark/default/eval.jsonl --total-episodes 128"
 
 
 def to_curve(result: dict) -> dict:
@@ -59,6 +66,15 @@ def plot(rows: list[dict], folder: Path):
     draw_seeds(smollm2, folder / "smollm2.png")
 
 
+def running_mean(values, window: int = 10) -> np.ndarray:
+    """The mean of each value and those before it, `window` at most. values: [points]"""
+    means = []
+    for end in range(1, len(values) + 1):
+        start = max(0, end - window)
+        means.append(np.mean(values[start:end]))
+    return np.array(means)
+
+
 def draw_means(runs: list[dict], path: Path):
     figure, [axes] = draw.panels(1, 3, width=3.3, sharey=True)
     axes[0].set_title("sampled, training prompts")
@@ -70,7 +86,7 @@ def draw_means(runs: list[dict], path: Path):
     for script in SCRIPTS:
         some = having(runs, script=script)
         style = dict(color=draw.COLORS[script], label=f"{script}.py")
-        sampled = [draw.running_mean(run["objective/scores"]) for run in some]
+        sampled = [running_mean(run["objective/scores"]) for run in some]
         episodes = some[0]["episode"]
         draw.curve(axes[0], episodes, sampled, **style)
         style["marker"] = "."

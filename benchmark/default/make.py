@@ -29,7 +29,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from run import complete, import_script, read_rows, write_rows
+from run import import_script, read_rows, write_rows
 
 rloo = import_script("rloo")
 FOLDER = Path(__file__).resolve().parent
@@ -177,6 +177,20 @@ def make_policy(folder: Path, seed: int):
 
 
 # ---- the reward model
+
+
+def complete(language_model, tokenizer, prompts: list, uniforms) -> list:
+    """Complete prompts as the scripts do -> the tokens of each completion.
+
+    uniforms: [prompts, length], the random numbers
+    """
+    eos_ids = rloo.find_eos_ids(language_model, tokenizer, None)
+    model = rloo.CompletionModel(
+        rloo.Args(), language_model, tokenizer, eos_ids, None, rloo.PlainSteps
+    )
+    rows = torch.from_numpy(uniforms)
+    batch = rloo.sample(model, rloo.pad_left(prompts), rows, temperature=1.0)
+    return [[token for token in row if token >= 0] for row in batch["tokens"].tolist()]
 
 
 def draw_pairs(policy, tokenizer, path: Path, seed: int) -> list[tuple[list[int], list[int]]]:

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import POLICY, Part, main, prepare_forks, run_forked, write_rows
+from run import POLICY, Part, main, run_here, write_rows
 
 RESULT = Path(__file__).with_suffix(".json")
 SMOKE = ("llama", "gpt2", "mamba2")
@@ -148,7 +148,7 @@ def attempt(model_type: str, job: tuple, work: Path):
         write_rows(work / "prompts.jsonl", [dict(prompt=prompt) for prompt in PROMPTS])
         script, flags = job
         flags += f" --dataset {work}/prompts.jsonl --model-path {work}/model"
-        trained = run_forked((script, flags, f"{work}/run"))
+        trained = run_here((script, flags, f"{work}/run"))
         result["ended"] = "works"
         if OWN_ROWS in trained["output"]:
             result["ended"] = "works with a row for each episode"
@@ -164,8 +164,6 @@ def attempt(model_type: str, job: tuple, work: Path):
 
 def measure(jobs: dict, smoke: bool) -> list[dict]:
     """Attempt every architecture."""
-    prepare_forks()
-    importlib.import_module("torch").set_num_threads(1)
     [job] = jobs
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     rows = []

@@ -24,17 +24,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from kill_and_resume import start
-from run import (
-    BUILT_IN,
-    SCRIPTS,
-    Part,
-    import_script,
-    logged,
-    main,
-    prepare_forks,
-    read_run,
-    relative_distance,
-)
+from run import BUILT_IN, SCRIPTS, Part, import_script, logged, main, read_run, relative_distance
 
 RESULT = Path(__file__).with_suffix(".json")
 MICRO_BATCHES, PROCESSES = "micro-batches of 64 and 16", "1 and 2 processes"
@@ -51,7 +41,6 @@ def only_scale(ppo):
 
 
 def measure(comparisons: tuple, jobs: dict, _) -> list[dict]:
-    prepare_forks()
     rows = []
     for job, names in jobs.items():
         rows += [names | row for row in compare(job, comparisons)]

@@ -13,8 +13,6 @@ samples anew. "fresh" has other prompts in each iteration, as a training run has
 
 import importlib
 import math
-import multiprocessing
-import os
 import sys
 import tempfile
 from itertools import product
@@ -29,15 +27,15 @@ from run import (
     K_FLAGS,
     Part,
     column,
+    fresh_processes,
     grouped,
     having,
     logged,
     main,
-    prepare_forks,
     read_result,
     read_rows,
     run,
-    run_forked,
+    run_here,
     write_rows,
 )
 from tables import interval
@@ -221,7 +219,7 @@ def record_gradients(job: tuple) -> dict:
     """Run a script in this process, and save the gradient of each step as a row of a .npy file ->
     what the run wrote.
 
-    job: what `run_forked` gets, and the path of the .npy file
+    job: what `run_here` gets, and the path of the .npy file
     """
     inner, file = job
     torch = importlib.import_module("torch")
@@ -235,7 +233,7 @@ def record_gradients(job: tuple) -> dict:
             return super().step(closure)
 
     torch.optim.AdamW = Recorder
-    result = run_forked(inner)
+    result = run_here(inner)
     np.save(file, np.stack(gradients))
     return result
 
@@ -243,9 +241,10 @@ def record_gradients(job: tuple) -> dict:
 def compare(jobs: dict[str, tuple]) -> list[dict]:
     """Run the jobs -> for each rung: variance, squared mean, the band of the noise, and the cosine
     with RLOO's mean."""
-    prepare_forks()
-    with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as pool:
-        results = dict(zip(jobs, pool.imap(record_gradients, jobs.values(), chunksize=1)))
+    with fresh_processes().Pool(maxtasksperchild=1) as pool:
+        results = dict(zip(jobs, pool.imap(record_gradients, jobs.values())))
+        pool.close()
+        pool.join()
     rloo = np.load(jobs["RLOO"][-1]).astype(np.float64)
     rloo_squared, _ = moments(rloo @ rloo.T)
     rows = []

@@ -44,7 +44,6 @@ from run import (
     having,
     import_script,
     main,
-    prepare_forks,
     read_result,
     read_rows,
     relative_distance,
@@ -370,7 +369,6 @@ QUESTIONS = (
 
 
 def measure(jobs: dict, smoke: bool, sides=("TRL", "Tally")) -> list[dict]:
-    prepare_forks()
     questions = QUESTIONS
     if smoke:
         questions = [killed]

@@ -25,7 +25,6 @@ reasons. Writes throughput.json. A smoke run has a tiny model, and uses TRL if i
 
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import statistics
@@ -42,14 +41,14 @@ from run import (
     BENCHMARK,
     DEFAULTS,
     K_FLAGS,
-    LIBRARIES,
     POLICY,
     Part,
     column,
+    fresh_processes,
     import_script,
     main,
     read_rows,
-    run_forked,
+    run_here,
     write_rows,
 )
 from tally_worker import force_lengths, watch
@@ -216,8 +215,7 @@ def apart(function, *args) -> dict:
     """What a function returns, in a process of its own, or why it `failed`. The process is forked
     from a server that has imported the libraries. The server uses no GPU, or its forks could not.
     """
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(list(LIBRARIES))
+    server = fresh_processes()
     receiver, sender = server.Pipe(duplex=False)
     process = server.Process(target=work, args=(sender, function, *args))
     process.start()
@@ -233,8 +231,8 @@ def apart(function, *args) -> dict:
 
 
 def tally(script: str, flags: str, *more) -> dict:
-    """A run of `run_forked`, and what its edits left in `found`."""
-    result = run_forked((script, flags, *more))
+    """A run of `run_here`, and what its edits left in `found`."""
+    result = run_here((script, flags, *more))
     return result | getattr(import_script(script), "found", {})
 
 
