@@ -714,26 +714,18 @@ def contents(folder):
 PROBE = '''
 import json, os, pathlib
 
-# The script's: transformers replaces its own module while it loads a model.
-from __main__ import transformers
 from accelerate.state import PartialState
 from rewards import letters
+from torch.optim.lr_scheduler import LRScheduler
 
 folder, rank = pathlib.Path(os.environ["PROBE_FOLDER"]), os.environ.get("RANK", "0")
-get_scheduler = transformers.get_scheduler
+step = LRScheduler.step
 
-def probed_get_scheduler(*args, **kwargs):
-    scheduler = get_scheduler(*args, **kwargs)
-    step = scheduler.step
+def probed_step(scheduler):
+    step(scheduler)
+    (folder / f"last_lr_{rank}").write_text(repr(scheduler.get_last_lr()[0]))
 
-    def probed_step():
-        step()
-        (folder / f"last_lr_{rank}").write_text(repr(scheduler.get_last_lr()[0]))
-
-    scheduler.step = probed_step
-    return scheduler
-
-transformers.get_scheduler = probed_get_scheduler
+LRScheduler.step = probed_step
 
 def probe(prompts, completions, **_):
     """The reward `letters`. Each call writes a line: the process, and how many completions it
