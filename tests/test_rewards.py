@@ -1,11 +1,10 @@
 """Rewards and reward models: how they are called and found, and what a score is made of."""
 
-import json
-import pickle
 import re
 import shutil
 import sys
 import traceback
+from types import SimpleNamespace
 
 import torch
 from conftest import (
@@ -93,30 +92,24 @@ def test_a_reward_is_called_as_trl_calls_it(script, run, tmp_path, world):
 
 
 @one_text
-def test_a_reward_must_take_the_columns(script, refuses, tmp_path, monkeypatch):
-    """Else the run stops before a model is loaded. The message lists what the reward gets. Held-out
-    rows may have other columns."""
-    (tmp_path / "mine.py").write_text(
-        "def score(completions, completion_ids, prompts, answer): 0\n"
-        "def wrapper(**_): 0\n"
-        "wrapper.__wrapped__ = score"
+@mark.slow
+def test_rows_of_two_kinds_on_two_processes(script, same_on, world, tmp_path):
+    """The rows of one process are texts, and those of the other are chats with a column that texts
+    lack. Both processes call the reward as one process does."""
+    chat = {"prompt": messages("22"), "level": 5}
+    rows = [{"prompt": "1+1="}, chat, {"prompt": "3"}, chat]
+    (tmp_path / "mine.py").write_text("""
+def score(prompts, completions, level, **_):
+    texts = [c if isinstance(p, str) else c[0]["content"] for p, c in zip(prompts, completions)]
+    return [len(text) + (own or 0) for text, own in zip(texts, level)]
+""")
+    flags = dict(
+        dataset=write_jsonl(tmp_path / "data.jsonl", rows),
+        reward=f"{tmp_path}/mine.py:score",
+        model_path=chat_policy(world, tmp_path / "policy"),
+        batch_size=6,
     )
-    monkeypatch.setattr(script, "load_model", None)
-    mine = f"{tmp_path}/mine.py:score"
-    answer, level, reserved = [
-        write_jsonl(tmp_path / f"{i}.jsonl", [{"prompt": "1"} | columns])
-        for i, columns in enumerate([{"answer": 2}, {"level": 3}, {"completions": 4}])
-    ]
-    for flags, said in (
-        (dict(reward=mine, dataset=level), "level: missing .* 'answer'"),
-        (dict(reward=mine, dataset=answer, eval_dataset=level), "level: missing .* 'answer'"),
-        (dict(reward="none", dataset=answer, eval_dataset=level, eval_reward=mine), "missing"),
-        (dict(reward="none", dataset=reserved), "multiple values .* 'completions'"),
-    ):
-        refuses(script, f"gets prompts, completions, completion_ids, .*{said}", **flags)
-    for reward, dataset in ((mine, answer), (mine.replace("score", "wrapper"), level)):
-        with raises(TypeError):  # `load_model` is None.
-            refuses(script, reward=reward, dataset=dataset)
+    same_on(script, 2, flags)
 
 
 @only("rloo")
@@ -188,74 +181,91 @@ def test_the_kl_alone_may_be_the_reward(script, run):
     assert column(rows, "advantage") == approx(expected, abs=1e-5)
 
 
-FAULTS = """
-wrong_count forgotten unordered coroutine unequal nan inf huge text rows array_column empty
-one_text one_bytes texts
-""".split()
+FAULTS = {  # what a reward returns for n completions, and what is said of it
+    "[1.0] * (n - 1)": "--reward gave 5 scores for 6",
+    "[float('nan')] * n": "--reward gave nan for ",
+    "[1e39] * n": "--reward gave 1e[+]39 for ",
+    "{'a': [1.0] * n, 'b': [1.0]}": "--reward gave 1 scores for 6",
+    "{'reward_model': [1.0] * n}": "reward_model",  # A part of this name would be lost.
+    "None": "NoneType",
+    "['one'] * n": "'one'",
+    "[[1.0, 2.0]] * n": "not 'list'",
+    "sys.exit()": "--reward has called sys.exit",
+    "1 / 0": "division by zero",
+}
 
 
 @one_text
-@mark.filterwarnings("ignore:coroutine")
-@mark.parametrize("fault", [*FAULTS, "raises"])
-def test_a_faulty_reward_stops_the_run(script, run, world, updates, tmp_path, fault):
-    """No update of that iteration is made. A score [n, 1] minus a penalty [n] would be [n, n]. What
-    the reward raises is raised as it is."""
-    with raises(Exception) as raised:
-        run(script, reward=fault, output_dir=tmp_path, batch_size=6, num_train_epochs=2)
+@mark.parametrize("fault", FAULTS)
+def test_a_faulty_reward_stops_the_run(script, run, updates, tmp_path, fault):
+    """No update of that iteration is made, and no model is written. What the reward raises is
+    raised as it is."""
+    file = tmp_path / "mine.py"
+    file.write_text(f"""
+import sys
+calls = 0
+def score(prompts, **_):
+    global calls
+    calls += 1
+    n = len(prompts)
+    return {fault} if calls == 2 else [1.0] * n
+""")
+    reward_model = "classifier" if "reward_model" in fault else None
+    flags = dict(reward=f"{file}:score", reward_model_path=reward_model, batch_size=6)
+    with raises(Exception, match=FAULTS[fault]) as raised:
+        run(script, output_dir=tmp_path, **flags)
     assert len(updates) == len(read_jsonl(tmp_path / "metrics.jsonl")) == 1
     assert not (tmp_path / "model").exists()
-    if fault == "raises":
-        assert raised.type is KeyError
-        frame = traceback.extract_tb(raised.value.__traceback__)[-1]
-        assert frame.filename == str(world.folder / "rewards.py")
-    else:
-        assert raised.type is script.UsageError
-        assert "--reward" in str(raised.value)
+    if fault == "1 / 0":
+        assert traceback.extract_tb(raised.value.__traceback__)[-1].filename == str(file)
 
 
 REWARD_FILES = {
-    "mine.py": "import colorsys, neighbour\ndef score(**_): return neighbour.VALUE",
+    "mine.py": """
+import colorsys, multiprocessing, neighbour
+def length(text): return len(text)
+def score(completions, **_):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return [neighbour.VALUE + count for count in pool.map(length, completions)]
+""",
     "neighbour.py": "VALUE = 7",
     "colorsys.py": "raise AssertionError('not the library')",
     # named like another reward, and like a library
     "other/mine.py": "def score(**_): return 3",
     "other/json.py": "def score(**_): return 4",
     "pack/inner.py": "def score(**_): return 1",
-    "my.reward.py": "import neighbour\ndef score(**_): return 5",
 }
 
 
-@only("rloo")
+@one_text
 def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
-    """package.module:FUNCTION and FILE.py:FUNCTION. A file beside a reward hides no library of the
-    same name. The file that was named is loaded, also where another reward or a library has its
-    name."""
+    """package.module:FUNCTION and FILE.py:FUNCTION. A file may use a pool of processes and its
+    neighbours, which hide no library. A file whose name another module has is refused.
+
+    This calls a function of the script, since a run would forget the modules of the run before."""
     for name, text in REWARD_FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     monkeypatch.syspath_prepend(tmp_path / "pack")
-    load = script.load_reward
+
+    def load(reward, eval_reward=None):
+        args = SimpleNamespace(reward=reward, eval_reward=eval_reward, reward_model_path=None)
+        functions, eval_functions = script.load_rewards(args, None)
+        assert functions == eval_functions  # Two flags may name one file.
+        return functions[0]
+
+    mine = f"{tmp_path}/mine.py:score"
     with fresh_imports():
-        mine = load(f"{tmp_path}/mine.py:score")
-        assert mine() == 7
-        assert load(f"{tmp_path}/mine.py:score") is mine  # Two flags name one file.
-        assert mine.__module__ == "mine"  # A pool of new processes imports it.
+        assert load(mine, mine)(completions=["1", "23"]) == [8, 9]
         (tmp_path / "mine.py").write_text("def score(**_): return 17")
-        script.import_file.cache_clear()  # A new run does this. In a notebook files are edited.
-        mine = load(f"{tmp_path}/mine.py:score")
-        assert mine() == 17
-        assert pickle.loads(pickle.dumps(mine)) is mine
-        assert load(f"{tmp_path}/other/mine.py:score")() == 3
-        assert load(f"{tmp_path}/other/json.py:score")() == 4
-        assert sys.modules["json"] is json
-        dotted = load(f"{tmp_path}/my.reward.py:score")
-        assert dotted() == 5
-        assert pickle.loads(pickle.dumps(dotted)) is dotted
+        assert load(mine)() == 17  # In a notebook files are edited between two runs.
         assert load("inner:score")() == 1
-        for name in (f"{tmp_path}/mine.py:nothing", f"{tmp_path}/nothing.py:score", "nothing"):
-            with raises(script.UsageError, match="--reward .*nothing"):
-                load(name)
+        for name in ("other/mine", "other/json", "nothing"):
+            with raises(script.UsageError, match="no such file, or another module has its name"):
+                load(f"{tmp_path}/{name}.py:score")
+        with raises(script.UsageError, match="must be exact_match, FILE.py:FUNCTION or none"):
+            load("nothing")
 
 
 def test_order_of_a_score(script, run):
@@ -286,13 +296,6 @@ def test_evaluation_has_a_reward_of_its_own(script, run):
     assert line["eval/scores"] != approx(5.0, abs=1e-3)
     [line] = run(script, **flags, eval_reward="number").metrics
     assert line["eval/scores"] == 2.0  # of 0 to 4
-
-
-@one_text
-def test_two_parts_of_one_name_are_refused(script, run):
-    """One of them would be lost."""
-    with raises(script.UsageError, match="another part"):
-        run(script, reward="reserved", reward_model_path="classifier")
 
 
 @torch.no_grad()
@@ -364,13 +367,3 @@ def test_reward_model_of_another_vocabulary_reads_the_text(
         assert row["score"] == plain_score(model, token_ids)
         cases.add((is_chat, has_ended))
     assert len(cases) == 4
-
-
-@one_text
-def test_a_reward_model_without_a_head_of_one_label_is_refused(script, refuses, world, tmp_path):
-    """BERT's head has another name, and reads the first token."""
-    three, _ = save_classifier(tmp_path / "three", labels=3)
-    bert, _ = save_classifier(tmp_path / "bert", architecture="bert")
-    headless = world.reference
-    for path in (three, bert, headless):
-        refuses(script, "score", reward="none", reward_model_path=path, error=Exception)
