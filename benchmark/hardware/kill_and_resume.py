@@ -82,7 +82,7 @@ def kill_at(module, phase: str, call: int):
         "removing": (module.shutil, "rmtree", lambda path: path.exists(), remove_half),
         "metrics": (
             module,
-            "append_jsonl",
+            "write_jsonl",
             lambda path, _: path.name == "metrics.jsonl",
             write_half,
         ),
