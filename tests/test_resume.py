@@ -1,5 +1,7 @@
 """Killed runs. A run that was killed and started again is the run that was never stopped."""
 
+import errno
+import itertools
 import json
 import multiprocessing
 import os
@@ -14,17 +16,15 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import accelerate
-import yaml
 from conftest import (
     KILLS,
+    changed_copy,
     column,
     contents,
     encode,
     import_file,
     one_text,
     only,
-    option,
-    record_calls,
     result_of,
 )
 from pytest import fixture, raises
@@ -129,13 +129,17 @@ def test_a_run_killed_in_every_phase(script, killed, out, flags, goes_on):
 
 @one_text
 def test_a_killed_start_does_not_stand_in_the_way(
-    script, killed, stopped_after, out, flags, goes_on
+    script, killed, stopped_after, out, flags, goes_on, monkeypatch, capsys
 ):
-    """The run was killed while it wrote args.yaml. The same command starts it again."""
+    """The run was killed while it wrote args.yaml. The same command starts it again, also on a disk
+    without locks."""
     killed(script, partial(write_half, "args"), output_dir=out, resume=True, **flags)
-    # The next start fails before its first metrics. Then the folder is free for other flags.
+    # The next start ends before its first metrics. Then the folder is free for other flags.
     stopped_after(0, learning_rate=1.0, **SAVING)
-    goes_on(resume=False)
+    no_locks = Mock(side_effect=OSError(errno.EOPNOTSUPP, "no locks"))
+    monkeypatch.setattr(script.filelock.FileLock, "acquire", no_locks)
+    goes_on()
+    assert "no checkpoint, starting at 0" in capsys.readouterr().out
 
 
 @one_text
@@ -163,54 +167,31 @@ def test_a_folder_belongs_to_one_process(script, run, out, flags, goes_on):
 def test_a_notebook_goes_on_in_the_same_process(script, run, out, flags, goes_on, monkeypatch):
     """After an interrupt the traceback, and so the lock, may still exist."""
     with monkeypatch.context() as patch, raises(KeyboardInterrupt):
-        claimed = record_calls(patch, script, "claim_folder")
         patch.setattr(script, "generate", Mock(side_effect=KeyboardInterrupt))
         run(script, output_dir=out, **flags)
-    assert claimed[0].result.is_locked
+    lock = script.accelerator.lock
+    assert lock.is_locked
     goes_on()
-
-
-@one_text
-def test_damaged_files(script, run, stopped_after, out, flags, expected, goes_on, capsys):
-    """A newest checkpoint that is damaged is named. Without it the run goes on from the one before,
-    also without its log."""
-    flags["resume"] = True
-    run(script, output_dir=out.with_name("new"), **flags)
-    assert "no checkpoint, starting at 0" in capsys.readouterr().out
-    stopped_after(2, **flags)
-    newest = out / "checkpoints/iteration_00000002"
-    for name in ("model.safetensors", "optimizer.bin", "state.json"):
-        file = newest / name
-        whole = file.read_bytes()
-        file.write_bytes(whole[: len(whole) // 2])
-        with raises(script.UsageError, match=f"{newest} may be damaged"):
-            run(script, output_dir=out, **flags)
-        file.write_bytes(whole)
-    without_log = shutil.copytree(out, out.with_name("without_log"))
-    (without_log / "metrics.jsonl").unlink()
-    run(script, output_dir=without_log, **flags)
-    assert result_of(without_log)[1] == expected[1]
-    shutil.rmtree(newest)
-    goes_on()
-    assert "resuming after iteration 1\n" in capsys.readouterr().out
 
 
 @only("rloo", "ppo")
-def test_only_the_runs_own_lines_are_cut(stopped_after, world, out, flags, goes_on):
+def test_only_the_runs_own_lines_are_cut(stopped_after, world, out, flags, goes_on, capsys):
     """Lines that were written after the checkpoint are cut off, also a half line. Other files in
-    the folder, such as a dataset, stay as they are."""
+    the folder, such as a dataset, stay as they are. Without the newest checkpoint the run goes on
+    from the one before."""
     out.mkdir()
     flags["dataset"] = shutil.copy(world.dataset(7), out / "train.jsonl")
     stopped_after(2, resume=True, **flags)
     notes = out / "checkpoints/mine.txt"
     notes.write_text("kept")
     before = contents(out)
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
-        with open(out / name, "a") as file:
-            file.write('{"iteration": 3, "step": 5}\n{"iteration": 4, "st')
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('{"iteration": 3, "step": 5}\n{"iteration": 4, "st')
     stopped_after(0, resume=True, **flags)
     assert contents(out) == before
+    shutil.rmtree(out / "checkpoints/iteration_00000002")
     goes_on()
+    assert "resuming after iteration 1\n" in capsys.readouterr().out
     assert list(notes.parent.iterdir()) == [notes]  # A finished run removes its own checkpoints.
     assert (out / "train.jsonl").read_bytes() == before["train.jsonl"]
 
@@ -227,6 +208,17 @@ def test_the_newest_two_checkpoints_are_kept(stopped_after, out):
 
 
 @one_text
+def test_a_checkpoint_is_made_after_ten_minutes(script, stopped_after, out, goes_on, monkeypatch):
+    """Here each look at the clock, in each iteration, takes four minutes."""
+    clock = SimpleNamespace(time=partial(next, itertools.count(0, 240)), perf_counter=time.time)
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "time", clock)
+        stopped_after(3, **SAVING | dict(save_every=100, eval_dataset=3, eval_every=2))
+    assert whole_checkpoints(out) == ["3"]
+    goes_on()
+
+
+@one_text
 def test_a_finished_run_makes_no_step(script, run, capsys, caplog):
     """A finished run that is started again says so, and changes nothing. Saving tied weights gives
     no warning.
@@ -240,49 +232,45 @@ def test_a_finished_run_makes_no_step(script, run, capsys, caplog):
         run(script, output_dir=output_dir, resume=True, **flags)
     assert not stopped.value.code
     assert contents(output_dir) == before
-    assert f"{output_dir} is finished" in capsys.readouterr().out
+    assert f"nothing to do: the run in {output_dir} is finished" in capsys.readouterr().out
 
 
 @one_text
 def test_another_run_is_refused(
     script, run, stopped_after, world, tmp_path, out, flags, goes_on, monkeypatch
 ):
-    """A folder that holds a run or a model needs --resume. With it a flag that would make another
-    run is refused by name, and so is a dataset with other rows. Nothing is changed. A flag that is
-    newer than the run had its default."""
+    """A folder that holds a run needs --resume. With it a flag that would make another run is
+    refused by name, and so is a dataset with other rows, and a run of older scripts. Nothing is
+    changed."""
     dataset = shutil.copy(world.dataset(7), tmp_path / "growing.jsonl")
     flags["dataset"] = dataset
     stopped_after(2, **flags)
 
-    def is_refused(message, folder=out, resume=True, **changed):
-        before = contents(folder)
-        with raises(ValueError, match=message):
-            run(script, output_dir=folder, resume=resume, **flags | changed)
-        assert contents(folder) == before
+    def is_refused(message, resume=True, **changed):
+        before = contents(out)
+        with raises(script.UsageError, match=message):
+            run(script, output_dir=out, resume=resume, **flags | changed)
+        assert contents(out) == before
 
-    is_refused("--output-dir .*--resume", resume=False)
-    for left in ("checkpoints", "model"):  # The run's model would replace the one that is there.
-        (tmp_path / left / left).mkdir(parents=True)
-        is_refused("--output-dir .*--resume", tmp_path / left, resume=False)
-    args_file = out / "args.yaml"
-    older = yaml.safe_load(args_file.read_text())
-    del older["weight_decay"]
-    args_file.write_text(yaml.safe_dump(older | {"flag_of_another": 1}))
-    is_refused("--flag-of-another")
-    args_file.write_text(yaml.safe_dump(older))
+    is_refused("--output-dir .* holds a run; --resume", resume=False)
     others = dict(seed=9, reward="exact_match", lora_r=2, num_train_epochs=5.0, weight_decay=0.5)
     for flag, value in others.items():
-        is_refused(option(flag), **{flag: value})
+        is_refused(f"--resume: {flag} is ", **{flag: value})
     text = dataset.read_text()
     dataset.write_text(text.replace('"1"', '"2"'))
-    is_refused("--dataset-rows")
+    is_refused("--resume: dataset_rows is ")
     dataset.write_text(text)
-    # A template that writes the date makes other prompts of the same rows.
-    monkeypatch.setattr(script, "tokenize", lambda *_, **__: ("2", encode("2")))
-    is_refused("other tokens .* template")
-    monkeypatch.undo()
-    del older["prompt_tokens"]  # An older run has no such entry.
-    args_file.write_text(yaml.safe_dump(older))
+    with monkeypatch.context() as patch:
+        # A template that writes the date makes other prompts of the same rows.
+        patch.setattr(script, "tokenize", lambda *_, **__: ("2", encode("2")))
+        is_refused("--resume: prompt_tokens is ")
+    args_file = out / "args.yaml"
+    written = args_file.read_text()
+    args_file.write_text(written + "keep_checkpoints: null\n")
+    is_refused("--resume: keep_checkpoints is unknown")
+    args_file.write_text(written.replace("weight_decay: 0.0\n", ""))
+    is_refused("--resume: weight_decay is 0.0, but unknown")
+    args_file.write_text(written)
     # The same rows are the same dataset.
     goes_on(dataset=dataset.rename(tmp_path / "moved.jsonl"))
 
@@ -306,10 +294,10 @@ def test_flags_that_do_not_make_another_run_may_change(
     )
     ran = run(script, **flags)
     lines, _, rollouts = expected
-    rows = [json.loads(line) for line in rollouts.splitlines()]
-    trained = [row for row in rows if "advantage" in row]  # not held-out ones
+    trained = "".join(rollouts[name] for name in sorted(rollouts) if not name.startswith("eval"))
+    rows = [json.loads(line) for line in trained.splitlines()]
     for name in ("iteration", "index", "token_ids", "score"):
-        assert column(ran.rollouts, name) == column(trained, name)
+        assert column(ran.rollouts, name) == column(rows, name)
     assert column(ran.metrics, "step") == column(lines, "step")
 
 
@@ -318,12 +306,30 @@ def test_a_resumed_lora_run_is_the_run_that_never_stopped(script, run, stopped_a
     """The adapters and their optimizer are in the checkpoint. The base model is not."""
     flags = SAVING | dict(lora_r=2, learning_rate=0.02)
     stopped_after(2, **flags)
-    kept = load_file(out / "checkpoints/iteration_00000002/model.safetensors")
-    assert kept
-    assert all(re.search("lora_|value_head", name) for name in kept)
+    for file in out.glob("checkpoints/iteration_00000002/model*.safetensors"):
+        assert all(re.search("lora_|score", name) for name in load_file(file))
     run(script, output_dir=out, resume=True, **flags)
     unbroken = result_of(run(script, **flags).folder)
     assert list(unbroken[1]) == ["adapter_model.safetensors"]
+    assert result_of(out) == unbroken
+
+
+@one_text
+def test_any_schedule_goes_on(script, run, killed, tmp_path, out):
+    """In a changed copy a schedule may have a state of its own. It is in the checkpoint."""
+    scheduler = """transformers.get_scheduler(
+        args.lr_scheduler_type, optimizer, plan.warmup_steps, plan.steps
+    )"""
+    two = """torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma) for gamma in (0.9, 0.5)],
+        milestones=[3],
+    )"""
+    copy = import_file(changed_copy(script, tmp_path, scheduler, two).__file__)
+    unbroken = result_of(run(copy, **SAVING).folder)
+    assert len(set(column(unbroken[0], "lr"))) == 4
+    killed(copy, partial(kill_at, copy, "loading", 3), output_dir=out, **SAVING)
+    run(copy, output_dir=out, resume=True, **SAVING)
     assert result_of(out) == unbroken
 
 
