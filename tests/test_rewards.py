@@ -23,7 +23,6 @@ from conftest import (
     save_classifier,
     write_jsonl,
 )
-from plain import plain_advantages
 from pytest import approx, mark, raises
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -167,18 +166,6 @@ def test_large_scores_keep_their_differences(script, run):
     rows = run(script, kl_coef=0, reward="large").rollouts
     step = 1.5 if script.__name__ == "rloo" else 1 / 1.0001
     assert [row["advantage"] for row in rows] == approx([-step, 0, step] * 7)
-
-
-@one_text
-def test_the_kl_alone_may_be_the_reward(script, run):
-    """--reward none with a --ref-model-path: all scores are 0."""
-    rows = run(script, reward="none", ref_model_path="reference").rollouts
-    assert set(column(rows, "score")) == {0.0}
-    rewards = []
-    for row in rows:
-        rewards.append(-0.05 * (sum(row["logprobs"]) - sum(row["ref_logprobs"])))
-    expected = plain_advantages(script, rewards)
-    assert column(rows, "advantage") == approx(expected, abs=1e-5)
 
 
 FAULTS = {  # what a reward returns for n completions, and what is said of it
