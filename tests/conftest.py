@@ -172,95 +172,49 @@ def encode(text):
     return [VOCAB.index(character) for character in text]
 
 
-COMMON = dict(
+SHAPE = dict(
     vocab_size=len(VOCAB),
     bos_token_id=None,
     eos_token_id=EOS,
     pad_token_id=PAD,
     initializer_range=0.4,
-)
-SHAPE = dict(
     hidden_size=16,
     intermediate_size=32,
     num_hidden_layers=2,
     num_attention_heads=2,
     max_position_embeddings=64,
 )
-GROUPED = SHAPE | dict(num_key_value_heads=1, head_dim=8)
-ARCHITECTURES = {  # what a config needs; its model_type is this name, where nothing else is said
-    "llama": SHAPE,
+GROUPED = dict(num_key_value_heads=1, head_dim=8)
+ARCHITECTURES = {  # what a config has beside SHAPE; its model_type is this name, or as here
+    "llama": {},
     "qwen3": GROUPED,
-    "neox": SHAPE | dict(model_type="gpt_neox", rotary_pct=1.0),
-    # This one has absolute positions, and every dropout is on.
-    "gpt2": dict(
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        n_positions=64,
-        resid_pdrop=0.1,
-        embd_pdrop=0.1,
-        attn_pdrop=0.1,
-    ),
-    # These have attention windows that are shorter than prompts or capped logits.
-    "mistral": SHAPE | dict(num_key_value_heads=1, sliding_window=4),
-    "gemma2": GROUPED | dict(sliding_window=4),
-    "gemma3": GROUPED
-    | dict(
-        model_type="gemma3_text",
-        sliding_window=4,
-        layer_types=["sliding_attention", "full_attention"],
-    ),
-    # Padding changes what BART's decoder gives.
-    "bart": dict(
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        max_position_embeddings=64,
-        init_std=0.4,
-    ),
-    # Jamba cannot go on from the cache of a shared prompt.
+    "neox": dict(model_type="gpt_neox", rotary_pct=1.0),
+    "gpt2": dict(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),  # absolute positions
+    "phi": {},  # Its head has a bias.
+    # Attention windows that are shorter than prompts, and logits that are capped.
+    "mistral": dict(num_key_value_heads=1, sliding_window=4),
+    "gemma2": GROUPED | dict(sliding_window=4, final_logit_softcapping=2.0),
+    "gemma3": GROUPED | dict(model_type="gemma3_text", sliding_window=4, sliding_window_pattern=2),
+    # The others compute otherwise, each in its own way. Padding changes what BART's decoder gives.
+    "bart": dict(decoder_layers=2, decoder_attention_heads=2, init_std=0.4),
+    # Its own positions skip padding, and begin at another number.
+    "roberta": dict(is_decoder=True),
+    # The window counts from the end of the row, also where that is empty.
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=30),
+    "bloom": {},  # ALiBi takes positions from the mask.
+    # The states of these know no padding. Jamba's cannot go on from a shared prompt.
+    "mamba": dict(state_size=4),
+    "mamba2": dict(state_size=4, num_heads=4, head_dim=8, n_groups=1),
     "jamba": GROUPED
     | dict(attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False, num_experts=2),
-    "bert": SHAPE,
-    "phi": SHAPE,  # Its head has a bias.
-    # Every second layer sees a window. It counts from the end of the row, also where that is empty.
-    "gpt_neo": dict(
-        hidden_size=16,
-        intermediate_size=32,
-        num_layers=2,
-        num_heads=2,
-        attention_types=[[["global", "local"], 1]],
-        max_position_embeddings=64,
-    ),
-    # The states of these know no padding.
-    "mamba": dict(hidden_size=16, num_hidden_layers=2, state_size=4),
-    "mamba2": dict(
-        hidden_size=16, num_hidden_layers=2, state_size=4, num_heads=4, head_dim=8, n_groups=1
-    ),
-    "bloom": dict(hidden_size=16, n_layer=2, n_head=2),  # ALiBi takes positions from the mask.
-    # These change what their head gives, each with the setting that does it. Its default may be 1.
-    # MPT has None.
-    "capped": GROUPED | dict(model_type="gemma2", final_logit_softcapping=2.0),
-    "cohere2": GROUPED | dict(logit_scale=3.0),
-    "granite": SHAPE | dict(logits_scaling=4.0),
-    "mpt": dict(d_model=16, n_heads=2, n_layers=2, max_seq_len=64),
 }
-
-
-def slow(*names):
-    return [pytest.param(name, marks=mark.slow) for name in names]
-
-
-USUAL = ["llama", "qwen3", "neox", "gpt2"]
-WINDOWS = slow("mistral", "gemma2", "gemma3")
-CHANGED_LOGITS = slow("capped", "cohere2", "granite", "mpt")
+WINDOWS = [pytest.param(name, marks=mark.slow) for name in ("mistral", "gemma2", "gemma3")]
+USUAL = ["llama", "qwen3", "neox", "gpt2", *WINDOWS]
 
 
 def make_model(architecture, auto_class=AutoModelForCausalLM, seed=0, **changes):
     torch.manual_seed(seed)
-    settings = COMMON | dict(model_type=architecture) | ARCHITECTURES[architecture] | changes
+    settings = SHAPE | dict(model_type=architecture) | ARCHITECTURES[architecture] | changes
     return auto_class.from_config(AutoConfig.for_model(**settings)).eval()
 
 

@@ -1,13 +1,11 @@
 """Sampling: the same as transformers' `generate`, the exact distribution, groups, ends of episodes,
-random numbers, and evaluations.
+random numbers, evaluations, and models that compute otherwise.
 """
 
-import itertools
 import math
-from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 from conftest import (
     EOS,
@@ -15,25 +13,17 @@ from conftest import (
     PAD,
     USUAL,
     VOCAB,
-    WINDOWS,
     column,
     encode,
     load_policy,
-    make_model,
     one_text,
-    read_jsonl,
     record_calls,
     save_model,
+    write_jsonl,
 )
-from plain import StandInGraph, groups_of, record_steps, sample, token_counts
-from pytest import approx, mark
-from torch.distributions import Categorical
-
-PROMPTS = ["1", "23+45=", "0000-1111=22", "7="]
-
-
-def random_uniforms(*shape, seed=0):
-    return torch.from_numpy(np.random.default_rng(seed).random(shape))
+from plain import StandInGraph, record_steps, row_logprobs, token_counts
+from pytest import approx, mark, param
+from transformers import GenerationConfig
 
 
 def greedy_tokens(model, prompt, length, eos_ids):
@@ -50,25 +40,59 @@ def greedy_tokens(model, prompt, length, eos_ids):
     return tokens[0, len(prompt) :].tolist()
 
 
-STEPS = [*product(USUAL, ["PlainSteps", "RecordedSteps"])]
-STEPS += [pytest.param(*window.values, "PlainSteps", marks=mark.slow) for window in WINDOWS]
+@one_text
+@mark.parametrize("architecture", USUAL)
+def test_greedy_sampling_equals_generate(script, run, monkeypatch, tmp_path, architecture):
+    """At temperature 0 an evaluation gives what model.generate gives, with recorded steps, too."""
+    eos_ids = [EOS, 6]
+    path = save_model(tmp_path / "policy", architecture, eos_ids=eos_ids)
+    flags = dict(model_path=path, eval_dataset=9, total_episodes=0, response_length=12)
+    plain = run(script, **flags).eval_rollouts
+    record_steps(monkeypatch, script)
+    recorded = run(script, **flags).eval_rollouts
+    assert column(recorded, "token_ids") == column(plain, "token_ids")
+    model = load_policy(path)
+    completions = set()
+    for row in plain:
+        expected = greedy_tokens(model, row["prompt"], 12, eos_ids)
+        assert row["token_ids"] == expected
+        completions.add(str(expected))
+    assert len(completions) > 4, "the prompts must matter"
+
+
+REFUSED = "padding otherwise|sampling and training give"
 
 
 @one_text
-@mark.parametrize("architecture, steps", STEPS)
-def test_greedy_sampling_equals_generate(script, architecture, steps):
-    """At temperature 0, with prompts of different lengths, `sample` gives what model.generate
-    gives, in steps of each kind."""
-    model = make_model(architecture)
-    eos_ids = [EOS, 6]
-    uniforms = random_uniforms(4, 12)
-    found = sample(script, model, PROMPTS, uniforms, 0.0, eos_ids, steps)["tokens"]
-    completions = set()
-    for prompt, tokens in zip(PROMPTS, found, strict=True):
-        expected = greedy_tokens(model, prompt, 12, eos_ids)
-        assert tokens[tokens >= 0].tolist() == expected
-        completions.add(str(expected))
-    assert len(completions) > 2, "the prompts must matter"
+@mark.parametrize(
+    "architecture, recorded, error",
+    [
+        ("gpt_neo", False, None),
+        ("gpt_neo", True, REFUSED),
+        ("jamba", False, None),
+        ("bloom", True, None),
+        ("roberta", False, REFUSED),
+        ("mamba", False, REFUSED),
+        param("mamba2", False, REFUSED, marks=mark.slow),
+        param("bart", False, REFUSED, marks=mark.slow),
+    ],
+)
+def test_a_model_that_computes_otherwise_is_refused_or_right(
+    script, run, refuses, monkeypatch, tmp_path, architecture, recorded, error
+):
+    """Padding, positions, a window or steps change what these give. Such a model is refused before
+    anything is sampled, or its log-probabilities are those of plain passes."""
+    path = save_model(tmp_path / "policy", architecture)
+    flags = dict(model_path=path, eval_dataset=9, total_episodes=0, response_length=40)
+    if recorded:
+        record_steps(monkeypatch, script)
+    flags["share_prompts"] = False
+    if error is not None:
+        refuses(script, error, **flags)
+        return
+    rows = run(script, **flags).eval_rollouts
+    for row, logprobs in zip(rows, row_logprobs(path, rows)):
+        assert row["logprobs"] == approx(logprobs, abs=1e-4)
 
 
 @one_text
@@ -82,15 +106,13 @@ def test_a_run_with_recorded_steps_is_the_same(script, run, tmp_path, monkeypatc
     record_steps(monkeypatch, script)
     recorded = run(script, **flags)
     assert column(recorded.rollouts, "token_ids") == column(expected.rollouts, "token_ids")
-    assert column(recorded.metrics[1:], "grad_norm") == approx(
-        column(expected.metrics[1:], "grad_norm"), rel=1e-4
-    )
+    norms = column(expected.metrics[1:], "grad_norm")
+    assert column(recorded.metrics[1:], "grad_norm") == approx(norms, rel=1e-4)
     assert len(replays) > 30
     assert len(set(token_counts(expected.rollouts))) > 4
     dynamic = dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)
-    path = save_model(tmp_path / "dynamic", rope_scaling=dynamic)
-    run(script, model_path=path)
-    assert f"{path} is not run by RecordedSteps: it waits for the device" in capsys.readouterr().out
+    run(script, model_path=save_model(tmp_path / "dynamic", rope_scaling=dynamic))
+    assert "sampling without CUDA graphs: it waits for the device" in capsys.readouterr().out
 
 
 @torch.no_grad()
@@ -111,28 +133,34 @@ def first_two_tokens(model, prompt, temperature):
 
 
 @one_text
-@mark.parametrize("architecture", ["llama", pytest.param("mistral", marks=mark.slow)])
-def test_sampling_follows_the_exact_distribution(script, architecture):
+@mark.parametrize("architecture", ["llama", param("mistral", marks=mark.slow)])
+def test_sampling_follows_the_exact_distribution(script, run, monkeypatch, tmp_path, architecture):
     """The first two tokens of 4,096 episodes come as often as plain forward passes say. Their
     uniform numbers are a grid, so little is left to chance. The model's generation config may ask
     for other sampling."""
-    model = make_model(architecture)
-    model.generation_config.update(do_sample=True, top_k=2, top_p=0.5, temperature=0.1)
-    grid = (torch.arange(64, dtype=torch.float64) + 0.5) / 64
-    uniforms = torch.cartesian_prod(grid, grid)
+    path = save_model(tmp_path / "policy", architecture)
+    unlike = dict(do_sample=True, top_k=2, top_p=0.5, temperature=0.1)
+    GenerationConfig(eos_token_id=EOS, **unlike).save_pretrained(path)
+    grid = (np.arange(64) + 0.5) / 64
+    uniforms = np.stack(np.meshgrid(grid, grid, indexing="ij"), -1).reshape(4096, 2)
+    keyed_rng = SimpleNamespace(random=lambda shape: uniforms)
+    monkeypatch.setattr(script, "keyed_rng", lambda *key: keyed_rng)
     prompt = "0000-1111=22"
-    tokens = sample(script, model, [prompt] * 4096, uniforms, 0.7, [EOS])["tokens"]
-    pairs = tokens.clamp(min=0) @ torch.tensor([len(VOCAB), 1])
+    flags = dict(eval_dataset=write_jsonl(tmp_path / "one.jsonl", [dict(prompt=prompt)]))
+    flags |= dict(eval_k=4096, eval_temperature=0.7, response_length=2, total_episodes=0)
+    tokens = column(run(script, model_path=path, **flags).eval_rollouts, "token_ids")
+    pairs = [first * len(VOCAB) + sum(second) for first, *second in tokens]
     shares = np.bincount(pairs, minlength=len(VOCAB) ** 2) / 4096
     for temperature in (0.7, 1.0):
-        expected = first_two_tokens(model, prompt, temperature)
+        expected = first_two_tokens(load_policy(path), prompt, temperature)
         assert (np.abs(shares - expected).max() < 1 / 64) == (temperature == 0.7)
 
 
 @one_text
 def test_no_token_of_probability_zero_is_ever_drawn(script):
     """The uniform numbers 0 and just below 1 pick the first and the last token whose probability is
-    not 0. A float32 sum of the last logits would give the first token all of it."""
+    not 0. A float32 sum of the last logits would give the first token all of it. A run does not
+    draw such numbers."""
     below_one = math.nextafter(1, 0)
     nothing = -math.inf
     torch.manual_seed(0)
@@ -149,36 +177,22 @@ def test_no_token_of_probability_zero_is_ever_drawn(script):
 
 
 @one_text
-def test_entropies_are_exact_also_beside_tokens_of_probability_zero(script):
-    """A token with p = 0 adds 0 to -sum p log p, not NaN."""
-    model = make_model("llama", tie_word_embeddings=False)
-    head = model.lm_head.forward
-    zero = torch.tensor([3, 7])
-    model.lm_head.forward = lambda hidden: head(hidden).index_fill(-1, zero, -math.inf)
-    [[entropy]] = sample(script, model, ["7="], random_uniforms(1, 1), 1.0, [EOS])["entropies"]
-    logits = model(torch.tensor([encode("7=")])).logits[0, -1]
-    assert logits.isinf().sum() == 2
-    assert entropy.item() == approx(Categorical(logits=logits).entropy().item(), rel=1e-5)
+def test_a_prompt_runs_once_and_finished_rows_leave(script, run, monkeypatch):
+    """A group's prompt goes through the model once, in sampling and with --share-prompts in
+    training. After that, only the episodes that have not ended are sampled."""
+    calls = record_calls(monkeypatch, script, "forward")
+    flags = dict(model_path="many_eos", batch_size=20, total_episodes=20, k=5, kl_coef=0.0)
+    rows = run(script, share_prompts=True, reward="squares", **flags).rollouts
+    lengths = np.array(token_counts(rows))
+    sampled = [4]
+    for t in range(1, max(lengths)):
+        sampled.append((lengths > t).sum())
+    assert len(set(sampled)) > 4
+    found = [len(call.args[1]) for call in calls]
+    assert found[-len(sampled) - 2 :] == [*sampled, 4, 20]
 
 
 @one_text
-def test_a_prompt_runs_once_and_finished_rows_leave(script):
-    """The prompt of a group goes through the model once. After that, only the episodes that have
-    not ended do."""
-    model = make_model("llama")
-    rows_in = []
-    model.register_forward_pre_hook(lambda _, args: rows_in.append(len(args[0])))
-    eos_ids = [*MANY_EOS, 17]
-    episodes = np.repeat(PROMPTS, 5)
-    result = sample(script, model, episodes, random_uniforms(20, 8), 1.0, eos_ids)
-    lengths = (result["tokens"] >= 0).sum(1)
-    expected = [4]
-    for t in range(1, max(lengths)):
-        expected.append((lengths > t).sum())
-    assert rows_in == expected
-    assert len(set(expected)) > 4
-
-
 @mark.parametrize(
     "policy, stop_token_id, eos_ids",
     [
@@ -188,15 +202,13 @@ def test_a_prompt_runs_once_and_finished_rows_leave(script):
         ("pad_is_eos", None, {EOS}),
     ],
 )
-@one_text
 def test_an_episode_ends_with_its_first_eos(script, run, policy, stop_token_id, eos_ids):
     """The first EOS is the last token, whichever EOS it is: of the generation config, or
     --stop-token-id. Only the longest length ends an episode without one.
 
     Bug: many trainers have no loss for an EOS that equals padding."""
-    ran = run(
-        script, model_path=policy, total_episodes=48, batch_size=48, stop_token_id=stop_token_id
-    )
+    flags = dict(model_path=policy, stop_token_id=stop_token_id)
+    ran = run(script, total_episodes=48, batch_size=48, **flags)
     rows = ran.rollouts
     ends = []
     others = set()
@@ -216,62 +228,33 @@ def test_an_episode_ends_with_its_first_eos(script, run, policy, stop_token_id, 
 
 
 @one_text
-def test_random_numbers_are_functions_of_their_key(script):
-    """All seeds, purposes and iterations give different streams. The same key always gives the same
-    numbers."""
-    purposes = [script.PROMPT_ORDER, script.SAMPLING, script.MINI_BATCHES]
-    purposes += [script.EVALUATION, script.NEW_WEIGHTS]
-    keys = list(itertools.product([1, 2, 3], purposes, [1, 2]))
-    drawn = [script.keyed_rng(*key).random() for key in keys]
-    assert len(set(drawn)) == len(keys)
-    assert drawn == [script.keyed_rng(*key).random() for key in keys]
+def test_no_random_number_is_used_twice(script, run, monkeypatch):
+    """Each seed, purpose and iteration has its own numbers. Those of a purpose have keys of one
+    length. No number is drawn for two tokens, in a group, in another iteration or evaluation."""
+    keys = record_calls(monkeypatch, script, "keyed_rng")
+    passes = record_calls(monkeypatch, script, "sample")
+    flags = dict(num_ppo_epochs=2, eval_dataset=5, eval_temperature=1.0, lora_r=2)
+    for seed in (1, 2):
+        run(script, seed=seed, num_train_epochs=3, **flags)
+    keys = {call.args for call in keys}
+    assert len({key[1] for key in keys}) == len({(key[1], len(key)) for key in keys}) == 5
+    assert len({script.keyed_rng(*key).random() for key in keys}) == len(keys) > 20
+    # At the start, two prompts are sampled with the numbers 0.5.
+    numbers = [call.args[2].flatten() for call in passes if len(call.args[2]) > 2]
+    numbers = torch.cat(numbers)
+    assert len(numbers.unique()) == len(numbers) > 500
 
 
 @one_text
-def test_every_iteration_draws_its_own_numbers(script, run, monkeypatch):
-    """No uniform number is used twice in a run, neither in a group, nor in another iteration or
-    evaluation."""
-    calls = record_calls(monkeypatch, script, "sample")
-    run(script, num_train_epochs=3, eval_dataset=5, eval_temperature=1.0)
-    assert len(calls) > 3
-    numbers = torch.cat([call.inputs["uniforms"].flatten() for call in calls])
-    assert len(numbers.unique()) == len(numbers)
-
-
-@one_text
-def test_evaluation_happens_when_asked_and_is_greedy(script, run, world):
-    """eval/scores is logged at the start, every eval_every iterations, and at the end.
-
-    The completions are those of transformers' `generate`. test_outputs.py shows that eval/scores is
-    the mean of their scores."""
-    _, metrics, folder = run(script, eval_dataset=5, eval_every=2, batch_size=3)
-    last = metrics[-1]["iteration"]
+def test_evaluations_come_when_asked_and_do_not_move_training(script, run):
+    """eval/scores is logged at the start, every eval_every iterations, and at the end. The last one
+    is of the model that is written. A run without evaluations has the same episodes."""
+    ran = run(script, eval_dataset=5, eval_every=2, batch_size=3)
+    last = ran.metrics[-1]["iteration"]
     expected = [*range(0, last, 2), last]
-    assert column([line for line in metrics if "eval/scores" in line], "iteration") == expected
-    rows = read_jsonl(folder / "eval_rollouts.jsonl")
-    for path, its_rows in ((world.llama, rows[:5]), (folder / "model", rows[-5:])):
-        model = load_policy(path)
-        for row in its_rows:
-            assert row["token_ids"] == greedy_tokens(model, row["prompt"], 6, EOS)
-
-
-@one_text
-def test_the_best_of_k_is_the_mean_of_the_largest_scores(script, run):
-    """test_missing_scores.py shows what a missing score does."""
-    _, [line], folder = run(
-        script, eval_dataset=5, eval_k=5, eval_temperature=1.0, total_episodes=0, reward="parts"
-    )
-    scores = column(read_jsonl(folder / "eval_rollouts.jsonl"), "score")
-    assert line["eval/scores"] == approx(np.mean(scores))
-    best = list(map(max, groups_of(scores, 5)))
-    assert line["eval/best_of_5"] == approx(np.mean(best))
-    assert 0 < line["eval/reward/ones"] < line["eval/reward/length"]
-    assert line["eval/reward/length"] + line["eval/reward/ones"] == approx(line["eval/scores"])
-
-
-@one_text
-def test_evaluation_does_not_move_training(script, run):
-    """A run with evaluations has the same episodes as a run without."""
-    plain = run(script, batch_size=6)
-    evaluated = run(script, batch_size=6, eval_dataset=5, eval_every=1, eval_temperature=1.0)
-    assert evaluated.rollouts == plain.rollouts
+    assert column([line for line in ran.metrics if "eval/scores" in line], "iteration") == expected
+    model = load_policy(ran.folder / "model")
+    for row in ran.eval_rollouts[-5:]:
+        assert row["token_ids"] == greedy_tokens(model, row["prompt"], 6, EOS)
+    sampled = run(script, eval_dataset=5, eval_every=1, eval_temperature=1.0, batch_size=3)
+    assert ran.rollouts == sampled.rollouts == run(script, batch_size=3).rollouts
