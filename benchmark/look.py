@@ -11,7 +11,6 @@ import functools
 import json
 import math
 import os
-import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +29,7 @@ class Args:
 
 
 def whole_lines(file: Path):
-    """The lines of a file, if there is one. A run may be writing the last: it has no end yet."""
-    if not file.exists():
-        return
+    """The lines of a file. A run may be writing the last: it has no end yet."""
     for line in open(file, "rb"):
         if line.endswith(b"\n"):
             yield line
@@ -59,18 +56,15 @@ def load_run(folder: Path):
 def read_lines(folder: Path):
     """Each episode's line, and its place: iteration, whether the prompt is held out, and group.
 
-    The place is found without parsing the line, because most lines of a large run are left out.
+    The line is not parsed, because most lines of a large run are left out.
     """
     flags, _ = load_run(folder)
-    sizes = {  # of a group
-        "rollouts": flags.get("rloo_k") or flags.get("num_generations") or 1,
-        "eval_rollouts": flags.get("eval_k") or 1,
-    }
-    for name, size in sizes.items():
-        for line in whole_lines(folder / f"{name}.jsonl"):
-            found = re.match(rb'\{"iteration": (\d+), "index": (\d+)', line)
-            iteration, index = map(int, found.groups())
-            yield line, (iteration, name == "eval_rollouts", index // size)
+    size = flags.get("rloo_k") or flags.get("num_generations") or 1  # of a group
+    for file in sorted(folder.glob("rollouts/*.jsonl")):
+        *held_out, iteration = file.stem.split("_")  # 00000012, or eval_00000012
+        for index, line in enumerate(whole_lines(file)):
+            group = index // (flags["eval_k"] if held_out else size)
+            yield line, (int(iteration), bool(held_out), group)
 
 
 def choose(places: set, fit: int) -> tuple[list[int], int]:
@@ -225,22 +219,22 @@ def make_page(folders: list[Path], places: set, fit: int) -> tuple[bytes, str]:
 
 
 def main(args: Args):
-    runs = Path("runs")
-    files = list(runs.glob("*/*rollouts.jsonl")) or list(runs.glob("*/metrics.jsonl"))
     folders = list(args.folders)
-    if files and not folders:
-        newest = max(files, key=lambda file: file.stat().st_mtime)
+    written = list(Path("runs").glob("*/rollouts"))
+    if written and not folders:
+        newest = max(written, key=lambda rollouts: rollouts.stat().st_mtime)
         folders = [newest.parent]
     if not folders:
-        raise SystemExit("look.py: no run in runs/; name the --output-dir of one")
+        raise SystemExit("look.py: no run in runs/ has rollouts; make one with --save-rollouts")
     size = 0
     places = set()
     for folder in folders:
-        if not any(any(whole_lines(file)) for file in folder.glob("*rollouts.jsonl")):
-            raise SystemExit(f"look.py: {folder} has no rollouts; run it with --save-rollouts")
+        before = size
         for line, place in read_lines(folder):
             size += len(line)
             places.add(place)
+        if size == before:
+            raise SystemExit(f"look.py: {folder} has no rollouts; run it with --save-rollouts")
     # A first guess: the page has at least a quarter of the bytes of the lines that it shows.
     fit = min(len(places), 1 + 4 * LIMIT * len(places) // size)
     page, about = make_page(folders, places, fit)

@@ -31,7 +31,7 @@ import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from run import column, having, import_script, read_run, write_rows
+from run import column, having, import_script, read_rows, write_rows
 
 rloo = import_script("rloo")
 
@@ -45,11 +45,11 @@ class Args:
     output: Path = Path("runs/win_rate.jsonl")  # every pair and its verdict
 
 
-def last_evaluation(folder: Path) -> list[dict]:
-    rows = read_run(folder)["eval_rollouts"]
-    if not rows:
+def last_evaluation(folder: Path | str) -> list[dict]:
+    files = sorted(Path(folder).glob("rollouts/eval_*.jsonl"))
+    if not files:
         raise SystemExit(f"{folder}: its run needs --save-rollouts and an --eval-dataset")
-    return having(rows, iteration=rows[-1]["iteration"])
+    return read_rows(files[-1])
 
 
 def baseline_of(args: Args, rows: list[dict]) -> list[str]:

@@ -32,6 +32,7 @@ from conftest import (
     make_rows,
     one_text,
     read_jsonl,
+    read_rollouts,
     reset_accelerate,
     save_classifier,
     save_model,
@@ -288,7 +289,7 @@ def test_a_judge_that_likes_a_position_gives_one_half(run, tmp_path, capsys):
     other = run(MODULES["rloo"], **flags, total_episodes=0, seed=2).folder
     output = tmp_path / "deep" / "pairs.jsonl"
     flags = dict(model=model, judge=f"{tmp_path}/judge.py:first_shown", output=output)
-    rows, others = (read_jsonl(path / "eval_rollouts.jsonl")[-12:] for path in (model, other))
+    rows, others = (read_rollouts(path, "eval_")[-12:] for path in (model, other))
     baselines = {str(other): column(others, "completion")}
     baselines["column:number"] = [row["columns"]["number"] for row in rows]
     for baseline, texts in baselines.items():

@@ -1,4 +1,4 @@
-"""The page of benchmark/look.py: what it holds of rollouts, and how it works in a browser."""
+"""The page of benchmark/look.py: what it holds of rollouts."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 import yaml
-from conftest import HERE, MODULES, import_file, make_tokenizer, with_group, write_jsonl
+from conftest import HERE, MODULES, column, import_file, make_tokenizer, with_group, write_jsonl
 from pytest import approx, fixture, mark, raises
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -37,7 +37,7 @@ TOKENIZER = byte_tokenizer()
 
 
 def episode(iteration, index, text, **changes):
-    """A row of rollouts.jsonl."""
+    """A row of a file in rollouts/."""
     ids = TOKENIZER(text)["input_ids"]
     row = dict(
         iteration=iteration,
@@ -62,12 +62,14 @@ def save(tmp_path):
     tokenizer = str(tmp_path / "tokenizer")
     TOKENIZER.save_pretrained(tokenizer)
 
-    def save(rows, name="run", file="rollouts.jsonl"):
+    def save(rows, name="run", prefix=""):
         folder = tmp_path / name
-        folder.mkdir(exist_ok=True, parents=True)
+        (folder / "rollouts").mkdir(exist_ok=True, parents=True)
         flags = with_group(MODULES["rloo"], dict(model_path=tokenizer, k=2, eval_k=1))
         (folder / "args.yaml").write_text(yaml.safe_dump(flags))
-        write_jsonl(folder / file, rows)
+        for iteration in set(column(rows, "iteration")):
+            its = [row for row in rows if row["iteration"] == iteration]
+            write_jsonl(folder / "rollouts" / f"{prefix}{iteration:08d}.jsonl", its)
         write_jsonl(folder / "metrics.jsonl", [{"iteration": 1, "objective/scores": 0.5}])
         return folder
 
@@ -157,7 +159,7 @@ def test_numbers_that_are_missing_or_not_finite(save, open_page):
         episode(1, 3, "abc", advantage=[1.0, 2.0, 4.5]),
     ]
     folder = save(rows)
-    for name in ("rollouts.jsonl", "metrics.jsonl"):
+    for name in ("rollouts/00000001.jsonl", "metrics.jsonl"):
         with open(folder / name, "a") as file:
             file.write('{"iteration": 1, "in')
     shown = episodes_of(open_page(folder)[1])
@@ -194,16 +196,18 @@ def test_a_large_run_is_cut_to_even_distances(save, open_page, monkeypatch, part
 def test_two_runs_and_held_out_prompts(save, open_page):
     """Groups of the same prompt share a card. A prompt that only one run has is there as well."""
     first = save([episode(1, i, "a") for i in range(4)], "first")
-    second = save([episode(1, i, "b") for i in range(2, 6)], "second")
-    save([episode(0, 0, "c")], "second", "eval_rollouts.jsonl")
+    rows = [episode(1, i, "b", prompt="1, 0" if i < 2 else "other") for i in range(4)]
+    second = save(rows, "second")
+    save([episode(0, 0, "c"), episode(0, 1, "c")], "second", "eval_")
     _, data = open_page(first, second)
     cards = []
     for card in data["cards"]:
         cards.append((card["prompt"], card["heldOut"], *map(len, card["groups"])))
     assert cards == [
-        ("1, 0", False, 2, 0),
-        ("1, 1", False, 2, 2),
-        ("1, 2", False, 0, 2),
+        ("1, 0", False, 2, 2),
+        ("1, 1", False, 2, 0),
+        ("other", False, 0, 2),
+        ("0, 0", True, 0, 1),
         ("0, 0", True, 0, 1),
     ]
 
@@ -211,13 +215,13 @@ def test_two_runs_and_held_out_prompts(save, open_page):
 def test_without_rollouts_it_says_what_to_do(save, tmp_path, monkeypatch):
     """Without a name it takes the newest run."""
     monkeypatch.chdir(tmp_path)
-    with raises(SystemExit, match="no run in runs/"):
+    with raises(SystemExit, match="no run in runs/ .*--save-rollouts"):
         look.main(look.Args())
     old = save([episode(1, 0, "a")], "runs/a")
-    os.utime(old / "rollouts.jsonl", (1, 1))
+    os.utime(old / "rollouts", (1, 1))
     new = save([episode(1, 0, "a")], "runs/b")
     look.main(look.Args())
     assert '"name":"runs/b"' in (tmp_path / "runs/look.html").read_text()
-    (new / "rollouts.jsonl").write_text("")
+    (new / "rollouts/00000001.jsonl").unlink()
     with raises(SystemExit, match="runs/b .*--save-rollouts"):
-        look.main(look.Args())
+        look.main(look.Args((old, new)))
