@@ -10,11 +10,9 @@ from conftest import (
     changed_copy,
     compare_runs,
     launch,
-    launch_twice,
-    launched,
     only,
     read_jsonl,
-    result_of,
+    read_rollouts,
 )
 from pytest import approx, mark
 
@@ -23,22 +21,20 @@ LACKING = not hasattr(torch.utils.backend_registration, NEEDED) or not hasattr(t
 REASON = f"torch {torch.__version__} has no {NEEDED}, with which Python makes a device"
 pytestmark = [mark.slow, mark.skipif(LACKING, reason=REASON)]
 
-# Three bugs: prompts, tokens, and what tells repeated episodes from others are on the CPU.
-BUGS = {
-    "trim(batch.prompt_tokens[chosen]).to(episodes.device)": "trim(batch.prompt_tokens[chosen])",
-    "batch.tokens[episodes, :longest]": "batch.tokens[episodes, :longest].cpu()",
-    "is_real[piece].to(device)": "is_real[piece]",
+BUGS = {  # What goes to the device, or comes from it, does not.
+    "prompts = prompts.to(accelerator.device)": "pass",
+    "uniforms = uniforms.to(accelerator.device)": "pass",
+    "{name: tensor.cpu() for name, tensor in samples.items()}": "samples",
+    "[tensor.to(accelerator.device) for tensor in inputs]": "inputs",
+    "torch.nn.functional.pad(logprobs, (0, left_out)).cpu()": "logprobs",
 }
 
 
-# how `launch` takes it
-DEVICE = dict(program=HERE / "tests/simulated_device.py", ACCELERATE_USE_CPU="false")
-
-
-def run_on_device(script, world, folder, flags):
+def launch_on_device(script, world, folder, flags):
     """A run with the flags of the fixture `run`, on the device. It writes into `out`."""
-    printed = launched(script, 1, folder, base_flags(world, flags), start=launch, **DEVICE)
-    assert printed.startswith("1 x sim")
+    flags = base_flags(world, flags | dict(output_dir="out"))
+    program = HERE / "tests/simulated_device.py"
+    return launch(script, 1, folder, flags, program, ACCELERATE_USE_CPU="false")
 
 
 @only("ppo")
@@ -46,18 +42,22 @@ def test_float32(script, run, world, tmp_path):
     """The device computes what the CPU computes. A run that goes on from a checkpoint is the run
     that never stopped."""
     flags = dict(
+        batch_size=4,
         num_mini_batches=2,
         per_device_train_batch_size=4,
         per_device_rollout_batch_size=8,
         save_every=1,
         eval_dataset=3,
         reward_model_path="classifier",
+        resume=True,
     )
-    run_on_device(script, world, tmp_path, flags)
-    compare_runs(run(script, **flags).folder, tmp_path / "out")
-    flags = base_flags(world, flags | dict(output_dir="resumed"))
-    launch_twice(script, 1, tmp_path, flags, start=launch, **DEVICE)
-    assert result_of(tmp_path / "resumed") == result_of(tmp_path / "out")
+    stopped = launch_on_device(script, world, tmp_path, flags | dict(reward="stops_once"))
+    assert "KeyError: 'stopped'" in stopped.stderr
+    finished = launch_on_device(script, world, tmp_path, flags | dict(reward="stops_once"))
+    assert "\n1 x sim, float32, " in finished.stdout
+    assert "resuming after iteration " in finished.stdout
+    assert finished.returncode == 0, finished.stderr
+    compare_runs(run(script, **flags | dict(resume=False)).folder, tmp_path / "out")
 
 
 def test_bfloat16(script, run, world, tmp_path):
@@ -71,14 +71,14 @@ def test_bfloat16(script, run, world, tmp_path):
         model_path="mild",
         reward_model_path="classifier",
     )
-    run_on_device(script, world, tmp_path, flags)
+    finished = launch_on_device(script, world, tmp_path, flags)
+    assert finished.returncode == 0, finished.stderr
     expected = run(script, **flags)
     [line] = read_jsonl(tmp_path / "out/metrics.jsonl")
     assert line.keys() == expected.metrics[0].keys()
     assert all(map(math.isfinite, line.values()))
     same = 0
-    rollouts = read_jsonl(tmp_path / "out/rollouts.jsonl")
-    for row, other in zip(rollouts, expected.rollouts, strict=True):
+    for row, other in zip(read_rollouts(tmp_path / "out"), expected.rollouts, strict=True):
         if row["token_ids"] == other["token_ids"]:
             same += 1
             assert row["logprobs"] == approx(other["logprobs"], abs=0.03)
@@ -87,10 +87,8 @@ def test_bfloat16(script, run, world, tmp_path):
 
 @mark.parametrize("text", BUGS)
 def test_tensors_on_two_devices_are_refused(text, world, tmp_path):
-    """The device refuses bugs that a CPU does not show. Each is put into a copy of rloo.py. A run
-    that ends so early leaves no folder."""
+    """The device refuses bugs that a CPU does not show. Each is put into a copy of rloo.py."""
     copy = changed_copy(MODULES["rloo"], tmp_path, text, BUGS[text])
-    flags = base_flags(world, dict(output_dir="out"))
-    finished = launch(copy, 1, tmp_path, flags, **DEVICE)
-    assert "RuntimeError: Expected all tensors to be on the same device" in finished.stderr
-    assert not (tmp_path / "out").exists()
+    finished = launch_on_device(copy, world, tmp_path, {})
+    error = finished.stderr.splitlines()[-1]
+    assert error.startswith("RuntimeError: ") and "on the same device" in error
