@@ -42,7 +42,6 @@ DIFFERENT = {
     "main": "each algorithm has its own rewards, advantages and loss",
     "update_metrics": "each loss has its own denominator and its own clips",
     "check_flags": "each script checks the flags that only it has",
-    "start_accelerator": "PPO can drop updates, which DeepSpeed cannot",
     "Args.k": "the flag has the name from each paper; in PPO a group is one episode",
     "Args.kl_coef": "in GRPO the KL is in the loss, and it is off by default",
     "Args.num_ppo_epochs": "PPO's value model needs more updates with a rollout",
@@ -88,9 +87,9 @@ def test_the_scripts_do_not_drift():
 
 
 LIMITS = {  # tokens of the script, and of its lecture, which stands above the banner MACHINERY
-    "rloo": (11_970, 3_500),
-    "grpo": (12_420, 3_850),
-    "ppo": (13_430, 4_030),
+    "rloo": (10_350, 3_590),
+    "grpo": (10_800, 3_980),
+    "ppo": (11_610, 4_270),
 }
 
 
@@ -120,7 +119,6 @@ def test_the_banner_names_what_the_lecture_calls(name):
     """A `*` there stands for the rest of a name."""
     lecture, _, machinery = source_of(name).partition("= MACHINERY =")
     banner = machinery.split("\n\n")[0]
-    assert len(banner.splitlines()) - 1 <= (15 if name == "ppo" else 12)
     listed = [word.replace("*", ".*") for word in re.findall(r"[\w*]+", banner)]
     used = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(ast.parse(lecture))}
     below = re.findall(r"^(?:def |class |)(\w+)(?=[:(].*:$| = )", machinery, re.MULTILINE)
@@ -235,7 +233,7 @@ kl_horizon: {ref_model_path: reference, adaptive_kl: true, kl_horizon: 60}
 """)
 # Other tests cover these.
 ELSEWHERE = """
-    output_dir plan resume save_every keep_checkpoints log_with gradient_checkpointing
+    output_dir plan resume save_every log_with share_prompts gradient_checkpointing
     per_device_train_batch_size per_device_rollout_batch_size num_sample_generations cuda_graphs
 """.split()
 # Each flag is tried in the first script that has it. In the others the drift test holds the text
@@ -331,19 +329,19 @@ def test_what_a_run_writes(script, run, world, capsys):
     a few samples with the parts of their scores, and a last line that sums the run up."""
     ran = run(script, num_train_epochs=2, num_sample_generations=2, batch_size=6, reward="parts")
     printed = capsys.readouterr().out
+    files = ".lock args.yaml checkpoints metrics.jsonl rollouts model"
     columns = (
         "iteration index row prompt completion token_ids ended columns score reward/length"
         " reward/ones logprobs advantage ref_logprobs"
     )
-    shown = ["prompt", "completion", "score", "reward/length", "reward/ones"]
-    files = {".lock", "args.yaml", "checkpoints", "metrics.jsonl", "rollouts.jsonl", "model"}
     if script.__name__ == "ppo":
+        files += " value_model"
         columns += " values returns"
-        files.add("value_model")
-    assert set(os.listdir(ran.folder)) == files
+    assert set(os.listdir(ran.folder)) == set(files.split())
+    assert set(ran.rollouts[0]) == set(columns.split())
     written = yaml.safe_load((ran.folder / "args.yaml").read_text())
-    assert re.fullmatch("7, SHA-256 \\w+", written.pop("dataset_rows"))
-    assert re.fullmatch("SHA-256 \\w+", written.pop("prompt_tokens"))
+    for name in ("dataset_rows", "prompt_tokens"):
+        assert re.fullmatch("SHA-256 \\w+", written.pop(name))
     assert written == vars(script.check_flags(ran.args))
     model = ran.folder / "model"
     assert distance(weights_of(world.llama), weights_of(model)) > 1e-4
@@ -351,15 +349,15 @@ def test_what_a_run_writes(script, run, world, capsys):
     for row in ran.metrics:
         assert min(row[name] for name in TIMES) > 0
         # Without a terminal there is a line in place of a bar.
-        score = f"objective/scores {row['objective/scores']:.3f}"
-        assert f"episode {row['episode']}: {score}" in printed
+        line = f"episode {row['episode']}: objective/scores {row['objective/scores']:.3f}"
+        assert line in printed
     closing = printed.strip().splitlines()[-1]
     assert f"{row['episode']} episodes, {row['step']} steps, 2 epochs" in closing
     assert str(model) in closing
-    assert set(ran.rollouts[0]) == set(columns.split())
     for sample in ran.rows_of(row["iteration"])[:: ran.args.k][:4]:
         lines = [f"---- a sample of episode {row['episode']}"]
-        lines += [f"{name}: {sample[name]}" for name in shown]
+        for name in ("prompt", "completion", "score", "reward/length", "reward/ones"):
+            lines.append(f"{name}: {sample[name]}")
         assert "\n".join(lines) in printed
     assert len(set(re.findall(r"a sample of episode \d+", printed))) == 2
 
