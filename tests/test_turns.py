@@ -1,12 +1,12 @@
-"""A patch that changes when the policy samples: by turns with an environment."""
+"""turns.patch changes when the policy samples: by turns with an environment."""
 
 import shutil
-from types import SimpleNamespace
+from itertools import groupby
+from operator import itemgetter
 
-import numpy as np
 import torch
 from conftest import (
-    EOS,
+    HERE,
     MODULES,
     VOCAB,
     base_flags,
@@ -14,30 +14,24 @@ from conftest import (
     compare_runs,
     distance,
     encode,
-    launch_forked,
     launched,
     load_policy,
     make_tokenizer,
     plain_logprobs,
-    read_jsonl,
     result_of,
     write_jsonl,
 )
-from pytest import approx, fixture, mark, raises
+from pytest import approx, fixture, mark
 from test_pages import patched
-from tokenizers import pre_tokenizers
 
 ENVIRONMENT = '''
-import json, os, pathlib
-
-folder = pathlib.Path(__file__).parent
+import os, pathlib
 
 def talks(prompts, completions, number, **_):
     """A text of one to three tokens, by the conversation. None after an even number of tokens."""
-    with open(folder / ("calls_" + os.environ.get("RANK", "0")), "a") as file:
-        file.write(json.dumps([prompts, completions]) + "\\n")
+    pathlib.Path(__file__).with_name("called_" + os.environ.get("RANK", "0")).touch()
     texts = []
-    for chat, row in zip(completions, number):
+    for chat in completions:
         said = sum(len(message["content"]) for message in chat)
         texts.append(None if said % 4 == 3 else "123"[: 1 + said % 3] + "=")
         chat.append("The script keeps its own copy.")
@@ -46,29 +40,19 @@ def talks(prompts, completions, number, **_):
 def silent(prompts, **_):
     return [None] * len(prompts)
 
-def sometimes_long(completions, **_):
-    return ["1" * (100 if len(chat[0]["content"]) % 2 else 1) for chat in completions]
-
-def fails(prompts, **_):
-    raise KeyError("the tool is gone")
-
-number = lambda prompts, **_: 3
-numbers = lambda prompts, **_: [3] * len(prompts)
-wrong_count = lambda prompts, **_: [None] * (len(prompts) - 1)
-empty = lambda prompts, **_: [""] * len(prompts)
-strange = lambda prompts, **_: ["1?"] * len(prompts)
-wrong_names = lambda tools, **_: []
-
 def kinds(completion_ids, **_):
     return [len(set(ids)) for ids in completion_ids]
 '''
+PATCH = "benchmark/patches/turns.patch"
 
 
 @fixture(scope="module", params=["grpo", "rloo"])
 def turns(request, tmp_path_factory):
     """A patched script."""
     folder = tmp_path_factory.mktemp("turns")
-    return patched(request.param, ["benchmark/patches/turns.patch"], folder)
+    text = (HERE / PATCH).read_text().replace("grpo.py", f"{request.param}.py")
+    (folder / "patch").write_text(text)
+    return patched(request.param, [folder / "patch"], folder)
 
 
 @fixture
@@ -83,119 +67,62 @@ def flags(tmp_path):
             reward=f"{tmp_path}/talk.py:kinds",
             environment=f"{tmp_path}/talk.py:{name}",
             response_length=14,
-            k=3,
+            max_turns=2,
+            kl_coef=0.0,
         )
 
     return flags
 
 
-def check_passes(rows, policy, reference, gradients, script):
-    """The log-probabilities, and the gradient, are those of plain passes over the policy's
-    tokens."""
-    model = load_policy(policy)
-    reference = load_policy(reference)
-    for row in rows:
-        mask = torch.tensor(row["mask"])
-        ids = encode(row["prompt"]), row["token_ids"]
-        logprobs = mask * plain_logprobs(model, *ids)
-        assert row["logprobs"] == approx(logprobs.tolist(), abs=1e-4)
-        ref_logprobs = mask * plain_logprobs(reference, *ids)
-        assert row["ref_logprobs"] == approx(ref_logprobs.tolist(), abs=1e-4)
-        loss = -row["advantage"] * logprobs.sum() / len(rows)
-        if script.__name__ == "grpo_patched":
-            loss = loss / mask.sum()
-        loss.backward()
-    found = [parameter.grad for parameter in model.parameters()]
-    assert distance(found, gradients) < 1e-4
-
-
 def test_only_the_tokens_of_the_policy_are_trained(turns, flags, run, world, updates):
     """Those of the environment are read, and count nowhere: not in gradients, KL, entropy or
     lengths."""
-    kl_coef = 0.0 if turns.__name__ == "grpo_patched" else 0.05
-    ran = run(turns, **flags(), kl_coef=kl_coef, total_episodes=12)
-    rows = ran.rollouts
-    [line] = ran.metrics
-    check_passes(rows, world.many_eos, world.reference, updates[0].gradients, turns)
-    means = {}  # of the sums over tokens; those of the environment have 0
-    for name in ("mask", "logprobs", "ref_logprobs"):
-        means[name] = np.mean([sum(row[name]) for row in rows])
-    assert line["response_length_mean"] == approx(means["mask"])
-    assert line["objective/entropy"] == approx(-means["logprobs"], rel=1e-4)
-    kl = means["logprobs"] - means["ref_logprobs"]
-    assert line["objective/kl"] == approx(kl, rel=1e-4)
-    assert len(set(map(len, column(rows, "completion")))) > 2  # One, two and more turns.
+    ran = run(turns, **flags(), total_episodes=12)
+    policy = load_policy(world.many_eos)
+    reference = load_policy(world.reference)
+    sums = []
+    for row in ran.rollouts:
+        mask = torch.tensor(row["mask"])
+        ids = encode(row["prompt"]), row["token_ids"]
+        logprobs = mask * plain_logprobs(policy, *ids)
+        kl = logprobs - mask * plain_logprobs(reference, *ids)
+        sums.append(torch.stack([mask.sum(), -logprobs.sum(), kl.sum()]).tolist())
+        actions = mask.sum() if turns.__name__.startswith("grpo") else 1
+        (-row["advantage"] / 12 / actions * logprobs.sum()).backward()
+    gradients = [parameter.grad for parameter in policy.parameters()]
+    assert distance(gradients, updates[0].gradients) < 1e-4
+    names = ("response_length_mean", "objective/entropy", "objective/kl")
+    found = [ran.metrics[0][name] for name in names]
+    assert found == approx(torch.tensor(sums).mean(0).tolist(), rel=1e-4)
 
 
-def test_an_episode_is_the_conversation(turns, flags, run, tmp_path):
-    """Ids are appended. A call has the episodes that go on. The policy has at most --max-turns
-    turns."""
-    rows = run(turns, **flags(), total_episodes=12, max_turns=2).rollouts
-    [[prompts, asked]] = read_jsonl(tmp_path / "calls_0")
-    assert len(prompts) == len(asked) <= 12
+def turns_of(row):
+    """The tokens of each turn. The policy has the first one."""
+    pairs = zip(row["token_ids"], row["mask"], strict=True)
+    return [[VOCAB[token] for token, _ in turn] for _, turn in groupby(pairs, itemgetter(1))]
+
+
+def test_an_episode_is_the_conversation(turns, flags, run):
+    """Its tokens are its messages, by turns. The policy has at most --max-turns turns. A text of up
+    to four tokens that does not fit ends the episode as cut off."""
+    rows = run(turns, **flags(), total_episodes=24).rollouts
     for row in rows:
         chat = row["completion"]
-        assert column(chat, "role") in (["assistant"], ["assistant", "user", "assistant"])
-        assert len(chat) == 1 or chat[:1] in asked
-        texts = {0: "", 1: ""}  # of the environment, and of the policy
-        for token, is_own in zip(row["token_ids"], row["mask"]):
-            if token != EOS:
-                texts[is_own] += VOCAB[token]
-        contents = column(chat, "content")
-        assert texts == {0: "".join(contents[1::2]), 1: "".join(contents[::2])}
-        length = len(row["token_ids"])
-        assert length <= 14
-        assert row["ended"] or length >= 14 - 4  # A text of up to 4 tokens did not fit.
+        assert column(chat, "role") == (["assistant", "user"] * 2)[: len(chat)]
+        texts = ["".join(turn).removesuffix("<eos>") for turn in turns_of(row)]
+        assert texts == column(chat, "content")
+        assert row["ended"] or 10 <= len(row["token_ids"]) <= 14
+    assert {len(row["completion"]) for row in rows} == {1, 3}
+    assert len(set(column(rows, "ended"))) == 2
 
 
 def test_an_environment_that_is_silent_changes_nothing(turns, flags, run):
-    """Bit for bit the run of the script without the patch, but for the form of completions, and the
-    mask."""
+    """Bit for bit the run of the script without the patch."""
     own = flags("silent")
     ran = run(turns, **own)
-    del own["environment"]
-    name, _ = turns.__name__.split("_")
-    plain = run(MODULES[name], **own)
-    for other in (ran, run(turns, **own)):
-        assert result_of(other.folder)[:2] == result_of(plain.folder)[:2]  # metrics and weights
-    for row, other in zip(ran.rollouts, plain.rollouts, strict=True):
-        assert all(row.pop("mask"))
-        [message] = row["completion"]
-        assert row | {"completion": message["content"]} == other
-
-
-def test_a_text_that_does_not_fit_cuts_the_episode_off(turns, flags, run):
-    cut = 0
-    for row in run(turns, **flags("sometimes_long"), total_episodes=24).rollouts:
-        [first, *others] = row["completion"]
-        if len(first["content"]) % 2 and len(row["token_ids"]) < 14:
-            cut += 1
-            assert not others
-            assert not row["ended"]
-    assert 0 < cut < 24
-
-
-def test_no_pass_is_wider_than_the_trial(turns, flags, run, monkeypatch):
-    """Short and long conversations are in one pass. The trial at the start has the widest row."""
-    widths = []
-
-    class Steps(turns.PlainSteps):
-        def __init__(self, network, rows, start):
-            widths.append(rows.shape[1])
-            super().__init__(network, rows, start)
-
-    monkeypatch.setattr(turns, "PlainSteps", Steps)
-    run(turns, **flags(), total_episodes=24)
-    assert max(widths) == widths[0]
-
-
-MISTAKES = "number numbers wrong_count empty strange fails wrong_names missing".split()
-
-
-@mark.parametrize("name", MISTAKES)
-def test_a_mistake_of_the_environment_is_clear(turns, flags, run, name):
-    with raises(Exception, match="environment|tool"):
-        run(turns, **flags(name), total_episodes=12)
+    del own["environment"], own["max_turns"]
+    plain = run(MODULES[turns.__name__.partition("_")[0]], **own)
+    assert result_of(ran.folder)[:2] == result_of(plain.folder)[:2]  # metrics and weights
 
 
 CHAT = (
@@ -221,50 +148,20 @@ def test_the_template_wraps_a_text_in_a_chat(turns, flags, run, world, tmp_path)
     ends = set()
     for row in run(turns, **flags).rollouts:
         marker = "f-" if row["row"] == 0 else "-"
-        texts = iter(row["completion"][1::2])
-        text = ""
-        expected = ""
-        is_own = True
-        end = None  # of the policy's turn
-        for token, next_is_own in zip(row["token_ids"], row["mask"]):
-            if is_own and not next_is_own:  # The text of the environment begins here.
-                ends.add(end)
-                expected += "" if end == EOS else "<pad><eos>"
-                expected += f"+={next(texts)['content']}<pad><eos>+{marker}"
-            if not next_is_own:
-                text += VOCAB[token]
-            is_own = next_is_own
-            end = token
-        assert text == expected
-    assert EOS in ends
+        turns_in_row = turns_of(row)
+        messages = row["completion"][1::2]
+        for said, text, message in zip(turns_in_row[::2], turns_in_row[1::2], messages):
+            ends.add(said[-1])
+            end = "" if said[-1] == "<eos>" else "<pad><eos>"
+            assert "".join(text) == f"{end}+={message['content']}<pad><eos>+{marker}"
+    assert "<eos>" in ends
     assert len(ends) > 1
-
-
-def test_no_space_comes_before_a_text(turns):
-    """Some tokenizers put one before the first word."""
-    tokenizer = make_tokenizer()
-    backend = tokenizer.backend_tokenizer
-    spaced = pre_tokenizers.Metaspace(" ", prepend_scheme="first", split=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([spaced, backend.pre_tokenizer])
-    assert tokenizer("12")["input_ids"] == encode(" 12")
-    prompt = SimpleNamespace(row={"prompt": "1"})
-    assert turns.environment_tokens(tokenizer, prompt, "12", EOS) == encode("12")
-
-
-def test_the_last_message_is_the_answer(turns):
-    chat = [{"content": "3"}, {"content": "4"}]
-    assert turns.exact_match([chat, chat], ["4", "3"]) == [1, 0]
 
 
 @mark.slow
 def test_two_processes_make_the_same_run(turns, flags, run, world, tmp_path):
-    """The main process alone calls the environment, for all episodes. Its error ends both."""
+    """The main process alone calls the environment."""
     ran = run(turns, **flags(), per_device_rollout_batch_size=5)
-    calls = (tmp_path / "calls_0").rename(tmp_path / "calls")
     launched(turns, 2, tmp_path, base_flags(world, flags()))
     compare_runs(ran.folder, tmp_path / "out")
-    assert read_jsonl(tmp_path / "calls_0") == read_jsonl(calls)
-    assert not (tmp_path / "calls_1").exists()
-    finished = launch_forked(turns, 2, tmp_path, base_flags(world, flags("fails")))
-    assert finished.returncode != 0
-    assert "KeyError: 'the tool is gone'" in finished.stderr
+    assert not (tmp_path / "called_1").exists()
