@@ -327,7 +327,8 @@ def test_every_logged_metric_is_documented_and_not_always_zero(script, run):
 def test_what_a_run_writes(script, run, world, capsys):
     """A run writes args.yaml, metrics, rollouts and a model, which training has changed. It prints
     a few samples with the parts of their scores, and a last line that sums the run up."""
-    ran = run(script, num_train_epochs=2, num_sample_generations=2, batch_size=6, reward="parts")
+    flags = dict(num_train_epochs=2, num_sample_generations=2, share_prompts=False)
+    ran = run(script, batch_size=6, reward="parts", **flags)
     printed = capsys.readouterr().out
     files = ".lock args.yaml checkpoints metrics.jsonl rollouts model"
     columns = (
