@@ -24,19 +24,24 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from itertools import product
+from multiprocessing import connection
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
 import tyro
 import yaml
 from safetensors.numpy import load_file
+from tqdm import tqdm
 
 BENCHMARK = Path(__file__).resolve().parent
 ROOT = BENCHMARK.parent
@@ -96,9 +101,9 @@ def read_run(folder: Path) -> dict:
         metrics=rows,
         evaluations=[row for row in rows if "eval/scores" in row],
     )
-    for name in ("rollouts", "eval_rollouts"):
-        file = folder / f"{name}.jsonl"
-        found[name] = read_rows(file) if file.exists() else []
+    for name, pattern in dict(rollouts="[0-9]*.jsonl", eval_rollouts="eval_*.jsonl").items():
+        files = sorted(folder.glob(f"rollouts/{pattern}"))
+        found[name] = [row for file in files for row in read_rows(file)]
     return found
 
 
@@ -126,12 +131,6 @@ def relative_distance(folder: Path, right: Path, start: Path = POLICY) -> float:
     return float(distance(folder / "model") / distance(start))
 
 
-def torchrun(processes: int, *program: str) -> list[str]:
-    """The words that launch a program on so many processes of this machine."""
-    words = f"-m torch.distributed.run --standalone --nproc-per-node {processes}"
-    return [*words.split(), *map(str, program)]
-
-
 def free_port() -> int:
     """A port that was free a moment ago."""
     with socket.socket() as free:
@@ -140,36 +139,14 @@ def free_port() -> int:
 
 
 def torchrun_variables(rank: int, processes: int, port: int) -> dict:
-    """Those of torchrun's variables that make a process one of several. None for one process."""
+    """Those of torchrun's variables that make a process one of several, on CPUs. None for one
+    process."""
     if processes == 1:
         return {}
-    return dict(
-        RANK=rank,
-        LOCAL_RANK=rank,
-        WORLD_SIZE=processes,
-        LOCAL_WORLD_SIZE=processes,
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=port,
-    )
-
-
-def run(
-    script: str, flags: str = "", folder: Path | None = None, launcher=(), **environment: str
-) -> dict:
-    """Run a script (`rloo`, or a path) with one thread, in the repository's root -> what `read_run`
-    reads, and its `output`. launcher: words between `python` and the script. Ends this program
-    where the script fails."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(folder or f"{temporary}/run")
-        path = script if str(script).endswith(".py") else ROOT / f"{script}.py"
-        command = [sys.executable, *launcher, str(path), *flags.split()]
-        command += ["--output-dir", str(folder)]
-        variables = os.environ | DEFAULTS | environment
-        finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables)
-        if finished.returncode:
-            log = f"{finished.stdout[-2000:]}\n{finished.stderr[-4000:]}"
-            raise SystemExit(f"{' '.join(command)}\nfailed:\n{log}")
-        return read_run(folder) | dict(output=finished.stdout)
+    variables = dict(RANK=rank, WORLD_SIZE=processes, MASTER_PORT=port)
+    variables |= dict(LOCAL_RANK=rank, LOCAL_WORLD_SIZE=processes)
+    variables |= dict(MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="true")
+    return {name: str(value) for name, value in variables.items()}
 
 
 def copy_script(folder: Path, script: str, patch: str | None = None) -> Path:
@@ -198,10 +175,11 @@ def import_script(script: str):
 
 
 def run_here(job: tuple) -> dict:
-    """What `run` returns, of a run in this process. It makes no other one.
+    """What `read_run` reads of a run in this process, and its `output`. It makes no other one.
 
-    A job is a script, its flags, functions that change the script before it starts, and where given
-    the folder that keeps the run. `rloo reinforce.patch` is a script with a patch.
+    A job is a script (`rloo`, or a path), its flags, functions that change the script before it
+    starts, and where given the folder that keeps the run. `rloo reinforce.patch` is a script with a
+    patch. What the functions leave in `found` of the script's module is returned, too.
     """
     script, flags, *more = job
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
@@ -209,10 +187,9 @@ def run_here(job: tuple) -> dict:
         os.dup2(log.fileno(), 2)
         output_dir = f"{folder}/run"
         try:
-            name, *patch = script.split()
-            if patch:
-                name = copy_script(Path(folder), name, *patch)
-            module = import_script(name)
+            if script.endswith(".patch"):
+                script = copy_script(Path(folder), *script.split())
+            module = import_script(script)
             for extra in more:
                 if callable(extra):
                     extra(module)
@@ -220,10 +197,13 @@ def run_here(job: tuple) -> dict:
                     output_dir = extra
             words = [*flags.split(), "--output-dir", str(output_dir)]
             module.main(tyro.cli(module.Args, args=words))
-        except (Exception, SystemExit):
-            printed = Path(log.name).read_text()[-4000:]
-            raise RuntimeError(f"{script} {flags}\n{traceback.format_exc()}{printed}") from None
-        return read_run(output_dir) | dict(output=Path(log.name).read_text())
+        except (Exception, SystemExit) as error:
+            if getattr(error, "code", True):  # Otherwise the run was finished before.
+                printed = Path(log.name).read_text()[-4000:]
+                text = f"{script} {flags}\n{traceback.format_exc()}{printed}"
+                raise RuntimeError(text) from None
+        found = getattr(module, "found", {})
+        return read_run(output_dir) | dict(output=Path(log.name).read_text()) | found
 
 
 def fresh_processes():
@@ -234,16 +214,72 @@ def fresh_processes():
     return context
 
 
+def work(sender, variables: dict, function, *args):
+    """Send what a function returns, or why it failed."""
+    os.environ |= variables
+    tqdm.set_lock(threading.RLock())  # Its own lock would outlive a process that is killed.
+    try:
+        result = function(*args)
+    except (Exception, SystemExit):
+        result = dict(failed=traceback.format_exc())
+    sender.send(result)
+
+
+def apart(function, *args, processes: int = 1, seconds: float | None = None) -> dict:
+    """What a function returns in a process of its own, or in the first of several, which get
+    torchrun's variables. If one fails, dies or takes too long, all are killed. `failed` says why.
+    """
+    context = fresh_processes()
+    port = free_port()
+    family = {}  # each process, by the end of its pipe
+    for rank in range(processes):
+        receiver, sender = context.Pipe(duplex=False)
+        variables = torchrun_variables(rank, processes, port)
+        family[receiver] = context.Process(target=work, args=(sender, variables, function, *args))
+        family[receiver].start()
+        sender.close()
+    results = {}
+    failures = []
+    while len(results) < processes and not failures:
+        ready = connection.wait(family.keys() - results.keys(), seconds)
+        if not ready:
+            failures.append(f"no result in {seconds:g} s")
+            for process in family.values():
+                process.kill()
+        for receiver in ready:
+            try:
+                results[receiver] = receiver.recv()
+            except EOFError:
+                results[receiver] = dict(failed="a process died")
+            failures += filter(None, [results[receiver].get("failed")])
+    for process in family.values():
+        process.join(2)
+        if process.exitcode:
+            failures.append(f"exit code {process.exitcode}")
+        process.kill()
+        process.join()
+    first, *_ = family
+    return dict(failed="\n".join(failures)) if failures else results[first]
+
+
+def run(script: str, flags: str = "", *more, processes: int = 1) -> dict:
+    """`run_here` of a job, in processes of its own. Ends this program where it fails."""
+    result = apart(run_here, (script, flags, *more), processes=processes)
+    if "failed" in result:
+        raise SystemExit(result["failed"])
+    return result
+
+
 def run_all(jobs: list[tuple], finish=lambda job, result: result) -> list:
     """`run_here` of every job in a process of its own, as many at once as there are cores: what
     `finish(job, result)` makes of each."""
     results = []
-    with fresh_processes().Pool(maxtasksperchild=1) as pool:
-        for job, result in zip(jobs, pool.imap(run_here, jobs)):
+    with ThreadPool() as pool:
+        for job, result in zip(jobs, pool.imap(partial(apart, run_here), jobs)):
+            if "failed" in result:
+                raise SystemExit(result["failed"])
             results.append(finish(job, result))
             print(f"{' '.join(job[:2])}: done", file=sys.stderr, flush=True)
-        pool.close()
-        pool.join()  # At once, its processes would leave semaphores.
     return results
 
 

@@ -807,7 +807,7 @@ def changed_copy(script, folder, old, new):
 
 
 # a `program` that shards the weights over CPU processes
-FSDP2 = HERE / "benchmark/hardware/fsdp2_cpu.py"
+FSDP2 = HERE / "benchmark/hardware/shards.py"
 KILLS = HERE / "benchmark/hardware/kill_and_resume.py"
 
 

@@ -1,4 +1,4 @@
-"""Check that 2 CPU processes compute what one process computes, for all three scripts.
+"""Check that 2 CPU processes compute what one process computes.
 
     python benchmark/hardware/sharded.py                 # all parts, which needs DeepSpeed
     python benchmark/hardware/sharded.py DDP FSDP2       # these need nothing more
@@ -13,58 +13,35 @@ at every start. From the environment that runs the scripts:
     DS_BUILD_OPS=0 /tmp/with_deepspeed/bin/pip install --no-build-isolation deepspeed==0.19.8
     /tmp/with_deepspeed/bin/python benchmark/hardware/sharded.py ZeRO-2 ZeRO-3
 
-Compared with one process are every metric (1e-4 relative or 5e-6 absolute) and the final weights
-(by norm, relative to how far they moved, 1e-3). With DeepSpeed the steps that its engine really
-took and their learning rates are compared, too, no weight may be gathered while completions are
-sampled, and a run that is resumed from half of it must give the same weights bit by bit. FSDP2 may
-gather each layer once for each rollout. The program stops where something differs. Writes
-sharded.json. A smoke run has no DeepSpeed. There only one process runs for those parts.
+ppo.py does not run under DeepSpeed. Compared with one process are every metric (1e-4 relative or
+5e-6 absolute) and the final weights (by norm, relative to how far they moved, 1e-3). A run that is
+killed in its third iteration and resumed must give the same weights bit by bit. With DeepSpeed the
+steps that its engine really took and their learning rates are compared, too, and no weight may be
+gathered while completions are sampled. FSDP2 may gather each layer once for each rollout. The
+program stops where something differs. Writes sharded.json. A smoke run has no DeepSpeed.
 """
 
-import functools
 import json
+import os
 import re
-import shutil
 import sys
 import tempfile
+from functools import partial
 from math import inf
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import POLICY, SCRIPTS, Part, main, read_rows, relative_distance, run, torchrun
+from kill_and_resume import kill_at, start
+from run import SCRIPTS, Part, column, main, relative_distance, run
+from shards import fsdp2, zero
 
 RESULT = Path(__file__).with_suffix(".json")
 FLAGS = (
     "--total-episodes 128 --batch-size 32 --num-mini-batches 1 --per-device-train-batch-size 4 "
-    "--learning-rate 3e-4 --num-sample-generations 0 --max-grad-norm 1 --save-every 2 "
-    "--keep-checkpoints 2"
+    "--learning-rate 3e-4 --num-sample-generations 0 --max-grad-norm 1 --save-every 2 --resume"
 )
-LAUNCHERS = {
-    "DDP": [],
-    "FSDP2": ["fsdp2_cpu.py"],
-    "ZeRO-2": ["zero_cpu.py"],
-    "ZeRO-3": ["zero_cpu.py"],
-}
-
-
-def run_twofold(kind: str, script: str, flags: str, folder: Path) -> str:
-    """Train on two processes. Returns the last line that was printed."""
-    settings = dict(ACCELERATE_USE_CPU="true")
-    if kind.startswith("ZeRO"):
-        # With another threshold ZeRO-3 would not shard weights as small as these.
-        zero = dict(stage=int(kind[-1]), stage3_param_persistence_threshold=0)
-        config = folder.with_suffix(".json")
-        config.write_text(
-            json.dumps(dict(train_micro_batch_size_per_gpu=1, zero_optimization=zero))
-        )
-        settings = dict(
-            ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(config)
-        )
-    programs = [Path(__file__).with_name(name) for name in LAUNCHERS[kind]]
-    output = run(script, flags, folder, torchrun(2, *programs), **settings)["output"]
-    return output.splitlines()[-1]
+LAYERS = 3  # of the default policy
+KILL = partial(kill_at, phase="loading", call=3)
 
 
 def differences(rows: list[dict], expected: list[dict]) -> list[tuple]:
@@ -81,92 +58,66 @@ def differences(rows: list[dict], expected: list[dict]) -> list[tuple]:
     return found
 
 
-def compare(folder: Path, single: Path) -> dict:
-    """What differs between a run on two processes and the one on a single process."""
-    pair = [read_rows(path / "metrics.jsonl") for path in (folder, single)]
-    differing = {name for difference, name, _ in differences(*pair) if difference > 1e-4}
-    return dict(
-        relative_distance=relative_distance(folder, single), metrics_that_differ=sorted(differing)
-    )
-
-
-def check_engine(found: dict, single: Path) -> dict:
-    """What DeepSpeed's engine did, and whether its steps and their rates are those that one process
-    logs."""
-    expected = read_rows(single / "metrics.jsonl")
-    rates = [row["lr"] for row in expected if "lr" in row]
-    steps = expected[-1]["step"]
-    last_of_iteration = found["rates"][:: -steps // len(rates)][::-1]  # The log has this one.
-    as_planned = len(found["rates"]) == steps and np.allclose(rates, last_of_iteration)
-    return (
-        dict(steps=len(found["rates"]), steps_and_rates_as_planned=bool(as_planned))
-        | found["gathers"]
-    )
-
-
-def resumes_bitwise(kind: str, script: str, flags: str, folder: Path) -> bool:
-    """Resume a run from its second iteration. Returns whether its weights are the same in the
-    end."""
-    resumed = folder.with_name(folder.name + "_resumed")
-    shutil.copytree(folder, resumed)
-    shutil.rmtree(resumed / "model")
-    shutil.rmtree(resumed / "checkpoints" / "iteration_00000004")
-    run_twofold(kind, script, f"{flags} --resume", resumed)
-    one, two = ((path / "model" / "model.safetensors").read_bytes() for path in (folder, resumed))
-    return one == two
-
-
-@functools.cache
-def run_single(script: str, flags: str) -> tempfile.TemporaryDirectory:
-    """Train on one process, once for all parts. The folder of the run lasts as long as this
-    program."""
-    folder = tempfile.TemporaryDirectory(prefix="sharded_")
-    run(script, flags, Path(folder.name) / "run", ACCELERATE_USE_CPU="true")
-    return folder
-
-
-def train(kind: str, script: str, flags: str, folder: Path) -> dict:
-    """Train on two processes. Returns what differs from one process."""
-    single = Path(run_single(script, flags).name) / "run"
-    printed = run_twofold(kind, script, flags, folder)
-    row = compare(folder, single)
-    is_right = row["relative_distance"] < 1e-3 and not row["metrics_that_differ"]
+def changes_of(kind: str, work: Path) -> list:
+    """What makes a script run in this way: functions that change it."""
+    if kind == "DDP":
+        return []
     if kind == "FSDP2":
-        row |= json.loads(printed)
-        layers = json.loads((POLICY / "config.json").read_text())["num_hidden_layers"]
-        is_right &= row["while_sampling"] <= layers * row["samplings"]
+        return [fsdp2]
+    # With another threshold ZeRO-3 would not shard weights as small as these.
+    stage = dict(stage=int(kind[-1]), stage3_param_persistence_threshold=0)
+    config = work / "zero.json"
+    config.write_text(json.dumps(dict(train_micro_batch_size_per_gpu=1, zero_optimization=stage)))
+    return [partial(zero, str(config))]
+
+
+def compare(kind: str, script: str, flags: str, work: Path) -> dict:
+    """Train on one process and on two, and on two once more, with a kill. Returns what differs."""
+    edits = changes_of(kind, work)
+    right, folder, killed = (work / name for name in ("one", "two", "killed"))
+    one = run(script, flags, right)
+    two = run(script, flags, *edits, folder, processes=2)
+    was_killed = start(script, flags, killed, 2, *edits, KILL)
+    start(script, flags, killed, 2, *edits)
+    weights = [(path / "model" / "model.safetensors").read_bytes() for path in (folder, killed)]
+    metrics = differences(two["metrics"], one["metrics"])
+    row = dict(
+        relative_distance=relative_distance(folder, right),
+        metrics_that_differ=sorted({name for size, name, _ in metrics if size > 1e-4}),
+        resumed_bitwise=was_killed and weights[0] == weights[1],
+    )
+    is_right = row["relative_distance"] < 1e-3 and not row["metrics_that_differ"]
+    is_right &= row["resumed_bitwise"]
+    if kind != "DDP":
+        row |= {name: two[name] for name in ("gathers", "while_sampling", "samplings")}
+        allowed = LAYERS * two["samplings"] if kind == "FSDP2" else 0
+        is_right &= row["while_sampling"] <= allowed
     if kind.startswith("ZeRO"):
-        row |= check_engine(json.loads(printed), single)
-        row["resumed_bitwise"] = resumes_bitwise(kind, script, flags, folder)
-        is_right &= row["steps_and_rates_as_planned"] and row["resumed_bitwise"]
-        is_right &= row["while_sampling"] == 0
+        rates = column(one["metrics"][1:], "lr")
+        is_right &= max(abs(a - b) for a, b in zip(two["rates"], rates, strict=True)) < 1e-12
     if not is_right:
         raise SystemExit(f"{kind}, {script}: {row}")
     return row
 
 
 def measure(kind: str, jobs: dict, smoke: bool) -> list[dict]:
+    if smoke:
+        jobs = {} if kind.startswith("ZeRO") else dict([*jobs.items()][:1])
     rows = []
     for (script, flags), names in jobs.items():
-        if smoke and kind.startswith("ZeRO"):
-            run_single(script, flags)
-            continue
-        with tempfile.TemporaryDirectory() as work:
-            rows.append(names | train(kind, script, flags, Path(work) / "run"))
-        if smoke:
-            break
+        with tempfile.TemporaryDirectory(prefix="sharded_") as work:
+            rows.append(names | compare(kind, script, flags, Path(work)))
     return rows
 
 
 PARTS = {}
-for kind in LAUNCHERS:
-    PARTS[kind] = Part(
-        [({}, script, "") for script in SCRIPTS],
-        FLAGS,
-        measure=functools.partial(measure, kind),
-        short="--total-episodes 64",
-        needs="DeepSpeed" if kind.startswith("ZeRO") else "",
-    )
+for kind in ("DDP", "FSDP2", "ZeRO-2", "ZeRO-3"):
+    scripts = SCRIPTS[:2] if kind.startswith("ZeRO") else SCRIPTS
+    PARTS[kind] = Part([({}, name, "") for name in scripts], FLAGS, short="")
+    PARTS[kind].measure = partial(measure, kind)
+    if kind.startswith("ZeRO"):
+        PARTS[kind].needs = "DeepSpeed"
 
 if __name__ == "__main__":
+    os.environ["ACCELERATE_USE_CPU"] = "true"
     main(__doc__, RESULT, PARTS)

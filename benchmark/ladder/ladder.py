@@ -3,18 +3,18 @@
     python benchmark/ladder/ladder.py          # measures everything, and draws the figure
     python benchmark/ladder/ladder.py --plot   # only draws
 
-"learning" has the rungs with as many episodes in each batch, and again with as many prompts. Only
-the estimator and these two numbers differ, see COMMON.
+"learning" has the rungs with as many episodes in each batch. Only the estimator differs, see
+COMMON.
 
 "gradients" needs runs with learning rate 0. They never change their weights, so each step is one
 more estimate of the same gradient. The dataset of such a run is one batch, which each iteration
 samples anew. "fresh" has other prompts in each iteration, as a training run has.
 """
 
-import importlib
 import math
 import sys
 import tempfile
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -27,7 +27,6 @@ from run import (
     K_FLAGS,
     Part,
     column,
-    fresh_processes,
     grouped,
     having,
     logged,
@@ -35,7 +34,7 @@ from run import (
     read_result,
     read_rows,
     run,
-    run_here,
+    run_all,
     write_rows,
 )
 from tables import interval
@@ -44,7 +43,6 @@ RESULT = Path(__file__).with_suffix(".json")
 BATCH = 64  # episodes, the default of all scripts
 GROUP = 4  # completions of a prompt, the default of rloo.py and grpo.py
 UPDATES = 64
-SEEDS = range(1, 11)
 SETS = range(1, 6)
 REPETITIONS = 64  # estimates of one gradient
 
@@ -55,18 +53,11 @@ def no_values(ppo):
     ppo.gae = lambda rewards, values, gamma, lam: gae(rewards, 0 * values, gamma, lam)
 
 
-def only_divide(ppo):
-    """Whiten without the mean: divide by the standard deviation, and subtract nothing."""
-    ppo.whiten = lambda advantages: advantages / advantages.std(correction=0)
-
-
 COMMON = "--kl-coef 0 --num-ppo-epochs 1 --learning-rate 1e-4 --lr-scheduler-type constant"
 SHIFTED = f"{COMMON} --reward benchmark/ladder/shifted.py"
-RAW = f"{COMMON} --no-whiten-advantages"
 UNSCALED = f"{COMMON} --scale-rewards none"
-
+RAW = f"{COMMON} --no-whiten-advantages"
 REINFORCE = "rloo reinforce.patch"
-HALF_WAY = "the policy half-way"
 
 # name: script, flags, and functions that change the script before it runs
 RUNGS = {
@@ -76,45 +67,26 @@ RUNGS = {
     "PPO": ("ppo", COMMON),
     "REINFORCE, scores + 1": (REINFORCE, f"{SHIFTED}:plus_one"),
 }
-GROUPS = {  # k of each rung
-    "REINFORCE": (1, 2, 4),
-    "RLOO": (2, 4),
-    "GRPO": (2, 4),
-    "PPO": (1,),
-    "REINFORCE, scores + 1": (4,),
-}
 GRADIENTS = RUNGS | {
     "REINFORCE, scores - 1": (REINFORCE, f"{SHIFTED}:minus_one"),
     "GRPO, no deviation": ("grpo", UNSCALED),
     "GRPO, no deviation, no lengths": ("grpo", f"{UNSCALED} --loss-type dr_grpo"),
-    "PPO, lambda 1": ("ppo", f"{COMMON} --lam 1"),
-    "PPO, only divided": ("ppo", COMMON, only_divide),
     "PPO, not whitened": ("ppo", RAW),
-    "PPO, values 0": ("ppo", COMMON, no_values),
-    "PPO, values 0, only divided": ("ppo", COMMON, no_values, only_divide),
     "PPO, values 0, not whitened": ("ppo", RAW, no_values),
+}
+OTHERS = {  # beside the rungs, in the figure of learning
+    "REINFORCE, k = 1": (REINFORCE, COMMON),
+    "PPO, its own defaults": ("ppo", "--kl-coef 0"),
 }
 
 
-def learning_runs(equal: str) -> list[tuple]:
-    """The runs of each rung with each k. equal: what a batch has 64 of, `episodes` or `prompts`"""
-    settings = []
-    for rung, ks in GROUPS.items():
-        script, flags = RUNGS[rung]
-        for k in ks:
-            settings.append((rung, k, script, flags))
-    settings.append(("PPO, its own defaults", 1, "ppo", "--kl-coef 0"))
+def learning_runs() -> list[tuple]:
     runs = []
-    for rung, k, script, flags in settings:
-        size = BATCH
-        if equal == "prompts":
-            if k == 1 or "," in rung:
-                continue  # With one completion of a prompt both are the same run.
-            size = BATCH * k
+    for rung, (script, flags) in (RUNGS | OTHERS).items():
         if script != "ppo":
+            k = 1 if "k = 1" in rung else GROUP
             flags += f" {K_FLAGS[script.split()[0]]} {k}"
-        flags += f" --batch-size {size} --total-episodes {UPDATES * size}"
-        runs.append((dict(rung=rung, k=k, equal=equal), script, flags))
+        runs.append((dict(rung=rung), script, flags))
     return runs
 
 
@@ -127,145 +99,107 @@ def to_curve(result: dict) -> dict:
     )
 
 
-def gradient_runs() -> list[tuple]:
-    """The rungs, without their data; and the run whose first half gives the second set of
-    weights."""
-    fixed = "--learning-rate 0 --max-grad-norm inf"
-    runs = []
-    for rung, (script, flags, *edits) in GRADIENTS.items():
-        runs.append((dict(rung=rung), script, f"{flags} {fixed}", *edits))
-    # The learning rate is constant, so this is the first half of a whole run.
-    half = f"{COMMON} --total-episodes {BATCH * UPDATES // 2}"
-    return [*runs, (dict(rung=HALF_WAY), "ppo", half)]
-
-
 def gradient_rows(_, smoke: bool) -> list[dict]:
     """Measure the gradients of each rung at the start and half-way: a row for each rung and set of
     prompts."""
-    rungs = {}
-    for job, names in PARTS["gradients"].jobs().items():
-        rungs[names["rung"]] = job
-    script, flags = rungs.pop(HALF_WAY)
-    repetitions = REPETITIONS
+    rungs = {names["rung"]: job for job, names in PARTS["gradients"].jobs().items()}
+    # The learning rate is constant, so this is the first half of a whole run.
+    script, flags = RUNGS["PPO"]
+    flags += f" --total-episodes {64 if smoke else BATCH * UPDATES // 2}"
+    repetitions = 3 if smoke else REPETITIONS
     settings = product(("start", "half-way"), (*SETS, "fresh"))
     if smoke:
-        repetitions = 3
-        flags += " --total-episodes 64"
         settings = [("start", "fresh"), ("half-way", 1)]  # all rungs once
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        half = folder / "half_way"
-        run(script, flags, half)
+        run(script, flags, folder / "half_way")
         for weights, prompts in settings:
-            path = half
             chosen = rungs
             if prompts == "fresh":
                 chosen = {rung: rungs[rung] for rung in RUNGS}
             if weights == "start":  # The value model begins with predictions of 0.
-                path = None
                 chosen = {rung: job for rung, job in chosen.items() if no_values not in job}
-            for row in compare(with_data(chosen, folder, prompts, repetitions, path)):
+            for row in compare(chosen, folder, weights, prompts, repetitions):
                 rows.append(dict(weights=weights, prompts=prompts) | row)
-            print(f"gradients, {weights}, prompts {prompts}: done", file=sys.stderr, flush=True)
     return rows
 
 
-def with_data(
-    rungs: dict, folder: Path, prompts: int | str, repetitions: int, weights: Path | None
-) -> dict:
-    """The jobs of `compare`: those of the rungs with a set of prompts and with weights, and a file
-    for gradients."""
-    datasets, epochs = write_datasets(folder, prompts, repetitions)
-    jobs = {}
-    for rung, (script, flags, *edits) in rungs.items():
-        dataset = datasets["groups"]
-        if script == "ppo":
-            dataset = datasets["ppo"]
-        flags += f" --dataset {dataset} --num-train-epochs {epochs}"
-        if weights:
-            flags += f" --model-path {weights / 'model'} --response-length 8"
-            if script == "ppo":
-                flags += f" --value-model-path {weights / 'value_model'}"
-        job = (script, flags, *edits)
-        jobs[rung] = (job, f"{folder}/{len(jobs)}.npy")
-    return jobs
-
-
-def write_datasets(
-    folder: Path, prompts: int | str, repetitions: int
-) -> tuple[dict[str, Path], int]:
-    """Files with the prompts of a set for scripts with groups and for ppo.py, and how often they
-    are passed over."""
+def write_datasets(folder: Path, prompts: int | str, repetitions: int) -> int:
+    """Write the prompts of a set, for scripts with groups and for ppo.py. Returns how many times
+    they are passed over."""
     rows = read_rows(BENCHMARK / "default/train.jsonl")
     count = BATCH // GROUP
     if prompts == "fresh":  # the prompts of all batches, drawn independently
         epochs = 1
-        rng = np.random.default_rng(0)
-        positions = rng.integers(len(rows), size=count * repetitions)
+        positions = np.random.default_rng(0).integers(len(rows), size=count * repetitions)
     else:
         epochs = repetitions
-        rng = np.random.default_rng(prompts)
-        positions = rng.permutation(len(rows))[:count]
-    files = {}
+        positions = np.random.default_rng(prompts).permutation(len(rows))[:count]
     for name, copies in (("groups", 1), ("ppo", GROUP)):  # ppo.py samples a prompt once.
-        files[name] = folder / f"{prompts}_{name}.jsonl"
         chosen = np.repeat(positions, copies)
-        write_rows(files[name], [rows[position] for position in chosen])
-    return files, epochs
+        write_rows(folder / f"{name}.jsonl", [rows[position] for position in chosen])
+    return epochs
 
 
-def record_gradients(job: tuple) -> dict:
-    """Run a script in this process, and save the gradient of each step as a row of a .npy file ->
-    what the run wrote.
+def keep_gradients(file: str, module):
+    """Append the gradient of each step of the policy's optimizer to a file."""
+    make_optimizer = module.make_optimizer
 
-    job: what `run_here` gets, and the path of the .npy file
-    """
-    inner, file = job
-    torch = importlib.import_module("torch")
-    gradients = []
+    def write(optimizer, *_):
+        with open(file, "ab") as out:
+            for parameter in optimizer.param_groups[0]["params"]:
+                out.write(parameter.grad.numpy().tobytes())
 
-    class Recorder(torch.optim.AdamW):
-        def step(self, closure=None):
-            parameters = self.param_groups[0]["params"]
-            pieces = [parameter.grad.flatten() for parameter in parameters]
-            gradients.append(torch.cat(pieces).numpy())
-            return super().step(closure)
+    def make_watched(*inputs):
+        module.make_optimizer = make_optimizer  # PPO makes another one, for its value model.
+        optimizer = make_optimizer(*inputs)
+        optimizer.register_step_pre_hook(write)
+        return optimizer
 
-    torch.optim.AdamW = Recorder
-    result = run_here(inner)
-    np.save(file, np.stack(gradients))
-    return result
+    module.make_optimizer = make_watched
 
 
-def compare(jobs: dict[str, tuple]) -> list[dict]:
-    """Run the jobs -> for each rung: variance, squared mean, the band of the noise, and the cosine
-    with RLOO's mean."""
-    with fresh_processes().Pool(maxtasksperchild=1) as pool:
-        results = dict(zip(jobs, pool.imap(record_gradients, jobs.values())))
-        pool.close()
-        pool.join()
-    rloo = np.load(jobs["RLOO"][-1]).astype(np.float64)
+def compare(
+    rungs: dict, folder: Path, weights: str, prompts: int | str, repetitions: int
+) -> list[dict]:
+    """For each rung: variance, squared mean, the band of the noise, and the cosine with RLOO's
+    mean."""
+    epochs = write_datasets(folder, prompts, repetitions)
+    files = {rung: folder / f"{number}.bin" for number, rung in enumerate(rungs)}
+    jobs = []
+    for rung, (script, flags, *edits) in rungs.items():
+        name = "ppo" if script == "ppo" else "groups"
+        flags += f" --dataset {folder}/{name}.jsonl --num-train-epochs {epochs}"
+        if weights == "half-way":
+            flags += f" --model-path {folder}/half_way/model --response-length 8"
+            if script == "ppo":
+                flags += f" --value-model-path {folder}/half_way/value_model"
+        files[rung].unlink(missing_ok=True)
+        jobs.append((script, flags, *edits, partial(keep_gradients, str(files[rung]))))
+    results = run_all(jobs)
+
+    def gradients_of(rung):  # [repetitions, weights]
+        gradients = np.fromfile(files[rung], np.float32).astype(np.float64)
+        return gradients.reshape(repetitions, -1)
+
+    rloo = gradients_of("RLOO")
     rloo_squared, _ = moments(rloo @ rloo.T)
     rows = []
-    for rung, (_, file) in jobs.items():
-        # The policy's weights come first. ppo.py has those of its value model after them.
-        gradients = np.load(file)[:, : rloo.shape[1]]
-        gradients = gradients.astype(np.float64)
+    for rung, result in zip(rungs, results):
+        gradients = gradients_of(rung)
         products = gradients @ gradients.T
         squared_mean, variance = moments(products)
         # Products of two gradients from the same repetition are left out: they may come from the
         # same completions.
         inner, _ = moments(gradients @ rloo.T)
-        cosine = inner / np.sqrt(squared_mean * rloo_squared)
-        scores = logged(results[rung]["metrics"], "objective/scores")
         row = dict(
             rung=rung,
             variance=variance,
             squared_mean=squared_mean,
             noise_band=noise_band(products),
-            cosine=cosine,
-            score=float(np.mean(scores)),
+            cosine=inner / np.sqrt(squared_mean * rloo_squared),
+            score=float(np.mean(logged(result["metrics"], "objective/scores"))),
         )
         rows.append(row)
     return rows
@@ -303,7 +237,7 @@ def noise(row: dict) -> float:
     return row["variance"] / row["squared_mean"]
 
 
-def gradients_of(rung: str, weights: str) -> list[dict]:
+def sets_of(rung: str, weights: str) -> list[dict]:
     """The rows of a rung, one of each set of prompts."""
     rows = having(read_result(RESULT)["rows"], part="gradients", rung=rung, weights=weights)
     return [row for row in rows if row["prompts"] != "fresh"]
@@ -313,7 +247,7 @@ def relative_noise(rung: str, weights: str) -> tuple[float, float, float]:
     """A rung's noise, times RLOO's: the geometric mean over the sets, between the ends of its
     interval."""
     ratios = []
-    pairs = zip(gradients_of(rung, weights), gradients_of("RLOO", weights), strict=True)
+    pairs = zip(sets_of(rung, weights), sets_of("RLOO", weights), strict=True)
     for row, of_rloo in pairs:
         ratios.append(math.log(noise(row) / noise(of_rloo)))
     middle, band = draw.mean_and_band(ratios)
@@ -331,7 +265,7 @@ def best_baseline(weights: str) -> float:
     """The variance with a constant baseline is a parabola in it. Its values at -1, 0 and 1 were
     measured."""
     rungs = ("REINFORCE, scores + 1", "REINFORCE", "REINFORCE, scores - 1")
-    variances = [np.mean(column(gradients_of(rung, weights), "variance")) for rung in rungs]
+    variances = [np.mean(column(sets_of(rung, weights), "variance")) for rung in rungs]
     bend, slope, _ = np.polyfit((-1, 0, 1), variances, 2)
     return -slope / bend / 2
 
@@ -340,7 +274,7 @@ def cited():
     """What docs/ladder.md says in sentences."""
     numbers = []
     for weights in ("start", "half-way"):
-        score = np.mean(column(gradients_of("RLOO", weights), "score"))
+        score = np.mean(column(sets_of("RLOO", weights), "score"))
         numbers += [score, best_baseline(weights)]
     yield [
         "mean score, {:.2f}, is near the best baseline, {:.2f},".format(*numbers),
@@ -358,23 +292,22 @@ STYLES = {  # of the figure
     "PPO": dict(color=draw.COLORS["ppo"]),
     "REINFORCE, scores + 1": dict(color=draw.OTHERS[0], ls="--"),
     "PPO, its own defaults": dict(color=draw.COLORS["ppo"], ls="--"),
+    "REINFORCE, k = 1": dict(color=draw.OTHERS[0], ls=":"),
 }
 
 
 def plot(rows: list[dict], folder: Path):
     figure, [[learning, noises]] = draw.panels(1, 2, width=4.6, height=3.4)
-    plot_learning(learning, having(rows, part="learning", equal="episodes"))
+    plot_learning(learning, having(rows, part="learning"))
     plot_noises(noises)
     draw.save(figure, folder / "ladder.png")
 
 
 def plot_learning(axis, rows: list[dict]):
     """The score on held-out prompts, a curve for each rung."""
-    for name, style in STYLES.items():
-        k = max(GROUPS.get(name, (1,)))
-        plot_curve(axis, having(rows, rung=name, k=k), label=name, **style)
-    single = having(rows, rung="REINFORCE", k=1)
-    plot_curve(axis, single, label="REINFORCE, k = 1", color=draw.OTHERS[0], ls=":")
+    for rung, style in STYLES.items():
+        runs = having(rows, rung=rung)
+        draw.curve(axis, runs[0]["episode"], column(runs, "held_out"), label=rung, **style)
     axis.set_title("learning")
     axis.set_ylabel("right answers to held-out prompts")
     axis.set_ylim(0, 1.02)
@@ -382,26 +315,22 @@ def plot_learning(axis, rows: list[dict]):
     axis.legend(frameon=False, loc="lower right", fontsize=7.5)
 
 
-def plot_curve(axis, runs: list[dict], **style):
-    draw.curve(axis, runs[0]["episode"], column(runs, "held_out"), **style)
-
-
 def plot_noises(axis):
     """The noise of each rung at the start and half-way, with its 95 % interval."""
     names = [*RUNGS, "PPO, not whitened", "PPO, values 0, not whitened"]
     for x, name in enumerate(names):
         color = STYLES.get(name, STYLES["PPO"])["color"]
-        style = dict(fmt="o", ms=7, capsize=3, color=color)
-        at_start = name.replace(", values 0", "")
-        plot_noise(axis, x - 0.12, at_start, "start", markerfacecolor=color, **style)
-        plot_noise(axis, x + 0.12, name, "half-way", markerfacecolor="white", **style)
+        for weights, side, fill in (("start", -0.12, color), ("half-way", 0.12, "white")):
+            # At the start, all values are 0.
+            rung = name.replace(", values 0", "") if weights == "start" else name
+            low, middle, high = relative_noise(rung, weights)
+            style = dict(fmt="o", ms=7, capsize=3, color=color, markerfacecolor=fill)
+            axis.errorbar(x + side, middle, [[middle - low], [high - middle]], **style)
     style = dict(ms=7, color=draw.GRAY)
     axis.plot([], [], "o", label="at the start", **style)
     axis.plot([], [], "o", markerfacecolor="white", label="half-way", **style)
     axis.axhline(1, color=draw.GRAY, lw=0.8, ls=":")
-    labels = [name.replace(", ", ",\n") for name in names]
-    places = range(len(names))
-    axis.set_xticks(places, labels, fontsize=6)
+    axis.set_xticks(range(len(names)), [name.replace(", ", ",\n") for name in names], fontsize=6)
     axis.set_title("noise of the gradient, fixed prompts")
     axis.set_ylabel("noise, times that of RLOO")
     axis.set_yscale("log")
@@ -410,18 +339,15 @@ def plot_noises(axis):
     axis.legend(frameon=False, loc="upper left", fontsize=7.5)
 
 
-def plot_noise(axis, x: float, rung: str, weights: str, **style):
-    low, middle, high = relative_noise(rung, weights)
-    below = middle - low
-    above = high - middle
-    axis.errorbar(x, middle, [[below], [above]], **style)
-
-
-EVALUATED = "--eval-every 4 --eval-reward exact_match"
-BOTH = learning_runs("episodes") + learning_runs("prompts")
+EVALUATED = f"--batch-size {BATCH} --total-episodes {UPDATES * BATCH} --eval-every 4"
+EVALUATED += " --eval-reward exact_match"
+FIXED = "--learning-rate 0 --max-grad-norm inf --num-sample-generations 0"
+GRADIENT_RUNS = []
+for rung, (script, flags, *edits) in GRADIENTS.items():
+    GRADIENT_RUNS.append((dict(rung=rung), script, f"{flags} {FIXED}", *edits))
 PARTS = {
-    "learning": Part(BOTH, EVALUATED, SEEDS, to_curve),
-    "gradients": Part(gradient_runs(), "--num-sample-generations 0", measure=gradient_rows),
+    "learning": Part(learning_runs(), EVALUATED, range(1, 11), to_curve),
+    "gradients": Part(GRADIENT_RUNS, measure=gradient_rows),
 }
 
 if __name__ == "__main__":
