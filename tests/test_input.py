@@ -110,7 +110,6 @@ LONG = dict(
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=FIT // 4 + 1)
 MODELS = {  # the arguments of `save_model`, and what is changed in the saved config
     "bart": (dict(architecture="bart"), {}),  # Padding changes what it gives.
-    "mamba2": (dict(architecture="mamba2"), {}),  # It does not go on from its state.
     "counted less": (dict(num_hidden_layers=3), dict(num_hidden_layers=1)),
     "counted more": ({}, dict(num_hidden_layers=3)),
     "short": (dict(max_position_embeddings=FIT - 1), {}),
@@ -156,12 +155,10 @@ REFUSED = [  # what the message says, of which flags
     ("has .* positions", dict(ref_model_path="short")),
     ("has .* positions", dict(value_model_path="short")),
     # It reads the last token, too.
-    ("has .* positions", dict(reward_model_path="short", batch_size=21)),
+    ("has .* positions", dict(reward_model_path="fits", batch_size=21)),
     # A longer row would change its neighbours.
     ("has .* positions", dict(model_path="longrope")),
-    ("rows with padding", dict(model_path="bart")),
     ("rows with padding", dict(ref_model_path="bart", dtype="bfloat16")),
-    ("log-probabilities .* apart", dict(model_path="mamba2", total_episodes=0, eval_dataset=5)),
     # A missing weight would be random. One that the config does not count would be left out.
     (r"layers\.2\.", dict(model_path="counted less")),
     (r"layers\.2\.", dict(model_path="counted more")),
