@@ -2,25 +2,25 @@
 
     python benchmark/hardware/architectures.py
 
-rloo.py trains on prompts of different lengths, with a KL. The truth is one pass of the whole model
-for each token, without padding and cache. `difference` is how far the sampler and the reference are
-from it. The weights are so large that a mistake shows. Writes architectures.json.
+rloo.py trains on prompts of different lengths, with a KL: with its default flags, and if this fails
+with --share-prompts False. The truth is one pass of the whole model for each token, without padding
+and cache. `difference` is how far the sampler and the reference are from it. The weights are so
+large that a mistake shows. Writes architectures.json.
 """
 
 import importlib
-import json
-import multiprocessing
+import os
 import re
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import POLICY, Part, main, run_here, write_rows
+from run import POLICY, Part, apart, main, run_here, write_rows
 
 RESULT = Path(__file__).with_suffix(".json")
 SMOKE = ("llama", "gpt2", "mamba2")
-OWN_ROWS = "is not run by shared_prompts"  # printed where each episode has a row of its own
+LIMIT = 150  # seconds of a process
 PROMPTS = ["1", "2+3=", "45-6+78=", "9+9+9+9+9+9+9="]
 FLAGS = "--response-length 8 --batch-size 16 --total-episodes 32 --kl-coef 0.1 --learning-rate 1e-3"
 FLAGS += " --save-rollouts --reward benchmark/hardware/architectures.py:count_ones"
@@ -98,7 +98,7 @@ def shrink(config: dict, also: dict) -> dict:
     return tiny | also
 
 
-def make_model(model_type: str, folder: str):
+def make_model(model_type: str, folder: str) -> dict:
     import torch  # These imports take seconds, and --help does not need them.
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -115,10 +115,11 @@ def make_model(model_type: str, folder: str):
     model.save_pretrained(folder)
     transformers.AutoModelForCausalLM.from_pretrained(folder)  # Some cannot be loaded again.
     transformers.AutoTokenizer.from_pretrained(POLICY).save_pretrained(folder)
+    return {}
 
 
 def compare(folder: str, rows: list) -> float:
-    """How far rows of rollouts.jsonl are from the truth."""
+    """How far rows of a rollout are from the truth."""
     import torch
     import transformers
 
@@ -139,27 +140,28 @@ def compare(folder: str, rows: list) -> float:
     return max(apart)
 
 
-def attempt(model_type: str, job: tuple, work: Path):
-    """Make a model, train it, and write to `work` how far this came. In a process of its own."""
-    result = {"model_type": model_type, "ended": "cannot be made tiny here"}
-    try:
-        make_model(model_type, f"{work}/model")
-        result["ended"] = "refused"
-        write_rows(work / "prompts.jsonl", [dict(prompt=prompt) for prompt in PROMPTS])
-        script, flags = job
-        flags += f" --dataset {work}/prompts.jsonl --model-path {work}/model"
-        trained = run_here((script, flags, f"{work}/run"))
-        result["ended"] = "works"
-        if OWN_ROWS in trained["output"]:
-            result["ended"] = "works with a row for each episode"
-        result["difference"] = compare(f"{work}/model", trained["rollouts"][:16])
-        if result["difference"] > 1e-3:
-            result["ended"] = "wrong"
-    except Exception as error:
-        text = [str(error), *re.findall(r"^\S*Error: .*", str(error), re.M)][-1]
-        text = " ".join(text.split()).replace(f"{work}/", "")
-        result["message"] = f"{type(error).__name__}: {text[:200]}".removeprefix("RuntimeError: ")
-    (work / "result.json").write_text(json.dumps(result))
+def train(folder: str, *job) -> dict:
+    """Train a model. Returns how far it was from the truth."""
+    return dict(difference=compare(folder, run_here(job)["rollouts"][:16]))
+
+
+def attempt(model_type: str, script: str, flags: str, work: Path) -> dict:
+    """Make a model, and train it. Returns how this ended."""
+    folder = f"{work}/model"
+    if "failed" in apart(make_model, model_type, folder, seconds=LIMIT):
+        return dict(ended="cannot be made tiny here")
+    write_rows(work / "prompts.jsonl", [dict(prompt=prompt) for prompt in PROMPTS])
+    flags += f" --dataset {work}/prompts.jsonl --model-path {folder}"
+    for own in ("", " --share-prompts False"):
+        found = apart(train, folder, script, flags + own, seconds=LIMIT)
+        if found.get("difference", 1) < 1e-3:
+            return dict(ended="works" + own.replace(" --", " with --")) | found
+    if "failed" not in found:
+        return dict(ended="wrong") | found
+    errors = re.findall(r"^\S*Error: .*", found["failed"].replace(f"{work}/", ""), re.M)
+    message = [found["failed"], *errors][-1][:200]
+    ended = "refused" if "UsageError" in message else "fails"
+    return dict(ended=ended, message=message)
 
 
 def measure(jobs: dict, smoke: bool) -> list[dict]:
@@ -169,15 +171,7 @@ def measure(jobs: dict, smoke: bool) -> list[dict]:
     rows = []
     for model_type in SMOKE if smoke else auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         with tempfile.TemporaryDirectory() as work:
-            arguments = (model_type, job, Path(work))
-            process = multiprocessing.get_context("fork").Process(target=attempt, args=arguments)
-            process.start()
-            process.join(150)
-            process.kill()
-            row = {"model_type": model_type, "ended": "crashed, or took too long"}
-            path = Path(work, "result.json")
-            if path.exists():
-                row = json.loads(path.read_text())
+            row = dict(model_type=model_type) | attempt(model_type, *job, Path(work))
         print(row, file=sys.stderr, flush=True)
         rows.append(row)
     return rows
@@ -186,4 +180,5 @@ def measure(jobs: dict, smoke: bool) -> list[dict]:
 PARTS = {"architectures": Part([({}, "rloo", FLAGS)], measure=measure, short="")}
 
 if __name__ == "__main__":
+    os.environ["ACCELERATE_USE_CPU"] = "true"
     main(__doc__, RESULT, PARTS)
