@@ -234,17 +234,15 @@ def fresh_processes():
     return context
 
 
-def run_all(jobs: list[tuple], finish=lambda job, result: result) -> list:
-    """`run_here` of every job in a process of its own, as many at once as there are cores: what
-    `finish(job, result)` makes of each."""
-    results = []
+def run_all(jobs: Iterable[tuple]):
+    """`run_here` of every job in a process of its own, as many at once as there are cores. Yields
+    each job and its result, in order."""
     with fresh_processes().Pool(maxtasksperchild=1) as pool:
         for job, result in zip(jobs, pool.imap(run_here, jobs)):
-            results.append(finish(job, result))
             print(f"{' '.join(job[:2])}: done", file=sys.stderr, flush=True)
+            yield job, result
         pool.close()
         pool.join()  # At once, its processes would leave semaphores.
-    return results
 
 
 def machine() -> str:
@@ -300,13 +298,12 @@ class Part:
         the first of each script, also of each that is changed by functions."""
         jobs = {}
         seen = set()
+        short = self.short if smoke else ""
         for seed, (names, script, own, *edits) in product(self.seeds, self.runs):
-            words = f"{self.flags} {own} --seed {seed}".split()
-            if smoke:
-                words += self.short.split()
-                if (script, *edits) in seen:
-                    continue
-                seen.add((script, *edits))
+            if smoke and (script, *edits) in seen:
+                continue
+            seen.add((script, *edits))
+            words = f"{self.flags} {own} --seed {seed} {short}".split()
             row = dict(script=script, flags=own.strip(), seed=seed) | names
             jobs[script, " ".join(words), *edits] = row
         return jobs
@@ -316,7 +313,7 @@ class Part:
         jobs = self.jobs(smoke)
         if self.measure:
             return self.measure(jobs, smoke)
-        return run_all(list(jobs), lambda job, result: jobs[job] | self.keep(result))
+        return [jobs[job] | self.keep(result) for job, result in run_all(jobs)]
 
 
 @dataclass

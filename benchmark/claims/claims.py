@@ -249,13 +249,13 @@ def run_passes(of_start: list, of_trained: list, jobs: dict, smoke: bool) -> lis
             trainings.append((*job, path))
             model = dict(model=names["script"], seed=names["seed"])
             models.append((model, f"--model-path {path}/model", of_trained))
-        run_all(trainings)
+        list(run_all(trainings))
         sampled = {}
         for model, own, chosen in models:
             for names, flags in chosen[:1] if smoke else chosen:
                 short = TINY if smoke else ""
                 sampled["rloo", f"{flags} {short} {own}"] = model | names
-        return run_all(list(sampled), lambda job, result: sampled[job] | right_answers(result))
+        return [sampled[job] | right_answers(result) for job, result in run_all(sampled)]
 
 
 def right_answers(result: dict) -> dict:
@@ -326,21 +326,20 @@ def write_pairs(seed: int, path: str):
 def run_pairs(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
     """Train without some pairs: the right answers to held-out sums with seen pairs, and to all with
     unseen pairs."""
-
-    def finish(job, result):
-        scores = {}
-        for row in result["eval_rollouts"]:  # of the first evaluation and of the last
-            time = "after" if row["iteration"] else "before"
-            scores.setdefault(f"{row['columns']['kind']}_{time}", []).append(row["score"])
-        return named[job] | {name: rounded(scores[name]) for name in sorted(scores)}
-
     named = {}
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         for (script, flags), names in jobs.items():
             path = f"{folder}/{names['seed']}"
             write_pairs(names["seed"], path)
             named[script, flags.replace("PAIRS", path)] = names
-        return run_all(list(named), finish)
+        for job, result in run_all(named):
+            scores = {}
+            for row in result["eval_rollouts"]:  # of the first evaluation and of the last
+                time = "after" if row["iteration"] else "before"
+                scores.setdefault(f"{row['columns']['kind']}_{time}", []).append(row["score"])
+            rows.append(named[job] | {name: rounded(scores[name]) for name in sorted(scores)})
+    return rows
 
 
 PAIRS = "--eval-every 1000 --num-sample-generations 0 --save-rollouts"

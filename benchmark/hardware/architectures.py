@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from run import POLICY, Part, main, run_here, write_rows
+from run import POLICY, Part, import_script, main, run_here, write_rows
 
 RESULT = Path(__file__).with_suffix(".json")
 SMOKE = ("llama", "gpt2", "mamba2")
@@ -165,6 +165,7 @@ def attempt(model_type: str, job: tuple, work: Path):
 def measure(jobs: dict, smoke: bool) -> list[dict]:
     """Attempt every architecture."""
     [job] = jobs
+    import_script(job[0])  # once for all the processes that are forked
     auto = importlib.import_module("transformers.models.auto.modeling_auto")
     rows = []
     for model_type in SMOKE if smoke else auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
