@@ -98,7 +98,7 @@ def test_every_job_parses(program, tmp_path, monkeypatch):
 @of_each_program
 def test_a_smoke_run(program, tmp_path):
     """A short version of each part runs to its end, and the figures are drawn. It is forked from
-    this process: it need not import the libraries."""
+    this process: it need not import the libraries. Its runs have another process for this."""
     fork = fork_programs
     if torch.accelerator.is_available():  # see `launch_forked`
         fork = run_programs

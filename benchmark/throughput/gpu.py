@@ -18,8 +18,7 @@
     given       log-probabilities of given tokens in bfloat16, with CUDA graphs and without
 
 Where a distance is 0, all bits are the same. Every run has a process of its own, and a time limit.
-Where one fails, the others go on. gpu.json is written after each part. Then these are next. Each is
-a command of its own, because a program that has used the GPU cannot fork:
+Where one fails, the others go on. gpu.json is written after each part. Then these are next:
 
     python benchmark/default/curves.py smollm2_rloo     # and smollm2_grpo, and smollm2_ppo
 """
