@@ -6,6 +6,7 @@ turns.patch has its tests in test_turns.py. vllm_rloo.patch runs with a stand-in
 
 import math
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,6 +39,7 @@ from plain import (
     token_weights,
 )
 from pytest import approx, fixture, mark, raises
+from safetensors.torch import load_file
 from test_pages import diffs, patched
 
 REFUSED = "sampling and training give log-probabilities"
@@ -194,15 +196,89 @@ PROCESSES = {  # what can differ between processes, or be lost in a kill
 }
 
 
+@fixture
+def resumed(run, world, tmp_path):
+    """resumed(module, **flags): fails unless two processes, stopped and resumed, make the run of
+    one process. Returns this."""
+
+    def resumed(module, **flags):
+        flags = flags | dict(num_train_epochs=3.0, save_every=1)
+        ran = run(module, **flags)
+        out = tmp_path / "out"
+        launch_twice(module, 2, tmp_path, base_flags(world, flags | dict(output_dir=out)))
+        compare_runs(ran.folder, out)
+        return ran
+
+    return resumed
+
+
 @mark.slow
 @mark.parametrize("patch", PROCESSES)
-def test_two_processes_stopped_and_resumed_make_the_same_run(patch, run, world, tmp_path):
-    module = load(patch, tmp_path)
-    flags = PROCESSES[patch] | dict(num_train_epochs=3.0, save_every=1)
-    ran = run(module, **flags)
-    out = tmp_path / "out"
-    launch_twice(module, 2, tmp_path, base_flags(world, flags | dict(output_dir=out)))
-    compare_runs(ran.folder, out)
+def test_two_processes_stopped_and_resumed_make_the_same_run(patch, resumed, tmp_path):
+    resumed(load(patch, tmp_path), **PROCESSES[patch])
+
+
+# Three rows of docs/variants.md in one copy: lines of rloo.py, and what takes their place.
+ROWS = {
+    # Episodes from elsewhere: the first one of each batch.
+    """        samples = map_episodes(one_pass, prompt_lengths, size)
+""": """        samples = map_episodes(one_pass, prompt_lengths, size)
+        samples["tokens"][0] = torch.tensor([5, 4, 1, -1, -1, -1])
+        samples["logprobs"][0] = torch.tensor([-3.0, -3.0, -3.0, 0.0, 0.0, 0.0])
+        samples["entropies"][0] = 0
+        samples["ended"][0] = True
+""",
+    """    if args.updates_per_batch == 1:
+""": """    if False:
+""",
+    """        difference = new_logprobs - batch.logprobs[to_train]
+""": """        difference = new_logprobs - batch.logprobs[to_train]
+                        difference = difference * (to_train > 0)[:, None]
+""",
+    # Another optimizer and schedule.
+    """    return torch.optim.AdamW(
+        trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
+    )
+""": """    return torch.optim.RMSprop(trained, lr=args.learning_rate / 10, momentum=0.9)
+""",
+    """    accelerator.register_for_checkpointing(scheduler)
+""": """    schedules = torch.optim.lr_scheduler
+    parts = schedules.LinearLR(optimizer), schedules.ExponentialLR(optimizer, 0.5)
+    scheduler = schedules.SequentialLR(optimizer, parts, milestones=[2])
+    accelerator.register_for_checkpointing(scheduler)
+""",
+    # A new module: it learns the score from the prompt.
+    """    model.tokenizer = tokenizer
+""": """    model.probe = torch.nn.Linear(model.config.hidden_size, 1)
+    model.tokenizer = tokenizer
+""",
+    """    return outputs[0]
+""": """    return outputs if settings.get("output_hidden_states") else outputs[0]
+""",
+    """                to_train = mini_batch[(advantages[mini_batch] != 0).any(1)]
+""": """                to_train = mini_batch
+""",
+    """                        # [episodes, actions]; a second loss""": """
+                        prompt_tokens, _ = pass_tokens(batch, episodes)
+                        outputs = forward(policy, prompt_tokens, output_hidden_states=True)
+                        hidden = outputs.hidden_states[-1][:, -1]
+                        values = accelerator.unwrap_model(policy).probe(hidden)
+                        losses = losses + 0.1 * (values - scores[episodes, None].float()) ** 2
+                        # [episodes, actions]; a second loss""",
+}
+
+
+@mark.slow
+def test_rows_of_variants(resumed, tmp_path):
+    text = Path(MODULES["rloo"].__file__).read_text()
+    for old, new in ROWS.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (tmp_path / "benchmark").symlink_to(HERE / "benchmark")
+    (tmp_path / "rows.py").write_text(text)
+    ran = resumed(import_file(tmp_path / "rows.py"))
+    assert abs(ran.metrics[-1]["val/ratio"] - 1) > 1e-3
+    assert "probe.weight" in load_file(ran.folder / "model/model.safetensors")
 
 
 # ---- the lines of docs/papers.md
