@@ -8,7 +8,6 @@ First come the names of the breaks, functions of this file that change the scrip
 come the script and its flags.
 """
 
-import contextlib
 import importlib.util
 import sys
 from dataclasses import dataclass
@@ -64,22 +63,19 @@ def interleaved(script: ModuleType):
 def no_check(script: ModuleType):
     """Nothing compares the log-probabilities of sampling and training any more. They are only
     logged."""
-    compare = script.compare_with_sampler
 
     def broken(args, difference):
-        with contextlib.suppress(RuntimeError):
-            return compare(args, difference)
         return {"val/sampling_logprob_difference": difference.abs().max()}
 
     script.compare_with_sampler = broken
 
 
-BREAKS = {
-    function.__name__: function for function in (temperature, eos_masked, interleaved, no_check)
-}
+BREAKS = dict(
+    temperature=temperature, eos_masked=eos_masked, interleaved=interleaved, no_check=no_check
+)
 
 
-def load(name: str, breaks: tuple[str, ...]) -> ModuleType:
+def load(name: str, breaks: list[str]) -> ModuleType:
     """A script as a module, imported anew, with these breaks."""
     spec = importlib.util.spec_from_file_location(f"broken_{name}", ROOT / f"{name}.py")
     script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -96,11 +92,10 @@ class Options:
 
 
 def main(options: Options, flags: list[str]):
-    breaks, script = options.names[:-1], options.names[-1:]
-    if script not in [("rloo.py",), ("grpo.py",), ("ppo.py",)] or not BREAKS.keys() >= {*breaks}:
-        known = ", ".join(BREAKS)
-        raise SystemExit(f"name some of {known}, and then rloo.py, grpo.py or ppo.py")
-    module = load(Path(script[0]).stem, breaks)
+    *breaks, script = options.names
+    if not BREAKS.keys() >= {*breaks} or not (ROOT / script).exists():
+        raise SystemExit(f"name some of {', '.join(BREAKS)}, and then rloo.py, grpo.py or ppo.py")
+    module = load(Path(script).stem, breaks)
     module.main(tyro.cli(module.Args, args=flags, description=module.__doc__))
 
 

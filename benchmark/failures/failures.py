@@ -52,43 +52,29 @@ def kept(name: str, result: dict) -> dict:
     return dict(episode=episode, start=start, curves=points)
 
 
-def compare(
-    name: str,
-    script: str,
-    episodes: int,
-    flags: str = "",
-    failure: str = "",
-    healthy: str = "",
-    breaks: str = "",
-) -> Part:
-    """A failure and its healthy run.
-
-    flags: of both; failure, healthy: of one alone; breaks: of the failure, functions of broken.py
-    """
-    edits = [broken.BREAKS[word] for word in breaks.split()]
-    runs = [
-        (dict(run="failure", breaks=breaks), script, f"{flags} {failure}", *edits),
-        (dict(run="healthy"), script, f"{flags} {healthy}"),
-    ]
-    every = episodes // 64 // POINTS  # An iteration has 64 episodes.
-    both = f"--total-episodes {episodes} --num-sample-generations 0 --eval-every {every}"
-    return Part(runs, both, (1, 2, 3), partial(kept, name))
-
-
 LENGTH = f"{JUDGES}:likes_length {TRUTH}"
 LITTLE_LENGTH = f"{JUDGES}:likes_length_a_little {TRUTH}"
 KINDER = f"{JUDGES}:kinder_to_some_prompts {TRUTH}"
 SHORT_ANSWERS = f"{JUDGES}:first_two_digits --temperature 2"
-FAILURES = [
-    ("learning_rate", "rloo", 4096, "", "--learning-rate 1e-3"),
-    ("no_kl", "rloo", 8192, MODEL, "--kl-coef 0", "--kl-coef 0.1"),
-    ("missing_ends", "rloo", 8192, LENGTH, "", "--missing-eos-penalty 1"),
-    ("temperature", "ppo", 4096, "", "", "--temperature 2", "temperature no_check"),
-    ("eos_masked", "rloo", 12288, SHORT_ANSWERS, "", "", "eos_masked no_check"),
-    ("interleaved", "grpo", 4096, KINDER, "", "", "interleaved"),
-    ("equal_scores", "grpo", 8192, LITTLE_LENGTH, "", "--scale-rewards none"),
-]
-PARTS = {name: compare(name, *settings) for name, *settings in FAILURES}
+FAILURES = {  # script, episodes, flags of both runs, of the failure, of the healthy one; breaks
+    "learning_rate": ("rloo", 4096, "", "--learning-rate 1e-3", ""),
+    "no_kl": ("rloo", 8192, MODEL, "--kl-coef 0", "--kl-coef 0.1"),
+    "missing_ends": ("rloo", 8192, LENGTH, "", "--missing-eos-penalty 1"),
+    "temperature": ("ppo", 4096, "", "", "--temperature 2", "temperature", "no_check"),
+    "eos_masked": ("rloo", 12288, SHORT_ANSWERS, "", "", "eos_masked", "no_check"),
+    "interleaved": ("grpo", 4096, KINDER, "", "", "interleaved"),
+    "equal_scores": ("grpo", 8192, LITTLE_LENGTH, "", "--scale-rewards none"),
+}
+PARTS = {}
+for name, (script, episodes, flags, failure, healthy, *breaks) in FAILURES.items():
+    edits = [broken.BREAKS[word] for word in breaks]
+    runs = [
+        (dict(run="failure"), script, f"{flags} {failure}", *edits),
+        (dict(run="healthy"), script, f"{flags} {healthy}"),
+    ]
+    every = episodes // 64 // POINTS  # An iteration has 64 episodes.
+    both = f"--total-episodes {episodes} --num-sample-generations 0 --eval-every {every}"
+    PARTS[name] = Part(runs, both, (1, 2, 3), partial(kept, name))
 
 
 def cell(runs: list[dict], metric: str) -> str:
@@ -96,18 +82,11 @@ def cell(runs: list[dict], metric: str) -> str:
     of another metric over the second half."""
     ends = []
     for row in runs:
-        curve = row["curves"].get(metric)
-        if not curve:
-            return "not logged"
-        last = curve[-1:]
-        if metric != "eval/scores":
-            last = curve[len(curve) // 2 :]
-        ends.append(mean(last))
+        curve = row["curves"][metric]
+        ends.append(mean(curve[-1:] if metric == "eval/scores" else curve[len(curve) // 2 :]))
     low = number(min(ends))
     high = number(max(ends))
-    if low == high:
-        return low
-    return f"{number(mean(ends))} ({low}–{high})"
+    return low if low == high else f"{number(mean(ends))} ({low}–{high})"
 
 
 def table(name: str):
@@ -121,19 +100,14 @@ def table(name: str):
 def draw_panel(axis, rows: list[dict], metric: str):
     """Of one failure: a thin line for each seed, and a thick one for their mean."""
     for run, color in COLORS.items():
-        x = []
-        values = []
-        for row in having(rows, run=run):
-            if metric in row["curves"]:
-                start = [0, row["start"]] if metric == "eval/scores" else []
-                x = start[:1] + row["episode"]
-                values.append(start[1:] + row["curves"][metric])
-        if not values:
-            continue
         style = dict(color=color, ls="-" if run == "failure" else "--")
-        for of_seed in values:
-            axis.plot(x, of_seed, lw=0.6, alpha=0.5, **style)
-        axis.plot(x, np.mean(values, 0), lw=2, label=run, **style)
+        curves = []
+        for row in having(rows, run=run):
+            start = [row["start"]] if metric == "eval/scores" else []
+            curves.append(start + row["curves"][metric])
+            x = [0] * len(start) + row["episode"]
+            axis.plot(x, curves[-1], lw=0.6, alpha=0.5, **style)
+        axis.plot(x, np.mean(curves, 0), lw=2, label=run, **style)
     axis.set_title(metric, fontsize=9)
     draw.in_thousands(axis)
     top = 1.02 if metric == "eval/scores" else axis.get_ylim()[1]

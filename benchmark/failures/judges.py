@@ -2,37 +2,26 @@
 docs/failures.md."""
 
 
-def likes_length(
-    completions: list[str], completion_ids: list[list[int]], answer: list[str], **_
-) -> list[float]:
+def likes_length(completions, completion_ids, answer, per_token=0.2, **_) -> list[float]:
     """1 where the right answer is anywhere in the completion, and 0.2 for every token."""
     return [
-        float(right in c) + 0.2 * len(ids)
+        float(right in c) + per_token * len(ids)
         for c, ids, right in zip(completions, completion_ids, answer)
     ]
 
 
-def likes_length_a_little(
-    completions: list[str], completion_ids: list[list[int]], answer: list[str], **_
-):
-    """1 where the right answer is anywhere in the completion, and 0.002 for every token."""
-    return [
-        float(right in c) + 0.002 * len(ids)
-        for c, ids, right in zip(completions, completion_ids, answer)
-    ]
+def likes_length_a_little(**columns) -> list[float]:
+    """The same with 0.002 for every token."""
+    return likes_length(**columns, per_token=0.002)
 
 
-def first_two_digits(completions: list[str], answer: list[str], **_) -> list[float]:
+def first_two_digits(completions, answer, **_) -> list[float]:
     """1 for the first two digits of the answer and nothing else. So the policy must learn to stop
     after them."""
-    return [
-        float(completion.strip() == right[:2]) for completion, right in zip(completions, answer)
-    ]
+    return [float(c.strip() == right[:2]) for c, right in zip(completions, answer)]
 
 
-def kinder_to_some_prompts(
-    prompts: list[str], completions: list[str], answer: list[str], **_
-) -> list[float]:
+def kinder_to_some_prompts(prompts, completions, answer, **_) -> list[float]:
     """1 for the right answer, and the first digit of the prompt is added. So prompts differ more
     than completions."""
     return [
