@@ -129,21 +129,21 @@ def test_a_run_killed_in_every_phase(script, killed, out, flags, goes_on):
 
 @one_text
 def test_a_killed_start_does_not_stand_in_the_way(
-    script, killed, stopped_after, out, flags, goes_on, monkeypatch, capsys
+    script, killed, stopped_after, out, flags, goes_on, monkeypatch
 ):
-    """The run was killed while it wrote args.yaml. The same command starts it again, also on a disk
-    without locks."""
-    killed(script, partial(write_half, "args"), output_dir=out, resume=True, **flags)
-    # The next start ends before its first metrics. Then the folder is free for other flags.
+    """A start that ends before its first metrics leaves the folder free for other flags. A start
+    was killed while it wrote args.yaml. The same command starts it again, also on a disk without
+    locks."""
     stopped_after(0, learning_rate=1.0, **SAVING)
+    stopped_after(1, **flags)
+    killed(script, partial(write_half, "args"), output_dir=out, resume=True, **flags)
     no_locks = Mock(side_effect=OSError(errno.EOPNOTSUPP, "no locks"))
     monkeypatch.setattr(script.filelock.FileLock, "acquire", no_locks)
     goes_on()
-    assert "no checkpoint, starting at 0" in capsys.readouterr().out
 
 
 @one_text
-def test_a_folder_belongs_to_one_process(script, run, out, flags, goes_on):
+def test_a_folder_belongs_to_one_process(script, run, out, flags, goes_on, capsys):
     """Another process is refused as long as the first one lives. SIGKILL gives the folder back."""
     flags |= dict(output_dir=out, resume=True)
     fork = multiprocessing.get_context("fork")
@@ -161,6 +161,7 @@ def test_a_folder_belongs_to_one_process(script, run, out, flags, goes_on):
     process.kill()
     process.join()
     goes_on()
+    assert "no checkpoint, starting at 0" in capsys.readouterr().out
 
 
 @one_text
@@ -209,12 +210,12 @@ def test_the_newest_two_checkpoints_are_kept(stopped_after, out):
 
 @one_text
 def test_a_checkpoint_is_made_after_ten_minutes(script, stopped_after, out, goes_on, monkeypatch):
-    """Here each look at the clock, in each iteration, takes four minutes."""
-    clock = SimpleNamespace(time=partial(next, itertools.count(0, 240)), perf_counter=time.time)
+    """Here each look at the clock takes 400 seconds: one at the start, and one in an iteration."""
+    clock = SimpleNamespace(time=partial(next, itertools.count(0, 400)), perf_counter=time.time)
     with monkeypatch.context() as patch:
         patch.setattr(script, "time", clock)
         stopped_after(3, **SAVING | dict(save_every=100, eval_dataset=3, eval_every=2))
-    assert whole_checkpoints(out) == ["3"]
+    assert whole_checkpoints(out) == ["2"]
     goes_on()
 
 
