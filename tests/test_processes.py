@@ -104,18 +104,6 @@ def test_more_processes_than_episodes(script, same_on, tmp_path):
     assert column(calls, "count") == [2, 2, 2]
 
 
-@only("rloo")
-@mark.slow
-@mark.parametrize("processes", [2, 3])
-def test_a_reward_sees_whole_groups(script, same_on, processes):
-    """A reward that compares the completions of a prompt gives the same scores on any number of
-    processes."""
-    # A KL would be rounding at first, and so would the advantage of the middle rank, which Adam
-    # would make large.
-    flags = dict(reward="ranks", kl_coef=0.0, eval_dataset=4, eval_k=3, eval_temperature=1.0)
-    same_on(script, processes, flags)
-
-
 @only("ppo")
 @mark.slow
 @mark.parametrize("program", [None, FSDP2], ids=["DDP", "FSDP2"])
