@@ -195,7 +195,8 @@ def exactly(completions, answer, **_) -> list[float]:
 def before_and_after(result: dict) -> dict:
     """The held-out score, and that of the best sample of each question."""
     kept = dict(scores=[], best_of_k=[])
-    for row in result["evaluations"][:: len(result["evaluations"]) - 1]:
+    first, *_, last = result["evaluations"]
+    for row in (first, last):
         kept["scores"].append(round(row["eval/scores"], 4))
         best = row[f"eval/best_of_{result['args']['eval_k']}"]
         kept["best_of_k"].append(round(best, 4))
