@@ -16,11 +16,9 @@ and SETTINGS; how an answer is shown; and what a maintainer of TRL may say. From
 numbers `table` makes the table in benchmark/README.md.
 """
 
-import importlib
 import inspect
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -33,21 +31,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-import tyro
-
 sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in (".", "parity")]
 from run import (
     BENCHMARK,
     Part,
-    free_port,
+    apart,
     having,
-    import_script,
     main,
     read_result,
     read_rows,
     relative_distance,
-    torchrun_variables,
+    run_here,
     write_rows,
 )
 from tables import fill, pretty
@@ -66,10 +60,11 @@ SETTINGS = dict(
     resume=False,
     held_out=None,  # only score a sample for each of so many held-out prompts
     die_at=None,  # the call of the reward function that kills its process
+    ends="^$",  # what is said where it fails
 )
-FLAGS = "--num-generations 4 --response-length 8 --kl-coef 0.01 --num-train-epochs 1"
+FLAGS = "--response-length 8 --kl-coef 0.01 --num-train-epochs 1"
 TWO = dict(processes=2, micro=8)
-KILLED = dict(die_at=15, ends={-signal.SIGKILL})
+KILLED = dict(die_at=15, ends="exit code -9")
 EIGHT_STEPS = dict(mini_batches=4, passes=2, micro=4, rows=48)  # in a rollout
 LOGGED = {"learning_rate": "lr", "epoch": "epoch", "eval_reward": "eval/scores"}  # TRL's names
 CALLS = itertools.count(1)  # each process counts its own
@@ -91,9 +86,8 @@ def score(prompts, completions, answer, **_):
 ASKED = {}  # the runs that were made, by their folder
 
 
-def ask(side: str, script: str, flags: str, work: Path, name: str, after="", ends={0}, **changes):
-    """What a run did. after: a run before, in a copy of whose folder it goes on; ends: the statuses
-    that its processes may end with"""
+def ask(side: str, script: str, flags: str, work: Path, name: str, after="", **changes):
+    """What a run did. after: a run before, in a copy of whose folder it goes on"""
     folder = work / name
     if folder in ASKED:
         return ASKED[folder]
@@ -104,18 +98,11 @@ def ask(side: str, script: str, flags: str, work: Path, name: str, after="", end
     if settings.held_out:
         rows = read_rows(BENCHMARK / "default" / "eval.jsonl")[: settings.held_out]
     write_rows(folder.with_suffix(".jsonl"), rows)
-    port = free_port()
-    family = []
-    for rank in range(settings.processes):
-        job = (rank, port, side, script, flags, folder, settings)
-        family.append(multiprocessing.get_context("fork").Process(target=worker, args=job))
-        family[-1].start()
-    for process in family:
-        process.join()
-    run = SimpleNamespace(folder=folder, printed=folder.with_suffix(".log").read_text())
-    run.statuses = {process.exitcode for process in family}
-    if not run.statuses <= ends:
-        raise SystemExit(f"{run.printed[-4000:]}\n{side} {script} {name}: {run.statuses}")
+    job = ({"TRL": run_trl, "Tally": run_tally}[side], script, flags, folder, settings)
+    run = SimpleNamespace(folder=folder)
+    run.failed = apart(worker, *job, processes=settings.processes).get("failed", "")
+    if not re.search(settings.ends, run.failed):
+        raise SystemExit(f"{run.failed}\n{side} {script} {name}")
     calls = [read_rows(path) for path in sorted(work.glob(f"{name}.calls.*"))]
     run.rollouts = [sum(parts, []) for parts in zip(*calls)]  # [rollout]: its prompts and scores
     if (folder / "metrics.jsonl").exists():
@@ -124,18 +111,12 @@ def ask(side: str, script: str, flags: str, work: Path, name: str, after="", end
     return run
 
 
-def worker(rank: int, port: int, side: str, script: str, flags: str, folder: Path, settings):
+def worker(run, script: str, flags: str, folder: Path, settings) -> dict:
     """One process of a run."""
-    with open(f"{folder}.log", "w") as file:
-        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
-    variables = torchrun_variables(rank, settings.processes, port)
-    variables |= dict(ACCELERATE_USE_CPU="true", CALLS=f"{folder}.calls", DIE_AT=settings.die_at)
-    os.environ |= {name: str(value) for name, value in variables.items()}
-    import torch
-
-    torch.set_num_threads(1)
-    torch.seed(), np.random.seed()  # A fork would have the numbers of this program.
-    {"TRL": run_trl, "Tally": run_tally}[side](script, flags, folder, settings)
+    os.environ |= dict(CALLS=f"{folder}.calls", DIE_AT=str(settings.die_at))
+    os.environ |= dict(ACCELERATE_USE_CPU="true")
+    run(script, flags, folder, settings)
+    return {}
 
 
 def run_trl(script: str, flags: str, folder: Path, settings):
@@ -176,21 +157,19 @@ def run_trl(script: str, flags: str, folder: Path, settings):
 
 
 def run_tally(script: str, flags: str, folder: Path, settings):
-    steps = settings.mini_batches * settings.passes
     rows = folder.with_suffix(".jsonl")
     flags += (
-        f" --dataset {rows} --reward {__file__}:score --output-dir {folder}"
+        f" --dataset {rows} --reward {__file__}:score"
         f" --batch-size {settings.batch} --num-mini-batches {settings.mini_batches}"
         f" --num-ppo-epochs {settings.passes} --per-device-train-batch-size {settings.micro}"
         f" --learning-rate {settings.rate} --seed {settings.seed}"
-        f" --save-every {max(1, settings.save // steps)}"
+        f" --save-every {max(1, settings.save // settings.mini_batches // settings.passes)}"
     )
     if settings.held_out:
         flags += f" --eval-dataset {rows} --eval-temperature 1 --total-episodes 0"
     if settings.resume:
         flags += " --resume"
-    module = import_script(script)
-    module.main(tyro.cli(module.Args, args=flags.split()))
+    run_here((script, flags, folder))
 
 
 # ---- the questions
@@ -225,7 +204,7 @@ def again(ask) -> dict:
 
     Both are right."""
     one = ask("one")
-    return dict(again=apart(ask("again"), one), another_seed=apart(ask("seed", seed=2), one))
+    return dict(again=distance(ask("again"), one), another_seed=distance(ask("seed", seed=2), one))
 
 
 def micro_batches(ask) -> dict:
@@ -241,7 +220,7 @@ def micro_batches(ask) -> dict:
     one = ask("one")
     four = ask("four", micro=4)
     return dict(
-        micro=apart(four, one),
+        micro=distance(four, one),
         rate_16=one.last["lr"],
         rate_4=four.last["lr"],
         rate_two=ask("two", **TWO).last["lr"],
@@ -263,7 +242,7 @@ def two_processes(ask) -> dict:
     equal = 0
     for ours, theirs in zip(two.rollouts, one.rollouts, strict=True):
         equal += sorted(prompt for prompt, _ in ours) == sorted(prompt for prompt, _ in theirs)
-    return dict(processes=apart(two, one), equal_prompts=equal, rollouts=len(one.rollouts))
+    return dict(processes=distance(two, one), equal_prompts=equal, rollouts=len(one.rollouts))
 
 
 def killed(ask) -> dict:
@@ -275,7 +254,7 @@ def killed(ask) -> dict:
 
     Both are right, and one step for each rollout is the default."""
     ask("killed", **KILLED)
-    return dict(resumed=apart(ask("resumed", "killed", resume=True), ask("one")))
+    return dict(resumed=distance(ask("resumed", "killed", resume=True), ask("one")))
 
 
 def killed_within(ask) -> dict:
@@ -293,7 +272,7 @@ def killed_within(ask) -> dict:
     for save in (8, 6):
         dead = ask(f"killed_{save}", **EIGHT_STEPS | KILLED | dict(die_at=3, save=save))
         run = ask(f"resumed_{save}", f"killed_{save}", resume=True, save=save, **EIGHT_STEPS)
-        found[f"every_{save}"] = apart(run, unbroken)
+        found[f"every_{save}"] = distance(run, unbroken)
         found[f"rollouts_{save}"] = len(dead.rollouts) + len(run.rollouts)
     return found
 
@@ -308,8 +287,8 @@ def changed(ask) -> dict:
 
     To resume restores the schedule. Some users want to go on with more data."""
     dead = ask("killed", **KILLED)
-    row = ask("row", "killed", ends={0, 1}, resume=True, rows=97)
-    rate = ask("rate", "killed", ends={0, 1}, resume=True, rate=5e-5)
+    row = ask("row", "killed", ends="^$|UsageError", resume=True, rows=97)
+    rate = ask("rate", "killed", ends="^$|UsageError", resume=True, rate=5e-5)
     # The checkpoint is that of step 12.
     times = Counter(prompt for prompt, _ in sum(dead.rollouts[:12] + row.rollouts, []))
     twice = sum(number > 4 for number in times.values())
@@ -343,16 +322,16 @@ def held_out(ask) -> dict:
     return found
 
 
-def apart(a, b) -> float:
+def distance(a, b) -> float:
     """How far two runs are apart: 0 only if all bits are equal."""
     return relative_distance(a.folder, b.folder)
 
 
 def said(run, goes_on: str) -> str:
     """What a resumed run with a change did."""
-    if run.statuses == {0}:
+    if not run.failed:
         return goes_on
-    [name] = re.findall(r"UsageError: --resume: --([\w-]+) is", run.printed)
+    [name] = re.findall(r"UsageError: --resume: (\w+) is", run.failed)
     return f"stops, and names {name}"
 
 
@@ -375,14 +354,10 @@ def measure(jobs: dict, smoke: bool, sides=("TRL", "Tally")) -> list[dict]:
         if not find_spec("trl"):
             sides = ["Tally"]
     rows = []
-    for side, ((script, flags), names) in itertools.product(sides, jobs.items()):
-        # A process that is forked from this one has these imports.
-        if side == "TRL":
-            importlib.import_module(f"trl.trainer.{script}_trainer")
-        import_script(script)
+    for side, (job, names) in itertools.product(sides, jobs.items()):
         with tempfile.TemporaryDirectory() as work:
             for question in questions:
-                answer = question(partial(ask, side, script, flags, Path(work)))
+                answer = question(partial(ask, side, *job, Path(work)))
                 rows.append(names | dict(side=side, question=question.__name__) | answer)
     return rows
 
