@@ -960,15 +960,18 @@ def load_reward(spec):
     module, _, function = spec.rpartition(":")
     if not module:
         raise UsageError(f"--reward must be exact_match, FILE.py:FUNCTION or none, not {spec}")
-    if not module.endswith(".py"):
-        return getattr(importlib.import_module(module), function)
-    file = Path(module).resolve()
-    # It may import its neighbours. A pool of processes imports it by this name.
-    sys.path.append(str(file.parent))
-    found = importlib.util.find_spec(file.stem)
-    if found is None or found.origin != str(file):
-        raise UsageError(f"--reward {spec}: no such file, or another module has its name")
-    return getattr(importlib.import_module(file.stem), function)
+    if module.endswith(".py"):
+        file = Path(module).resolve()
+        # It may import its neighbours. A pool of processes imports it by this name.
+        sys.path.append(str(file.parent))
+        module = file.stem
+        found = importlib.util.find_spec(module)
+        if found is None or found.origin != str(file):
+            raise UsageError(f"--reward {spec}: no such file, or another module has its name")
+    module = importlib.import_module(module)
+    if not hasattr(module, function):
+        raise UsageError(f"--reward {spec}: no such function")
+    return getattr(module, function)
 
 
 def score_episodes(batch, reward_functions, where):
