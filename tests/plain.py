@@ -3,12 +3,10 @@ run. Groups of a run's rows."""
 
 import statistics
 
-import pytest
 import torch
-from conftest import encode, load_policy, make_args, plain_logprobs, reset_accelerate
+from conftest import encode, load_policy, plain_logprobs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import EosTokenCriteria, StoppingCriteriaList
 
 
 class StandInGraph(TorchDispatchMode):
@@ -58,18 +56,6 @@ def record_steps(patch, script):
         return model
 
     patch.setattr(script, "load_policy", load_policy)
-
-
-def sample(script, model, prompts, uniforms, temperature, eos_ids, is_recorded=False):
-    """A script's `sample`, of these texts, with a model as a run prepares it."""
-    reset_accelerate()
-    script.start_accelerator(make_args(script))
-    model.stopping_criteria = StoppingCriteriaList([EosTokenCriteria(eos_ids)])
-    model.is_recorded = is_recorded
-    tokens = script.pad_left([encode(prompt) for prompt in prompts])
-    with pytest.MonkeyPatch.context() as patch:
-        record_steps(patch, script)
-        return script.sample(model, tokens, uniforms, temperature)
 
 
 def token_counts(rows):
