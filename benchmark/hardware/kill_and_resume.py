@@ -100,7 +100,7 @@ def kill_run(go_on, processes: list[int], draw: random.Random) -> Counter:
     phases = [*PHASES, "anywhere", "anywhere"]
     for count, phase in zip(processes, [*draw.sample(phases, len(phases)), "model"]):
         if phase == "anywhere":
-            hits[phase] += go_on(count, seconds=draw.uniform(0.5, 3))
+            hits[phase] += go_on(count, seconds=draw.uniform(0.3, 1.5))
             continue
         # Only the main process writes.
         rank = draw.randrange(count) if phase in ("rollout", "training", "loading") else 0
