@@ -731,10 +731,6 @@ def become_program(words, folder, environment):
     return {}
 
 
-def fork_programs(words, folder, environments):
-    return run_program(words, folder, environments[0])
-
-
 def changed_copy(script, folder, old, new):
     """A copy of a script with another text in one place, in its own folder. `launch` takes it."""
     source = Path(script.__file__).read_text()
