@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import trl_trainer  # first: it makes the modules below importable
-from run import BENCHMARK, Part, main, read_rows, relative_distance, run
+from run import Part, main, relative_distance, run
 
 RESULT = Path(__file__).with_suffix(".json")
 BATCH, K = 64, 4
@@ -21,10 +21,7 @@ def replay(script: str, rollout: list[dict], folder: Path):
     """Train TRL's trainer on completions, iteration by iteration, and save its model."""
     from rloo import exact_match
 
-    answers = {
-        row["prompt"]: row["answer"] for row in read_rows(BENCHMARK / "default" / "train.jsonl")
-    }
-    rows = [dict(prompt=row["prompt"], answer=answers[row["prompt"]]) for row in rollout[::K]]
+    rows = [dict(prompt=row["prompt"], answer=row["columns"]["answer"]) for row in rollout[::K]]
     completion_ids = [row["token_ids"] for row in rollout]
     given = [completion_ids[first : first + BATCH] for first in range(0, len(rollout), BATCH)]
     size = dict(batch=BATCH, max_steps=len(given), shuffle_dataset=False)
@@ -35,12 +32,11 @@ def replay(script: str, rollout: list[dict], folder: Path):
 
 def measure(jobs: dict, smoke: bool) -> list[dict]:
     rows = []
-    for script, flags in jobs:
+    for (script, flags), names in jobs.items():
         with tempfile.TemporaryDirectory() as folder:
-            ours, theirs = Path(folder) / "run", Path(folder) / "trl"
+            ours, theirs = Path(folder, "run"), Path(folder, "trl")
             rollout = run(script, flags, ours)["rollouts"]
-            row = jobs[script, flags]
-            row |= dict(updates=len(rollout) // BATCH, completions=len(rollout))
+            row = names | dict(updates=len(rollout) // BATCH)
             if not smoke:
                 replay(script, rollout, theirs)
                 row["distance"] = relative_distance(theirs, ours)
