@@ -575,7 +575,7 @@ def ppo_difference(tally, update, columns, **settings) -> dict[str, float]:
     objective = torchrl_objective(tally, update.weights, **settings)
     losses = objective(columns)
     (losses["loss_objective"] + losses["loss_critic"]).backward()
-    found = {name: float(loss) for name, loss in losses.items()}
+    found = {name: float(loss) for name, loss in losses.detach().items()}
     gradient = flat(parameter.grad for parameter in objective.parameters())
     theirs = SimpleNamespace(loss=found["loss_objective"], gradient=gradient)
     value = tally.args.vf_coef * float(update.metrics["loss/value_avg"])
