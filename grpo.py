@@ -1004,6 +1004,8 @@ def score_episodes(batch, reward_functions, where):
             scores = {"": scores}
         for name, values in scores.items():
             values = list(values)
+            if f"reward/{name}" in parts[0]:  # One of them would be lost.
+                raise UsageError(f"{where}: two parts of the score are named {name!r}")
             if len(values) != len(share):
                 raise UsageError(
                     f"{where}: --reward gave {len(values)} scores for {len(share)} completions"
@@ -1070,7 +1072,9 @@ def load_model(path, dtype, longest_row, auto_class=transformers.AutoModelForCau
     longest_row: tokens of the longest row that the model must have positions for; changes: of its
     config
     """
-    model, info = auto_class.from_pretrained(path, dtype=dtype, output_loading_info=True, **changes)
+    model, info = auto_class.from_pretrained(
+        path, dtype=dtype, return_dict=True, output_loading_info=True, **changes
+    )
     # A missing weight would be random. A layer that the config does not count would be left out.
     own = model.state_dict()
     uncounted = {w for w in info["unexpected_keys"] if re.sub(r"\.\d+\.", ".0.", w) in own}
@@ -1266,9 +1270,12 @@ def check_sampling(args, policy, prompts):
             model.is_recorded = False
             samples = sample(model, prompts, uniforms, args.temperature)
     batch = SimpleNamespace(prompt_tokens=prompts, **samples)
-    with torch.no_grad():
-        alone = [token_logprobs(args, policy, batch, [i]) for i in range(2)]
-    compare_with_sampler(args, torch.cat(alone) - batch.logprobs)
+    try:
+        with torch.no_grad():
+            alone = torch.cat([token_logprobs(args, policy, batch, [i]) for i in range(2)])
+    except Exception as error:  # Such as a hybrid, which cannot go on from a prompt's cache.
+        raise UsageError(f"{error!r}; does this model need --no-share-prompts?") from error
+    compare_with_sampler(args, alone - batch.logprobs)
 
 
 # ============================= 9  logging, samples, checkpoints =============================
@@ -1451,7 +1458,7 @@ def choose_output_dir(args, prompts):
         "dataset_rows": sha_256(rows),
         "prompt_tokens": sha_256(repr([prompt.token_ids for prompt in prompts])),
     }
-    if (output_dir / "metrics.jsonl").exists():
+    if any((output_dir / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         if not args.resume:
             raise UsageError(f"--output-dir {output_dir} holds a run; --resume continues it")
         theirs = yaml.safe_load((output_dir / "args.yaml").read_text())
@@ -1576,7 +1583,8 @@ FREE_FLAGS = (
 # Numbers that may be 0. No number may be negative.
 MAY_BE_ZERO = (
     "seed total_episodes eval_temperature stop_token_id kl_coef cliprange missing_eos_penalty"
-    " learning_rate weight_decay warmup_steps num_sample_generations"
+    " learning_rate weight_decay warmup_steps num_sample_generations cliprange_high gamma lam"
+    " cliprange_value vf_coef"
 ).split()
 
 
