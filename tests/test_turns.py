@@ -7,6 +7,7 @@ from operator import itemgetter
 import torch
 from conftest import (
     HERE,
+    MANY_EOS,
     MODULES,
     VOCAB,
     base_flags,
@@ -18,6 +19,7 @@ from conftest import (
     load_policy,
     make_tokenizer,
     plain_logprobs,
+    record_calls,
     result_of,
     write_jsonl,
 )
@@ -102,18 +104,25 @@ def turns_of(row):
     return [[VOCAB[token] for token, _ in turn] for _, turn in groupby(pairs, itemgetter(1))]
 
 
-def test_an_episode_is_the_conversation(turns, flags, run):
+def test_an_episode_is_the_conversation(turns, flags, run, monkeypatch):
     """Its tokens are its messages, by turns. The policy has at most --max-turns turns. A text of up
-    to four tokens that does not fit ends the episode as cut off."""
+    to four tokens that does not fit ends the episode as cut off. Each turn has own random
+    numbers."""
+    calls = record_calls(monkeypatch, turns, "sample")
     rows = run(turns, **flags(), total_episodes=24).rollouts
     for row in rows:
         chat = row["completion"]
         assert column(chat, "role") == (["assistant", "user"] * 2)[: len(chat)]
         texts = ["".join(turn).removesuffix("<eos>") for turn in turns_of(row)]
         assert texts == column(chat, "content")
-        assert row["ended"] or 10 <= len(row["token_ids"]) <= 14
+        if row["ended"]:
+            assert row["token_ids"][-1] in MANY_EOS
+        else:
+            assert 10 <= len(row["token_ids"]) <= 14
     assert {len(row["completion"]) for row in rows} == {1, 3}
     assert len(set(column(rows, "ended"))) == 2
+    numbers = torch.cat([call.args[2][:, 0] for call in calls[1:]])  # The first is a check.
+    assert len(numbers.unique()) == len(numbers) > len(rows)
 
 
 def test_an_environment_that_is_silent_changes_nothing(turns, flags, run):
