@@ -1580,11 +1580,12 @@ FREE_FLAGS = (
     " per_device_rollout_batch_size num_sample_generations save_rollouts cuda_graphs"
 ).split()  # Instead of the path --dataset, its rows are compared.
 
-# Numbers that may be 0. No number may be negative.
-MAY_BE_ZERO = (
-    "seed total_episodes eval_temperature stop_token_id kl_coef cliprange missing_eos_penalty"
-    " learning_rate weight_decay warmup_steps num_sample_generations cliprange_high gamma lam"
-    " cliprange_value vf_coef"
+# Numbers that may not be 0. No number may be negative.
+ABOVE_ZERO = (
+    "save_every plan lora_r lora_alpha max_prompt_length eval_every eval_k num_train_epochs"
+    " batch_size num_mini_batches num_ppo_epochs per_device_train_batch_size"
+    " per_device_rollout_batch_size response_length temperature rloo_k num_generations"
+    " max_grad_norm kl_target kl_horizon target_kl ratio_threshold score_clip"
 ).split()
 
 
@@ -1609,10 +1610,11 @@ def check_flags(args):
     if args.response_length is None:
         args.response_length = 8 if kind == "built-in" else 256
     for name, value in vars(args).items():
-        may_be_zero = name in MAY_BE_ZERO or isinstance(value, bool)
-        if isinstance(value, (int, float)) and not (value > 0 or value == 0 and may_be_zero):
-            bound = "not be negative" if may_be_zero else "be above 0"
-            raise ValueError(f"--{name.replace('_', '-')} {value} must {bound}")
+        flag = f"--{name.replace('_', '-')} {value}"
+        if isinstance(value, (int, float)) and not value >= 0:
+            raise ValueError(f"{flag} must not be negative")
+        if name in ABOVE_ZERO and value == 0:
+            raise ValueError(f"{flag} must be above 0")
     trackers = [None, *map(str, accelerate.tracking.get_available_trackers())]
     faults = {  # a message, and whether it is true
         "--num-generations must be at least 2, to compare scores": args.num_generations < 2,
