@@ -65,28 +65,29 @@ REFUSED = "padding otherwise|sampling and training give"
 
 @one_text
 @mark.parametrize(
-    "architecture, recorded, error",
+    "architecture, how, error",
     [
-        ("gpt_neo", False, None),
-        ("gpt_neo", True, REFUSED),
-        ("jamba", False, None),
-        ("bloom", True, None),
-        ("roberta", False, REFUSED),
-        ("mamba", False, REFUSED),
-        param("mamba2", False, REFUSED, marks=mark.slow),
-        param("bart", False, REFUSED, marks=mark.slow),
+        ("gpt_neo", "", None),
+        ("gpt_neo", "recorded", REFUSED),
+        ("bloom", "recorded", None),
+        ("jamba", "", None),
+        ("jamba", "shared", "--no-share-prompts"),
+        ("roberta", "", REFUSED),
+        ("mamba", "", REFUSED),
+        param("mamba2", "", REFUSED, marks=mark.slow),
+        param("bart", "", REFUSED, marks=mark.slow),
     ],
 )
 def test_a_model_that_computes_otherwise_is_refused_or_right(
-    script, run, refuses, monkeypatch, tmp_path, architecture, recorded, error
+    script, run, refuses, monkeypatch, tmp_path, architecture, how, error
 ):
     """Padding, positions, a window or steps change what these give. Such a model is refused before
     anything is sampled, or its log-probabilities are those of plain passes."""
     path = save_model(tmp_path / "policy", architecture)
     flags = dict(model_path=path, eval_dataset=9, total_episodes=0, response_length=40)
-    if recorded:
+    flags["share_prompts"] = how == "shared"
+    if how == "recorded":
         record_steps(monkeypatch, script)
-    flags["share_prompts"] = False
     if error is not None:
         refuses(script, error, **flags)
         return

@@ -306,35 +306,30 @@ def test_gradient_without_some_scores(script, run, world, updates, kl_coef, path
 
 @one_text
 def test_a_part_that_is_none_adds_nothing(script, run):
-    """The score is the sum of the parts that are there. An episode without any has no score."""
-    ran = run(script, reward="unsure_parts", seed=3, **ONE_BATCH)
-    rows = ran.rollouts
-    for row in rows:
-        count = len(row["completion"])
-        assert row["reward/length"] == (0.5 * count if count > 3 else None)
-        parts = without_none([row["reward/letters"], row["reward/length"]])
-        assert row["score"] == (approx(sum(parts), abs=1e-5) if parts else None)
-    [line] = ran.metrics
-    assert line["val/num_unscored"] == column(rows, "score").count(None) > 0
-    assert "reward/never" not in line
-    for metric, name in (("reward/length", "reward/length"), ("objective/scores", "score")):
-        expected = statistics.mean(without_none(column(rows, name)))
-        assert line[metric] == approx(expected, rel=1e-5)
-
-
-@one_text
-def test_evaluation_without_some_scores(script, run):
-    """eval/scores is the mean over the completions with a score, and eval/num_unscored counts the
-    others. The best of k is that of the prompts whose completions all have one."""
-    flags = dict(eval_dataset=20, eval_k=2, eval_temperature=1.0, total_episodes=0)
-    ran = run(script, eval_reward="unsure", **flags)
-    [line] = ran.metrics
-    scores = column(ran.eval_rollouts, "score")
-    best = [max(group) for group in groups_of(scores, 2) if None not in group]
-    assert 0 < len(best) < 20
-    assert line["eval/scores"] == approx(statistics.mean(without_none(scores)))
+    """The score is the sum of the parts that are there. An episode without any has no score: no
+    mean has it, and a metric counts it. The best of k is that of the prompts whose completions all
+    have a score."""
+    flags = dict(eval_dataset=20, eval_k=2, eval_temperature=1.0, seed=3, **ONE_BATCH)
+    ran = run(script, reward="unsure_parts", **flags)
+    _, line = ran.metrics
+    evaluated = ran.eval_rollouts[-40:]
+    for rows, score, unscored, length in (
+        (ran.rollouts, "objective/scores", "val/num_unscored", "reward/length"),
+        (evaluated, "eval/scores", "eval/num_unscored", "eval/reward/length"),
+    ):
+        for row in rows:
+            count = len(row["completion"])
+            assert row["reward/length"] == (0.5 * count if count > 3 else None)
+            parts = without_none([row["reward/letters"], row["reward/length"]])
+            assert row["score"] == (approx(sum(parts), abs=1e-5) if parts else None)
+        assert line[unscored] == column(rows, "score").count(None) > 0
+        for metric, name in ((length, "reward/length"), (score, "score")):
+            expected = statistics.mean(without_none(column(rows, name)))
+            assert line[metric] == approx(expected, rel=1e-5)
+    assert not any("never" in metric for metric in line)
+    groups = groups_of(column(evaluated, "score"), 2)
+    best = [max(group) for group in groups if None not in group]
     assert line["eval/best_of_2"] == approx(statistics.mean(best))
-    assert line["eval/num_unscored"] == scores.count(None)
 
 
 @only("ppo")
