@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import time
 from itertools import combinations
@@ -25,7 +24,6 @@ from conftest import (
     column,
     command_line,
     distance,
-    fork_programs,
     fresh_imports,
     import_file,
     make_prompts,
@@ -34,6 +32,7 @@ from conftest import (
     read_jsonl,
     read_rollouts,
     reset_accelerate,
+    run_program,
     save_classifier,
     save_model,
     with_group,
@@ -97,108 +96,10 @@ def test_every_job_parses(program, tmp_path, monkeypatch):
 @mark.slow
 @of_each_program
 def test_a_smoke_run(program, tmp_path):
-    """A short version of each part runs to its end, and the figures are drawn. It is forked from
-    this process: it need not import the libraries. Its runs have another process for this."""
-    fork = fork_programs
-    if torch.accelerator.is_available():  # see `launch_forked`
-        fork = run_programs
+    """A short version of each part runs to its end, and the figures are drawn."""
     words = [str(HERE / "benchmark" / program), "--smoke"]
-    ran = fork(words, tmp_path, [os.environ | launcher.DEFAULTS])
+    ran = run_program(words, tmp_path, launcher.DEFAULTS)
     assert ran.returncode == 0, ran.stderr
-
-
-def run_programs(words, folder, environments):
-    command = [sys.executable, *words]
-    return subprocess.run(command, env=environments[0], capture_output=True, text=True)
-
-
-LOSS = "(losses * is_real[:, None]).sum() / "
-SHARE = "mini_batch.tensor_split(accelerator.num_processes)[accelerator.process_index]"
-REWARDS = "rewards = scores[:, None]"
-RESTORED = 'scheduler.last_epoch = state["step"]'
-BEFORE_FLAGS = "    # optimizer\n"
-FAULTS = {  # what is planted into a copy of rloo.py: the texts before and after
-    "micro-batch": {LOSS + "len(mini_batch)": LOSS + "len(episodes)"},
-    "process": {
-        LOSS + "len(mini_batch)": LOSS + f"len({SHARE})",
-        "backward(loss * accelerator.num_processes)": "backward(loss)",
-    },
-    # A running mean that only the main process takes from a checkpoint.
-    "main process": {
-        RESTORED: f"""{RESTORED}
-    if not accelerator.is_main_process:
-        state.pop("mean", None)""",
-        REWARDS: f"""state["mean"] = 0.9 * state.get("mean", 0.0) + 0.1 * scores.mean().item()
-        {REWARDS} * (1 + 20 * state["mean"])
-        if iteration == 3 and "KILL" in os.environ:
-            os.kill(os.getpid(), 9)""",
-    },
-    # Random numbers that the processes draw themselves, if a new flag is given.
-    "flag": {
-        BEFORE_FLAGS: f"    noise: float = 0.0\n{BEFORE_FLAGS}",
-        REWARDS: f"{REWARDS} + args.noise * torch.randn(len(scores), 1)",
-    },
-}
-
-
-@fixture
-def plant(tmp_path):
-    def plant(fault):
-        copy = launcher.copy_script(tmp_path, "rloo")
-        text = copy.read_text()
-        for before, after in FAULTS[fault].items():
-            assert text.count(before) == 1
-            text = text.replace(before, after)
-        copy.write_text(text)
-        return copy
-
-    return plant
-
-
-@mark.slow
-@mark.parametrize(
-    "fault, flags, verdicts",
-    [
-        ("micro-batch", [], ["right", "BROKEN"]),
-        ("process", [], ["right", "BROKEN"]),
-        ("main process", [], ["BROKEN", "right"]),
-        ("flag", [], ["right", "right"]),
-        ("flag", ["--noise", "0.1"], ["BROKEN", "BROKEN"]),
-    ],
-)
-def test_a_changed_copy_is_checked(fault, flags, verdicts, plant, tmp_path):
-    """The verdicts after kills, and about the second process. A new flag that is not given is
-    named. Nothing stays of what the runs wrote and printed."""
-    copy = plant(fault)
-    before = sorted(tmp_path.iterdir())
-    words = [HERE / "benchmark/check_copy.py", copy, *flags]
-    ran = run_programs(words, tmp_path, [os.environ | {"TMPDIR": str(tmp_path)}])
-    assert re.findall("(right|BROKEN);", ran.stdout) == verdicts, ran.stderr
-    assert ran.returncode == ("BROKEN" in verdicts)
-    assert ("--noise is new" in ran.stdout) == (fault == "flag" and not flags)
-    assert not ran.stderr
-    # PyTorch makes an empty folder of its own.
-    left = [path for path in tmp_path.iterdir() if "torchinductor" not in path.name]
-    assert sorted(left) == before
-
-
-@mark.slow
-@mark.parametrize("fault", ["process", "main process"])
-def test_a_planted_fault_is_one_under_torchrun(fault, plant, tmp_path, monkeypatch):
-    """The runs that `check_copy` compares, by the launcher itself."""
-    monkeypatch.syspath_prepend(HERE / "benchmark")
-    check_copy = import_file(HERE / "benchmark/check_copy.py")
-    copy = plant(fault)
-    flags = f"{check_copy.FLAGS} {check_copy.UNEVEN}"
-    words = launcher.torchrun(2)
-    launcher.run(copy, flags, tmp_path / "right", words)
-    if fault == "process":
-        words = []
-    else:
-        with raises(SystemExit, match="SIGKILL"):
-            launcher.run(copy, flags, tmp_path / "other", words, KILL="1")
-    launcher.run(copy, flags, tmp_path / "other", words)
-    assert launcher.relative_distance(tmp_path / "other", tmp_path / "right") > 0.01
 
 
 def test_a_part_is_measured_alone(tmp_path):
