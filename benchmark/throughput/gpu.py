@@ -15,7 +15,6 @@
     killed      a run that is killed twice and resumed, and one that is not: how far are they apart?
     rows        updates with a row for each episode, and with shared prompts, in turn; `rows_wide`
                 trains LoRA, where most of the time is arithmetic
-    given       log-probabilities of given tokens in bfloat16, with CUDA graphs and without
 
 Where a distance is 0, all bits are the same. Every run has a process of its own, and a time limit.
 Where one fails, the others go on. gpu.json is written after each part. Then these are next:
@@ -33,12 +32,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent.parent / "hardware"))
-import kill_and_resume
 import throughput
+from kill_and_resume import FLAGS, kill_at
 from rounding import count_different
-from run import BUILT_IN, SCRIPTS, relative_distance
+from run import BUILT_IN, SCRIPTS, apart, relative_distance, run_here
 from tally_worker import force_lengths, now
-from throughput import Case, apart, in_turn, part, start, tally
+from throughput import Case, in_turn, part, start
 
 RESULT = Path(__file__).with_suffix(".json")
 throughput.LIMIT = 300
@@ -56,24 +55,16 @@ SHORT = Case(
     dtype="bfloat16",
 )
 RLOO = replace(SHORT, algorithms=("rloo",))
-ONCE = replace(RLOO, steps=4, pairs=1)
-LONG = replace(ONCE, about=SHORT.about.replace("64", "512"), completion_tokens=512)
 WIDE = replace(
-    ONCE, about="8 layers as wide as Mistral's of 7B, LoRA, 256 and 64 tokens", model="wide"
+    RLOO,
+    about="8 layers as wide as Mistral's of 7B, LoRA, 256 and 64 tokens",
+    model="wide",
+    steps=4,
+    pairs=1,
 )
 
 
 # ---- changes of a script
-
-
-def train_by(way: str, module):
-    """All training passes are made in this way."""
-    module.choose_training_way = lambda *args: getattr(module, way)
-
-
-def give_tokens(module):
-    """The random numbers alone say which tokens are picked."""
-    module.pick_tokens = lambda p, uniforms: (uniforms * p.shape[1]).long()
 
 
 def profile(module):
@@ -111,16 +102,12 @@ def kernels(found: dict, name: str):
     if torch.cuda.is_available():
         device, own = "CUDA", "self_device_time_total"
     events = profiler.key_averages()
-    rows = []
-    for event in events:
-        if event.device_type.name == device:
-            rows.append([getattr(event, own) / 1e6, event.count, event.key[:80]])
+    of_device = [event for event in events if event.device_type.name == device]
     found[name] = dict(
         seconds=seconds,
         launches=sum(event.count for event in events if "Launch" in event.key),
-        kernels=sum(count for _, count, _ in rows),
-        busy=sum(time for time, _, _ in rows) / seconds,
-        longest=sorted(rows)[:-16:-1],
+        kernels=sum(event.count for event in of_device),
+        busy=sum(getattr(event, own) for event in of_device) / 1e6 / seconds,
     )
 
 
@@ -128,30 +115,25 @@ def kernels(found: dict, name: str):
 
 
 def difference(one: dict, two: dict) -> dict:
-    """How far two runs are apart: completions, log-probabilities of their tokens, up to the first
-    that differs, and metrics without times."""
+    """How far two runs are apart: how many completions differ, and the log-probabilities of those
+    that do not."""
     for run in (one, two):
         if "failed" in run:
             return run
-    logprobs = [0.0]
+    apart = [0.0]
     for a, b in zip(one["rollouts"], two["rollouts"]):
-        for x, y, p, q in zip(a["token_ids"], b["token_ids"], a["logprobs"], b["logprobs"]):
-            if x != y:
-                break
-            logprobs.append(abs(p - q))
-    metrics = [0.0]
-    for a, b in zip(one["metrics"], two["metrics"], strict=True):
-        for name in a.keys() - {"eps", "seconds", "time/rollout_s", "time/train_s"}:
-            metrics.append(abs(a[name] - b[name]))
-    distances = dict(
-        logprob=max(logprobs), logprob_mean=sum(logprobs) / len(logprobs), metric=max(metrics)
-    )
-    return count_different(one, two) | distances
+        if a["token_ids"] == b["token_ids"]:
+            apart += [abs(p - q) for p, q in zip(a["logprobs"], b["logprobs"])]
+    return count_different(one, two) | dict(logprob=max(apart))
+
+
+def run_of(*job) -> dict:
+    return apart(run_here, job, seconds=throughput.LIMIT)
 
 
 def with_and_without(case: Case, script: str, flags: str, *edits) -> dict:
     """A run with CUDA graphs, and one without."""
-    return difference(*(apart(tally, script, f"{flags} {own}", *edits) for own in ("", EAGER)))
+    return difference(*(run_of(script, f"{flags} {own}", *edits) for own in ("", EAGER)))
 
 
 def repeated(kills: dict, case: Case, script: str, flags: str) -> dict:
@@ -160,9 +142,9 @@ def repeated(kills: dict, case: Case, script: str, flags: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         one, two = Path(folder, "one"), Path(folder, "two")
         for phase, call in kills.items():
-            kill = partial(kill_and_resume.kill_at, phase=phase, call=call)
-            struck += "exit code -9" in apart(tally, script, flags, kill, two).get("failed", "")
-        row = difference(*(apart(tally, script, flags, path) for path in (one, two)))
+            kill = partial(kill_at, phase=phase, call=call)
+            struck += "exit code -9" in run_of(script, flags, kill, two).get("failed", "")
+        row = difference(run_of(script, flags, one), run_of(script, flags, two))
         if "failed" not in row:
             row |= dict(weights=relative_distance(two, one), kills=struck)
         return row
@@ -187,28 +169,24 @@ for script, (dtype, epochs) in product(SCRIPTS, dict(float32=2, bfloat16=1).item
     TWICE.append((dict(dtype=dtype), script, f"--dtype {dtype} --num-ppo-epochs {epochs}"))
 KILLED = [({}, script, "") for script in SCRIPTS]
 KILLS = dict(rollout=5, training=2)
-GIVEN = [({}, "rloo", "", force_lengths, give_tokens)]
 SAVED = "--save-rollouts --num-sample-generations 0 --total-episodes"
 TRAINED = f"{BUILT_IN} {SAVED} 512 --learning-rate 1e-4 --response-length 8"
-KILLED_RUN = f"{BUILT_IN} {kill_and_resume.FLAGS} --dtype float32 --response-length 8"
+KILLED_RUN = f"{BUILT_IN} {FLAGS} --dtype float32 --response-length 8"
 PROGRAMS = partial(in_turn, dict(tally=[""], eager=[EAGER], trl=[]))
 PROFILES = partial(in_turn, dict(tally=["", profile], eager=[EAGER, profile]))
-WAYS = {way: ["", partial(train_by, way)] for way in ("separate_rows", "shared_prompts")}
-ROWS = partial(in_turn, WAYS)
+ROWS = dict(separate_rows=["--share-prompts False"], shared_prompts=["--share-prompts True"])
+ROWS = partial(in_turn, ROWS)
 
 PARTS = {
     "equal": part(with_and_without, SHORT, EQUAL, f"{SAVED} 64 --dtype float32"),
     "tokens64_micro16": part(PROGRAMS, SHORT),
     "tokens64_micro64": part(PROGRAMS, replace(RLOO, micro_batch=64)),
-    "tokens512_micro16": part(PROGRAMS, LONG),
-    "tokens512_micro64": part(PROGRAMS, replace(LONG, micro_batch=64)),
     "profile": part(PROFILES, replace(RLOO, completion_tokens=16, steps=3, pairs=1)),
     "repeated": part(partial(repeated, {}), SHORT, TWICE, TRAINED),
     "killed": part(partial(repeated, KILLS), SHORT, KILLED, KILLED_RUN),
     "rows_micro16": part(ROWS, RLOO),
     "rows_micro64": part(ROWS, replace(RLOO, micro_batch=64)),
     "rows_wide": part(ROWS, WIDE, flags="--lora-r 16"),
-    "given": part(with_and_without, SHORT, GIVEN, f"{SAVED} 64"),
 }
 for each in PARTS.values():
     each.prepare = find_gpu

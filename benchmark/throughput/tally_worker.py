@@ -37,7 +37,15 @@ def measured(steps: list[dict], moments: list[float]) -> dict:
 
 def force_lengths(module):
     """No token ends a completion."""
-    module.find_eos_ids = lambda *args: [2**31 - 1]
+    load_policy = module.load_policy
+
+    def endless(*args):
+        policy = load_policy(*args)
+        never = module.transformers.EosTokenCriteria(2**31 - 1)
+        policy.stopping_criteria = module.transformers.StoppingCriteriaList([never])
+        return policy
+
+    module.load_policy = endless
 
 
 def watch(module):
@@ -57,14 +65,15 @@ def watch(module):
         steps.append({})
         return [position % num_prompts for position in range(first, first + count)]
 
-    def timed_sample(model, prompts, **inputs):
-        result, seconds = timed(sample, model, prompts, **inputs)
-        steps[-1] |= dict(
-            prompt_tokens=(prompts >= 0).sum().item(),
-            longest_prompt=prompts.shape[1],
-            tokens=(result["tokens"] >= 0).sum().item(),
-            sampling=seconds,
-        )
+    def timed_sample(model, prompts, *inputs):
+        result, seconds = timed(sample, model, prompts, *inputs)
+        if steps:  # The script tries its sampler before the first one.
+            steps[-1] |= dict(
+                prompt_tokens=(prompts >= 0).sum().item(),
+                longest_prompt=prompts.shape[1],
+                tokens=(result["tokens"] >= 0).sum().item(),
+                sampling=seconds,
+            )
         return result
 
     def end(*args):

@@ -23,14 +23,12 @@ lengths at a step, or if they sampled other numbers of tokens. The tolerance for
 reasons. Writes throughput.json. A smoke run has a tiny model, and uses TRL if it is installed.
 """
 
-import contextlib
 import json
 import os
 import random
 import statistics
 import sys
 import tempfile
-import traceback
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -43,9 +41,8 @@ from run import (
     K_FLAGS,
     POLICY,
     Part,
+    apart,
     column,
-    fresh_processes,
-    import_script,
     main,
     read_rows,
     run_here,
@@ -203,55 +200,19 @@ def make_world(case: Case) -> Path:
 # ---- runs
 
 
-def work(sender, function, *args):
-    """Send what a function returns, or why it failed."""
-    try:
-        sender.send(function(*args))
-    except (Exception, SystemExit):
-        sender.send(dict(failed=traceback.format_exc()))
-
-
-def apart(function, *args) -> dict:
-    """What a function returns, in a process of its own, or why it `failed`. The process is forked
-    from a server that has imported the libraries. The server uses no GPU, or its forks could not.
-    """
-    server = fresh_processes()
-    receiver, sender = server.Pipe(duplex=False)
-    process = server.Process(target=work, args=(sender, function, *args))
-    process.start()
-    sender.close()
-    found = None
-    with contextlib.suppress(EOFError):  # It died.
-        if receiver.poll(LIMIT):
-            found = receiver.recv()
-            process.join(10)
-    process.kill()
-    process.join()
-    return found or dict(failed=f"no result in {LIMIT} s; exit code {process.exitcode}")
-
-
-def tally(script: str, flags: str, *more) -> dict:
-    """A run of `run_here`, and what its edits left in `found`."""
-    result = run_here((script, flags, *more))
-    return result | getattr(import_script(script), "found", {})
-
-
 def check(ours: list[dict], theirs: list[dict]):
     """Stop where the two did not do the same work."""
-    for pair in zip(ours, theirs, strict=True):
-        lengths = [
-            [(x["prompt_tokens"], x["longest_prompt"]) for x in result["steps"]] for result in pair
-        ]
-        if lengths[0] != lengths[1]:
-            raise SystemExit(f"prompt tokens (sum, longest) of each step: {lengths}")
-    tokens = [
-        [step["tokens"] for result in runs for step in result["steps"]] for runs in (ours, theirs)
-    ]
-    means = [statistics.mean(counts) for counts in tokens]
+    steps = [sum(column(runs, "steps"), []) for runs in (ours, theirs)]
+    for name in ("prompt_tokens", "longest_prompt"):
+        one, two = (column(some, name) for some in steps)
+        if one != two:
+            raise SystemExit(f"{name} of each step: {one}, {two}")
+    tokens = [column(some, "tokens") for some in steps]
+    one, two = map(statistics.mean, tokens)
     # 0 for forced lengths
     error = sum(statistics.variance(counts) / len(counts) for counts in tokens) ** 0.5
-    if abs(means[0] - means[1]) > max(TOKEN_TOLERANCE * means[1], 3 * error):
-        raise SystemExit(f"{means} tokens a step were sampled (standard error {error:.1f})")
+    if abs(one - two) > max(TOKEN_TOLERANCE * two, 3 * error):
+        raise SystemExit(f"{one} and {two} tokens a step were sampled (error {error:.1f})")
 
 
 def seconds_of(result: dict) -> float:
@@ -288,11 +249,11 @@ def in_turn(variants: dict, case: Case, script: str, flags: str) -> dict:
     runs = {name: [] for name in variants}
     for seed, name in product(range(1, case.pairs + 1), variants):
         if name == "trl":
-            runs[name].append(apart(train, job | dict(seed=seed)))
+            runs[name].append(apart(train, job | dict(seed=seed), seconds=LIMIT))
         else:
             own, *change = variants[name]
-            words = f"{flags} {own} --seed {seed}"
-            runs[name].append(apart(tally, script, words, *edits, *change))
+            words = (script, f"{flags} {own} --seed {seed}", *edits, *change)
+            runs[name].append(apart(run_here, words, seconds=LIMIT))
     row = dict(
         about=case.about,
         batch=case.batch,
