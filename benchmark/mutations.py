@@ -52,7 +52,7 @@ MUTATIONS = {
         "is_real[:, None]).sum() / len(mini_batch)",
         "is_real[:, None]).sum() / len(episodes)"),
     "a reward that sees half of a group": (
-        "rloo", "rewards/processes_score_whole_groups_of_any_rows[2-rloo]",
+        "rloo", "rewards/processes_score_whole_groups_of_any_rows[3-rloo]",
         "torch.arange(len(batch.prompts)).view(-1, batch.k)",
         "torch.arange(len(batch.prompts)).view(-1, 1)"),
     "FSDP2 gathers weights at each token": (
