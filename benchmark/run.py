@@ -6,7 +6,7 @@ run_all([("rloo", "--seed 1"), ("ppo", "--seed 1")])  # as many at once as there
 main(__doc__, path, {"name": Part(runs)})             # the command line of a program that measures
 
     python benchmark/run.py                      # where each result comes from, a line for each
-    python benchmark/default/curves.py clipping  # measures one again
+    python benchmark/default/curves.py default   # measures one again
 
 The first command lists the commit, date, minutes and machine of each part of each program. After a
 change of a default, an algorithm or random numbers, measure again what depends on it. Most parts

@@ -81,7 +81,7 @@ def make_policy(_=None, smoke: bool = False) -> list[dict]:
     rng = np.random.default_rng([1, 0])
     uniforms = rng.random((len(prompts), 4))
     complete = import_script(BENCHMARK / "default/make.py").complete
-    answers = complete(policy, tokenizer, prompts, uniforms)
+    answers = complete(policy, prompts, uniforms)
     space = tokenizer.convert_tokens_to_ids(" ")
     rows = []  # prompt, answer, spaces, EOS
     for text, prompt, answer in zip(texts, prompts, answers):

@@ -179,17 +179,16 @@ def make_policy(folder: Path, seed: int):
 # ---- the reward model
 
 
-def complete(language_model, tokenizer, prompts: list, uniforms) -> list:
+def complete(policy, prompts: list, uniforms) -> list:
     """Complete prompts as the scripts do -> the tokens of each completion.
 
     uniforms: [prompts, length], the random numbers
     """
-    eos_ids = rloo.find_eos_ids(language_model, tokenizer, None)
-    model = rloo.CompletionModel(
-        rloo.Args(), language_model, tokenizer, eos_ids, None, rloo.PlainSteps
-    )
-    rows = torch.from_numpy(uniforms)
-    batch = rloo.sample(model, rloo.pad_left(prompts), rows, temperature=1.0)
+    rloo.start_accelerator(rloo.check_flags(rloo.Args()))
+    ends = transformers.EosTokenCriteria(EOS)
+    policy.stopping_criteria = transformers.StoppingCriteriaList([ends])
+    policy.is_recorded = False
+    batch = rloo.sample(policy, rloo.pad_left(prompts), torch.from_numpy(uniforms), 1.0)
     return [[token for token in row if token >= 0] for row in batch["tokens"].tolist()]
 
 
@@ -205,7 +204,7 @@ def draw_pairs(policy, tokenizer, path: Path, seed: int) -> list[tuple[list[int]
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
     rng = rloo.keyed_rng(seed, SAMPLES)
     uniforms = rng.random((len(rows), SAMPLED_LENGTH))
-    drawn = complete(policy, tokenizer, prompts, uniforms)
+    drawn = complete(policy, prompts, uniforms)
     chosen = {}  # of each prompt, a dict as a set that keeps its order
     rejected = {}
     for row, prompt, tokens in zip(rows, prompts, drawn):
@@ -224,14 +223,8 @@ def draw_pairs(policy, tokenizer, path: Path, seed: int) -> list[tuple[list[int]
 
 def scores_of(model, sequences: list[list[int]]) -> torch.Tensor:
     """The head's output at each last token, with gradient, [rows]."""
-    tokens = rloo.pad_left(sequences)
-    mask = (tokens >= 0).long()
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    hidden = model.base_model(
-        tokens.clamp(min=0), attention_mask=mask, position_ids=positions, use_cache=False
-    )
-    last = hidden.last_hidden_state[:, -1]
-    return model.score(last).squeeze(-1)
+    hidden = rloo.forward(model.base_model, rloo.pad_left(sequences))
+    return model.score(hidden[:, -1]).squeeze(-1)
 
 
 def losses_of(model, pairs: list, batches: list):
@@ -246,11 +239,10 @@ def make_reward_model(folder: Path, seed: int):
     logging.set_verbosity_error()  # the new head is meant to be missing in the policy's checkpoint
     torch.manual_seed(seed)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "policy")
-    language_model = transformers.AutoModelForCausalLM
-    policy = language_model.from_pretrained(folder / "policy", dtype=torch.float32).eval()
+    policy = transformers.AutoModelForCausalLM.from_pretrained(folder / "policy")
     pairs = draw_pairs(policy, tokenizer, folder / "train.jsonl", seed)
     classifier = transformers.AutoModelForSequenceClassification
-    model = classifier.from_pretrained(folder / "policy", num_labels=1, dtype=torch.float32)
+    model = classifier.from_pretrained(folder / "policy", num_labels=1)
     torch.nn.init.zeros_(model.score.weight)
     rng = rloo.keyed_rng(seed, PAIR_ORDER)
     order = np.concatenate([rng.permutation(len(pairs)) for _ in range(EPOCHS)])

@@ -34,10 +34,8 @@ def convert_model(folder: Path):
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
     # The model was trained on numbers split into digits before anything else. The conversion loses
     # that step.
-    digits, byte_level = (
-        pre_tokenizers.Digits(individual_digits=True),
-        tokenizer.backend_tokenizer.pre_tokenizer,
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    byte_level = tokenizer.backend_tokenizer.pre_tokenizer
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.pad_token = tokenizer.eos_token  # <|im_end|>, as in the original: pad equals eos
     tokenizer.model_max_length = 8192  # the conversion leaves 1e30
@@ -54,9 +52,8 @@ def check_model(folder: Path):
     7."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer, model = (
-        auto.from_pretrained(folder) for auto in (AutoTokenizer, AutoModelForCausalLM)
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     messages = [SYSTEM, {"role": "user", "content": "3 + 4"}]
     inputs = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
@@ -64,8 +61,7 @@ def check_model(folder: Path):
     output = model.generate(**inputs, max_new_tokens=24, do_sample=False)
     answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     if tokenizer.tokenize("a2048")[1:] != list("2048") or "7" not in answer:
-        wrong = "the converted model or tokenizer is wrong"
-        raise RuntimeError(f"{folder}: {wrong}: 3 + 4 is answered by {answer!r}")
+        raise RuntimeError(f"{folder}: the model is wrong: 3 + 4 is answered by {answer!r}")
 
 
 def main(folder: Path = Path(__file__).resolve().parent):
@@ -74,7 +70,7 @@ def main(folder: Path = Path(__file__).resolve().parent):
     transformers.utils.logging.disable_progress_bar()
     convert_model(folder / "model")
     check_model(folder / "model")
-    print(f"model in {folder / 'model'}")
+    print(folder / "model")
 
 
 if __name__ == "__main__":

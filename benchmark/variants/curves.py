@@ -12,7 +12,6 @@ teacher is a run of rloo.py with its defaults.
 
 import sys
 from pathlib import Path
-from statistics import mean
 from typing import NamedTuple
 
 import numpy as np
@@ -23,14 +22,14 @@ from run import BENCHMARK, POLICY, ROOT, Part, column, curves, having, main, rea
 from tables import number, with_band
 
 RESULT = Path(__file__).with_suffix(".json")
-KEPT = "eval/scores response_length_mean policy/entropy_avg objective/kl objective/scores".split()
+KEPT = "eval/scores response_length_mean policy/entropy_avg objective/kl".split()
 DRAWN = {  # metrics, how they are called, and where their axis ends
     "eval/scores": ("right answers", 1.02),
     "response_length_mean": ("tokens", 8.2),
     "policy/entropy_avg": ("entropy", None),
     "eval/best_of_8": ("best of 8", None),
 }
-MEANS = ("val/sampler_weight_std", "val/importance_std", "val/masked_fraction")
+MEANS = ("val/sampler_weight_std", "val/importance_std")
 TEACHER = ROOT / "runs/teacher"
 SHORT = "--total-episodes 4096"
 LONG = "--total-episodes 8192"
@@ -38,6 +37,8 @@ JUDGE = f"{LONG} --reward benchmark/variants/long_judge.py:score --eval-reward e
 REWARD_MODEL = f"{LONG} --reward none --reward-model-path benchmark/default/reward_model"
 REWARD_MODEL += " --eval-reward exact_match --eval-temperature 1 --scale-rewards none --kl-coef 0.3"
 DISTILL = "--reward none --ref-model-path runs/teacher/model --kl-coef 1 --eval-reward exact_match"
+KL_OF_DISTILL = "KL to the teacher, or to the start"
+BONUS = "--entropy-coef 0.3"
 FEW_RIGHT = f"{LONG} --num-generations 16 --temperature 4 --eval-temperature 4 --eval-k 8"
 MAXRL = "--scale-rewards none --reward benchmark/variants/maxrl.py:score --eval-reward exact_match"
 
@@ -54,20 +55,10 @@ class Variant(NamedTuple):
 VARIANTS = {
     "reinforce_plus_plus": Variant("rloo", SHORT, "--rloo-k 1", "REINFORCE++, k = 1"),
     "sampler_weights": Variant(
-        "rloo",
-        SHORT,
-        "",
-        "bfloat16 sampler, weighted",
-        "val/sampler_weight_std",
-        "deviation of the weights",
+        "rloo", SHORT, "", "bfloat16 sampler, weighted", MEANS[0], "deviation of the weights"
     ),
     "masked_importance_sampling": Variant(
-        "grpo",
-        SHORT,
-        "",
-        "bfloat16 sampler, masked",
-        "val/importance_std",
-        "deviation of the weights",
+        "grpo", SHORT, "", "bfloat16 sampler, masked", MEANS[1], "deviation of the weights"
     ),
     "overlong_punishment": Variant("grpo", JUDGE, "", "punished", "response_length_mean", "tokens"),
     "dynamic_sampling": Variant(
@@ -75,20 +66,10 @@ VARIANTS = {
     ),
     "unbiased_kl": Variant("grpo", REWARD_MODEL, "", "KL times the ratio", "objective/kl", "KL"),
     "entropy_bonus": Variant(
-        "grpo",
-        SHORT,
-        "--entropy-coef 0.3",
-        "with the bonus",
-        "policy/entropy_avg",
-        "entropy of a token",
+        "grpo", SHORT, BONUS, "with the bonus", "policy/entropy_avg", "entropy of a token"
     ),
     "distillation": Variant(
-        "rloo",
-        SHORT,
-        DISTILL,
-        "a teacher, no reward",
-        "objective/kl",
-        "KL to the teacher, or to the start",
+        "rloo", SHORT, DISTILL, "a teacher, no reward", "objective/kl", KL_OF_DISTILL
     ),
     "maxrl": Variant("grpo", FEW_RIGHT, MAXRL, "MaxRL", "eval/best_of_8", "best of 8 answers"),
 }
@@ -102,10 +83,9 @@ def kept(result: dict) -> dict:
     """What is kept of a run: its evaluations, and the means of some metrics between them."""
     evaluations = result["evaluations"]
     curve = curves(result, KEPT)
-    if "eval/best_of_8" in evaluations[0]:
-        curve["eval/best_of_8"] = [round(row["eval/best_of_8"], 4) for row in evaluations]
-    if "generated_episodes" in evaluations[-1]:
-        curve["generated_episodes"] = [0, *column(evaluations[1:], "generated_episodes")]
+    for name in ("eval/best_of_8", "generated_episodes"):
+        if name in evaluations[-1]:
+            curve[name] = [round(row.get(name, 0), 4) for row in evaluations]
     for name in MEANS:
         if name in result["metrics"][-1]:
             curve[name] = float(f"{np.mean(column(result['metrics'][1:], name)):.4g}")
@@ -140,12 +120,8 @@ def runs_of(rows: list[dict], name: str) -> dict[str, list[dict]]:
 
 def end_of(runs: list[dict], metric: str) -> str:
     """The mean of a metric at the end of each run, or of its mean over the run."""
-    ends = [row[metric] for row in runs if metric in row]
-    if not ends:
-        return ""
-    if isinstance(ends[0], list):
-        ends = [curve[-1] for curve in ends]
-    return number(mean(ends))
+    ends = np.array([row[metric] for row in runs if metric in row])
+    return number(np.mean(ends[:, -1] if ends.ndim > 1 else ends)) if len(ends) else ""
 
 
 def table():
@@ -154,15 +130,11 @@ def table():
     rows = read_result(RESULT)["rows"]
     for name in sorted(VARIANTS, key=lambda name: (not is_patch(name), name)):
         metric, about = VARIANTS[name][-2:]
-        right = []
-        also = []
-        runs = runs_of(rows, name)
-        for some in (runs[name], runs["original"]):
-            right.append(with_band([row["eval/scores"][-1] for row in some]))
-            also.append(end_of(some, metric))
+        originals, own = runs_of(rows, name).values()
+        right = [with_band([row["eval/scores"][-1] for row in some]) for some in (own, originals)]
         shown = f"`{name}.patch`" if is_patch(name) else f"{name} (flags)"
-        episodes = runs[name][0]["episode"][-1]
-        yield [shown, f"{episodes:,}", *right, about, *also]
+        also = end_of(own, metric), end_of(originals, metric)
+        yield [shown, f"{own[0]['episode'][-1]:,}", *right, about, *also]
 
 
 def draw_panel(axis, rows: list[dict], name: str, metric: str):
