@@ -70,7 +70,6 @@ def main(folder: Path = Path(__file__).resolve().parent):
     transformers.utils.logging.disable_progress_bar()
     convert_model(folder / "model")
     check_model(folder / "model")
-    print(folder / "model")
 
 
 if __name__ == "__main__":
