@@ -1174,13 +1174,14 @@ def load_model(path, dtype, longest_row, auto_class=transformers.AutoModelForCau
         raise UsageError(f"{path}: weights do not fit the config: {sorted(wrong)}")
     check_positions(path, model.config, longest_row - 1)  # Its last token is no input.
     model = model.to(accelerator.device)
-    # Some models compute padded rows otherwise. So two rows are run together, and each alone.
+    # Some models compute padded rows otherwise, or have positions of their own. So two rows are run
+    # together, and each alone, as transformers does it.
     rows = torch.tensor([[-1, -1, 1, 2], [3, 4, 5, 6]], device=accelerator.device)
-    with torch.no_grad():
+    with torch.no_grad(), autocast():
         padded = forward(model.base_model, rows)[:, -1]
-        alone = torch.cat([forward(model.base_model, trim(row))[:, -1] for row in rows.split(1)])
-    # bfloat16: at most 0.009 was measured where it is right, and 0.045 where it is wrong
-    limit = 1e-3 if model.dtype == torch.float32 else 0.02
+        alone = torch.cat([model.base_model(trim(row))[0][:, -1] for row in rows.split(1)])
+        # bfloat16: at most 0.009 was measured where it is right, and 0.045 where it is wrong
+        limit = 0.02 if torch.is_autocast_enabled(accelerator.device.type) else 1e-3
     if not (padded - alone).std() < limit * alone.std():
         raise UsageError(f"{path} computes rows with padding otherwise than rows without")
     return model
@@ -1249,6 +1250,7 @@ def load_value_model(args, tokenizer, longest_row):
     bases = (transformers.modeling_layers.GenericForTokenClassification, trunk.__bases__[0])
     settings = {
         "base_model_prefix": trunk.base_model_prefix,
+        "config_class": trunk.config_class,
         "_init_weights": zero_weights,
         "_keys_to_ignore_on_load_missing": ["score"],
     }
@@ -1382,7 +1384,11 @@ def check_sampling(args, policy, prompts):
     model = accelerator.unwrap_model(policy)
     prompts = sorted((prompt.token_ids for prompt in prompts), key=len)
     prompts = pad_left([prompts[0], prompts[-1]])
-    uniforms = torch.full((2, min(8, args.response_length)), 0.5, dtype=torch.double)
+    uniforms = torch.full((2, args.response_length), 0.5, dtype=torch.double)
+    # Eight tokens are enough, in rows that are as wide as those of the run.
+    ends = model.stopping_criteria
+    eight = transformers.MaxLengthCriteria(8)
+    model.stopping_criteria = transformers.StoppingCriteriaList([eight])
     with sampling(args, policy):
         try:
             samples = sample(model, prompts, uniforms, args.temperature)
@@ -1392,6 +1398,7 @@ def check_sampling(args, policy, prompts):
             accelerator.print(f"sampling without CUDA graphs: {error}")
             model.is_recorded = False
             samples = sample(model, prompts, uniforms, args.temperature)
+    model.stopping_criteria = ends
     batch = SimpleNamespace(prompt_tokens=prompts, **samples)
     try:
         with torch.no_grad():
