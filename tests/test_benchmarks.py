@@ -1,13 +1,13 @@
 """The programs of benchmark/: their command lines, their jobs, their smoke runs, and what they
 compute."""
 
-import multiprocessing
 import os
 import re
 import runpy
 import shlex
 import sys
 import time
+from functools import partial
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -31,7 +31,6 @@ from conftest import (
     one_text,
     read_jsonl,
     read_rollouts,
-    reset_accelerate,
     run_program,
     save_classifier,
     save_model,
@@ -39,7 +38,7 @@ from conftest import (
     write_jsonl,
 )
 from plain import plain_gradient, token_weights
-from pytest import approx, fixture, mark, raises
+from pytest import approx, mark, raises
 
 plot = import_file(HERE / "benchmark" / "plot.py")
 win_rate = import_file(HERE / "benchmark" / "win_rate.py")
@@ -140,36 +139,33 @@ def test_a_row_of_a_table():
         tables.fill("{z}", rows, group)
 
 
-@fixture
-def gpu(monkeypatch):
+def test_a_distance_of_0_means_equal_runs(monkeypatch):
+    """Other tokens and log-probabilities count."""
     folder = HERE / "benchmark" / "throughput"
     monkeypatch.syspath_prepend(folder)
-    return import_file(folder / "gpu.py")
+    gpu = import_file(folder / "gpu.py")
 
-
-def test_a_distance_of_0_means_equal_runs(gpu):
-    """Other tokens, log-probabilities and metrics count. Times do not."""
-
-    def run(token=2, logprob=-2.0, kl=0.0, eps=1.0):
+    def run(token=2, logprob=-2.0):
         row = dict(iteration=1, token_ids=[1, token, 3], logprobs=[-1.0, logprob, 0.0])
-        return dict(rollouts=[row], metrics=[dict(kl=kl, eps=eps)])
+        return dict(rollouts=[row])
 
-    for other, expected in (
-        (run(eps=2.0), (0, 0, 0)),
-        (run(kl=0.5), (0, 0, 0.5)),
-        (run(logprob=-2.5), (0, 0.5, 0)),
-        (run(token=9, logprob=-9.0), (1, 0, 0)),
-    ):
+    for other, expected in ((run(), (0, 0)), (run(2, -2.5), (0, 0.5)), (run(9, -9.0), (1, 0))):
         found = gpu.difference(run(), other)
-        assert (found["completions_that_differ"], found["logprob"], found["metric"]) == expected
+        assert (found["completions_that_differ"], found["logprob"]) == expected
 
 
 @mark.slow
-def test_a_measurement_that_fails_dies_or_hangs_says_so(gpu, monkeypatch):
-    monkeypatch.setattr(gpu.throughput, "LIMIT", 5)
-    assert "SystemExit: no" in gpu.apart(sys.exit, "no")["failed"]
-    assert "exit code 3" in gpu.apart(os._exit, 3)["failed"]
-    assert "exit code -9" in gpu.apart(time.sleep, 60)["failed"]
+def test_a_process_that_fails_dies_or_hangs_says_so():
+    """Also if another one waits for it."""
+    assert "SystemExit: no" in launcher.apart(sys.exit, "no")["failed"]
+    assert "exit code 3" in launcher.apart(os._exit, 3, processes=2)["failed"]
+    assert "no result in 1 s" in launcher.apart(time.sleep, 60, seconds=1)["failed"]
+    assert "exit code -9" in launcher.apart(exec, ONE_DIES, {}, processes=2)["failed"]
+
+
+ONE_DIES = (
+    "import os, time; os.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else time.sleep(60)"
+)
 
 
 def test_methods_take_rates_that_the_same_command_measured(monkeypatch):
@@ -268,19 +264,17 @@ def test_plot_draws_seeds_as_one_curve(script, run, tmp_path):
 
 
 @mark.slow
-def test_tally_answers_as_it_is_stored(monkeypatch, capfd):
+def test_tally_answers_as_it_is_stored(monkeypatch):
     """The questions that are put to TRL and to Tally. What was bitwise equal is so. Other numbers
     may differ by rounding."""
     monkeypatch.chdir(HERE)  # `measure` goes there.
-    reset_accelerate()
+    monkeypatch.syspath_prepend(HERE / "benchmark" / "questions")
     stored = {}
     for row in launcher.read_result(questions.RESULT)["rows"]:
         if row["side"] == "Tally" and row["script"] == "rloo":
             stored[row["question"]] = row
     [jobs, *_] = [{job: names} for job, names in questions.PARTS["questions"].jobs().items()]
-    with capfd.disabled():  # It reads what its processes print.
-        rows = questions.measure(jobs, smoke=False, sides=["Tally"])
-    for row in rows:
+    for row in questions.measure(jobs, smoke=False, sides=["Tally"]):
         expected = stored.pop(row["question"])
         del expected["part"]
         assert row == approx(expected, abs=1e-3)
@@ -368,18 +362,16 @@ def test_tasks(tmp_path, monkeypatch):
 
 
 # test_patches.py tests the patch of the ladder.
-def test_the_measured_gradients_are_right(world, tmp_path):
+def test_the_measured_gradients_are_right(world, tmp_path, monkeypatch):
     """With learning rate 0, both iterations of ladder.py have the gradient of their own
     completions and of the same weights."""
     rloo = MODULES["rloo"]
     flags = base_flags(world, dict(kl_coef=0.0, total_episodes=24, learning_rate=0.0))
     words = " ".join(command_line(with_group(rloo, flags)))
-    reset_accelerate()
-    job = (("rloo", words), str(tmp_path / "gradients.npy"))
-    # A process of its own runs the script in place of its own program.
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        rollouts = pool.apply(ladder.record_gradients, [job])["rollouts"]
-    for iteration, measured in enumerate(np.load(tmp_path / "gradients.npy"), 1):
+    monkeypatch.syspath_prepend(HERE / "benchmark" / "ladder")
+    file = str(tmp_path / "gradients")
+    rollouts = launcher.run("rloo", words, partial(ladder.keep_gradients, file))["rollouts"]
+    for iteration, measured in enumerate(np.fromfile(file, np.float32).reshape(2, -1), 1):
         rows = [row for row in rollouts if row["iteration"] == iteration]
         expected = plain_gradient(world.llama, rows, token_weights(rloo, rows))
         assert distance(expected, [torch.from_numpy(measured)]) < 1e-4
