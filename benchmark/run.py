@@ -138,17 +138,6 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def torchrun_variables(rank: int, processes: int, port: int) -> dict:
-    """Those of torchrun's variables that make a process one of several, on CPUs. None for one
-    process."""
-    if processes == 1:
-        return {}
-    variables = dict(RANK=rank, WORLD_SIZE=processes, MASTER_PORT=port)
-    variables |= dict(LOCAL_RANK=rank, LOCAL_WORLD_SIZE=processes)
-    variables |= dict(MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="true")
-    return {name: str(value) for name, value in variables.items()}
-
-
 def copy_script(folder: Path, script: str, patch: str | None = None) -> Path:
     """A copy of a script, with a patch of benchmark/patches/ or as it is, and beside it what its
     defaults need."""
@@ -230,11 +219,14 @@ def apart(function, *args, processes: int = 1, seconds: float | None = None) -> 
     torchrun's variables. If one fails, dies or takes too long, all are killed. `failed` says why.
     """
     context = fresh_processes()
-    port = free_port()
+    shared = dict(WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
+    shared |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), ACCELERATE_USE_CPU="true")
     family = {}  # each process, by the end of its pipe
     for rank in range(processes):
         receiver, sender = context.Pipe(duplex=False)
-        variables = torchrun_variables(rank, processes, port)
+        variables = {}
+        if processes > 1:
+            variables = shared | dict(RANK=str(rank), LOCAL_RANK=str(rank))
         family[receiver] = context.Process(target=work, args=(sender, variables, function, *args))
         family[receiver].start()
         sender.close()
