@@ -192,36 +192,28 @@ def complete(policy, prompts: list, uniforms) -> list:
     return [[token for token in row if token >= 0] for row in batch["tokens"].tolist()]
 
 
-def draw_pairs(policy, tokenizer, path: Path, seed: int) -> list[tuple[list[int], list[int]]]:
-    """Samples completions of a file's prompts -> pairs (chosen, rejected) of token lists, prompt
-    and completion.
+def draw_pairs(policy, tokenizer, path: Path, seed: int) -> list[tuple[tuple, tuple]]:
+    """Samples completions of a file's prompts -> pairs (chosen, rejected) of tokens, prompt and
+    completion.
 
     A pair counts once, however often its two completions were drawn.
     """
-    rows = []
-    for row in read_rows(path):
-        rows += [row] * NUM_SAMPLES
-    prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows]
-    rng = rloo.keyed_rng(seed, SAMPLES)
-    uniforms = rng.random((len(rows), SAMPLED_LENGTH))
+    rows = read_rows(path)
+    prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows for _ in range(NUM_SAMPLES)]
+    uniforms = rloo.keyed_rng(seed, SAMPLES).random((len(prompts), SAMPLED_LENGTH))
     drawn = complete(policy, prompts, uniforms)
-    chosen = {}  # of each prompt, a dict as a set that keeps its order
-    rejected = {}
-    for row, prompt, tokens in zip(rows, prompts, drawn):
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
-        sequences = rejected
-        if text.strip() == row["answer"]:
-            sequences = chosen
-        of_prompt = sequences.setdefault(row["prompt"], {})
-        of_prompt[(*prompt, *tokens)] = None
     pairs = []
-    for prompt, right in chosen.items():
-        for one, other in itertools.product(right, rejected.get(prompt, ())):
-            pairs.append((list(one), list(other)))
+    for i, row in enumerate(rows):
+        right, wrong = {}, {}  # as sets that keep their order
+        for j in range(i * NUM_SAMPLES, (i + 1) * NUM_SAMPLES):
+            text = tokenizer.decode(drawn[j], skip_special_tokens=True)
+            side = right if text.strip() == row["answer"] else wrong
+            side[(*prompts[j], *drawn[j])] = None
+        pairs += itertools.product(right, wrong)
     return pairs
 
 
-def scores_of(model, sequences: list[list[int]]) -> torch.Tensor:
+def scores_of(model, sequences: list[tuple]) -> torch.Tensor:
     """The head's output at each last token, with gradient, [rows]."""
     hidden = rloo.forward(model.base_model, rloo.pad_left(sequences))
     return model.score(hidden[:, -1]).squeeze(-1)
