@@ -1404,7 +1404,7 @@ def check_sampling(args, policy, prompts):
         with torch.no_grad():
             alone = torch.cat([token_logprobs(args, policy, batch, [i]) for i in range(2)])
     except Exception as error:  # Such as a hybrid, which cannot go on from a prompt's cache.
-        raise UsageError(f"{error!r}; does this model need --no-share-prompts?") from error
+        raise RuntimeError(f"{error}; does this model need --no-share-prompts?") from error
     compare_with_sampler(args, alone - batch.logprobs)
 
 

@@ -89,7 +89,7 @@ def test_a_model_that_computes_otherwise_is_refused_or_right(
     if how == "recorded":
         record_steps(monkeypatch, script)
     if error is not None:
-        refuses(script, error, **flags)
+        refuses(script, error, error=(script.UsageError, RuntimeError), **flags)
         return
     rows = run(script, **flags).eval_rollouts
     for row, logprobs in zip(rows, row_logprobs(path, rows)):
