@@ -1280,7 +1280,7 @@ def check_sampling(args, policy, prompts):
         with torch.no_grad():
             alone = torch.cat([token_logprobs(args, policy, batch, [i]) for i in range(2)])
     except Exception as error:  # Such as a hybrid, which cannot go on from a prompt's cache.
-        raise RuntimeError(f"{error}; does this model need --no-share-prompts?") from error
+        raise RuntimeError(f"{error}; does this model need --share-prompts False?") from error
     compare_with_sampler(args, alone - batch.logprobs)
 
 
@@ -1375,7 +1375,7 @@ def compare_with_sampler(args, difference):
     if not is_rounding:
         raise UsageError(
             f"sampling and training give log-probabilities {largest:.2g} apart; does this model"
-            " need --no-share-prompts or --no-cuda-graphs?"
+            " need --share-prompts False or --no-cuda-graphs?"
         )
     return {"val/sampling_logprob_difference": largest}
 

@@ -71,7 +71,7 @@ REFUSED = "padding otherwise|sampling and training give"
         ("gpt_neo", "recorded", REFUSED),
         ("bloom", "recorded", None),
         ("jamba", "", None),
-        ("jamba", "shared", "--no-share-prompts"),
+        ("jamba", "shared", "--share-prompts False"),
         ("roberta", "", REFUSED),
         ("mamba", "", REFUSED),
         param("mamba2", "", REFUSED, marks=mark.slow),
