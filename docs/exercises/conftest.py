@@ -46,9 +46,8 @@ def pytest_configure(config):
     config.answer = sys.modules["answer"] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(config.answer)
-    except Exception as error:
-        frames = 0 if isinstance(error, SyntaxError) else -1
-        about = f"--answer {path}: Python stops\n{traceback.format_exc(frames)}"
+    except Exception:
+        about = f"--answer {path}: Python stops\n{traceback.format_exc(-1)}"
         raise pytest.UsageError(about) from None
 
 
