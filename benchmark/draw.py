@@ -8,6 +8,16 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+STYLE = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "figure.dpi": 120,
+    "figure.constrained_layout.use": True,
+}
+plt.rcParams.update(STYLE)
 COLORS = {"rloo": "#1f6fb4", "grpo": "#d1495b", "ppo": "#e0a030"}
 GRAY = "#7a7a7a"
 # where no algorithm is meant
@@ -16,29 +26,16 @@ OTHERS = ("#3a9c74", "#7b5ea7", "#8c6d46", "#5b5b5b", "#c06fb0", "#9bb53c")
 T975 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
 
-def panels(rows: int, columns: int, width: float = 3.2, height: float = 2.8, **settings) -> tuple:
+def panels(rows: int, columns: int, width: float, height: float, **settings) -> tuple:
     """A figure and its axes [rows, columns], `width` by `height` inches each."""
-    plt.rcParams["font.size"] = 9
-    plt.rcParams["axes.spines.top"] = False
-    plt.rcParams["axes.spines.right"] = False
     size = (width * columns, height * rows)
-    settings = dict(figsize=size, dpi=120, squeeze=False, layout="constrained") | settings
-    figure, axes = plt.subplots(rows, columns, **settings)
-    for axis in axes.flat:
-        axis.grid(alpha=0.25)
-    return figure, axes
+    return plt.subplots(rows, columns, figsize=size, squeeze=False, **settings)
 
 
 def in_thousands(axis):
     """Episodes on the x axis, as 4k, 8k, .."""
-
-    def label(x, _):
-        if x == 0:
-            return "0"
-        return f"{x / 1000:g}k"
-
     axis.set_xlabel("episodes")
-    axis.xaxis.set_major_formatter(label)
+    axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k" if x else "0")
 
 
 def mean_and_band(values) -> tuple[np.ndarray, np.ndarray]:
@@ -59,10 +56,7 @@ def curve(axis, x, values, **style):
     """The mean of the seeds' curves in its 95 % band. x: [points]; values: [seeds, points]"""
     mean, band = mean_and_band(values)
     [line] = axis.plot(x, mean, lw=1.6, **style)
-    if len(values) > 1:
-        low = mean - band
-        high = mean + band
-        axis.fill_between(x, low, high, color=line.get_color(), alpha=0.2, lw=0)
+    axis.fill_between(x, mean - band, mean + band, color=line.get_color(), alpha=0.2, lw=0)
 
 
 def save(figure, path: Path):

@@ -36,6 +36,8 @@ from itertools import product
 from multiprocessing import connection
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from statistics import mean
+from typing import Literal
 
 import numpy as np
 import tyro
@@ -62,8 +64,7 @@ def read_rows(path: Path) -> list[dict]:
 
 def write_rows(path: Path, rows: list[dict]):
     """Write a .jsonl file."""
-    lines = [json.dumps(row) + "\n" for row in rows]
-    path.write_text("".join(lines), encoding="utf-8")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def having(rows: list[dict], **wanted) -> list[dict]:
@@ -107,14 +108,6 @@ def read_run(folder: Path) -> dict:
     return found
 
 
-def logged(rows: list[dict], metric: str) -> list[float]:
-    """The values of a metric that an iteration without training does not log."""
-    values = [row[metric] for row in rows if metric in row]
-    if not values:
-        raise KeyError(f"no row has {metric}")
-    return values
-
-
 def relative_distance(folder: Path, right: Path, start: Path = POLICY) -> float:
     """How far the final weights of two runs are apart, by norm, in units of how far the second
     one's moved. start: the folder of the model before"""
@@ -122,11 +115,8 @@ def relative_distance(folder: Path, right: Path, start: Path = POLICY) -> float:
 
     def distance(model):
         weights = load_file(model / "model.safetensors")
-        squares = 0.0
-        for name in expected:
-            difference = expected[name] - weights[name]
-            squares += np.square(difference, dtype=np.float64).sum()
-        return squares**0.5
+        differences = [(expected[name] - weights[name]).ravel() for name in expected]
+        return np.linalg.norm(np.concatenate(differences, dtype=np.float64))
 
     return float(distance(folder / "model") / distance(start))
 
@@ -152,10 +142,7 @@ def copy_script(folder: Path, script: str, patch: str | None = None) -> Path:
 
 def import_script(script: str):
     """Import a script (`rloo`, or a path)."""
-    path = Path(script)
-    if path.suffix != ".py":
-        path = ROOT / f"{script}.py"
-    path = path.resolve()
+    path = (ROOT / script).with_suffix(".py").resolve()
     sys.path.insert(0, str(path.parent))
     loaded = sys.modules.get(path.stem)
     if loaded and Path(loaded.__file__).resolve() != path:
@@ -164,7 +151,7 @@ def import_script(script: str):
 
 
 def run_here(job: tuple) -> dict:
-    """What `read_run` reads of a run in this process, and its `output`. It makes no other one.
+    """What `read_run` reads of a run in this process. It makes no other one.
 
     A job is a script (`rloo`, or a path), its flags, functions that change the script before it
     starts, and where given the folder that keeps the run. `rloo reinforce.patch` is a script with a
@@ -189,18 +176,8 @@ def run_here(job: tuple) -> dict:
         except (Exception, SystemExit) as error:
             if getattr(error, "code", True):  # Otherwise the run was finished before.
                 printed = Path(log.name).read_text()[-4000:]
-                text = f"{script} {flags}\n{traceback.format_exc()}{printed}"
-                raise RuntimeError(text) from None
-        found = getattr(module, "found", {})
-        return read_run(output_dir) | dict(output=Path(log.name).read_text()) | found
-
-
-def fresh_processes():
-    """Processes of this context have imported the libraries already, and nothing else of this
-    program's: a start costs little."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*LIBRARIES])
-    return context
+                raise RuntimeError(f"{script} {flags}\n{printed}") from error
+        return read_run(output_dir) | getattr(module, "found", {})
 
 
 def work(sender, variables: dict, function, *args):
@@ -217,8 +194,12 @@ def work(sender, variables: dict, function, *args):
 def apart(function, *args, processes: int = 1, seconds: float | None = None) -> dict:
     """What a function returns in a process of its own, or in the first of several, which get
     torchrun's variables. If one fails, dies or takes too long, all are killed. `failed` says why.
+
+    The processes have imported the libraries already, and nothing else of this program's: a start
+    costs little.
     """
-    context = fresh_processes()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*LIBRARIES])
     shared = dict(WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
     shared |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), ACCELERATE_USE_CPU="true")
     family = {}  # each process, by the end of its pipe
@@ -241,9 +222,9 @@ def apart(function, *args, processes: int = 1, seconds: float | None = None) -> 
         for receiver in ready:
             try:
                 results[receiver] = receiver.recv()
+                failures += filter(None, [results[receiver].get("failed")])
             except EOFError:
-                results[receiver] = dict(failed="a process died")
-            failures += filter(None, [results[receiver].get("failed")])
+                failures.append("a process died")
     for process in family.values():
         process.join(2)
         if process.exitcode:
@@ -276,25 +257,18 @@ def run_all(jobs: list[tuple], finish=lambda job, result: result) -> list:
 
 
 def machine() -> str:
-    """What numbers depend on besides the flags: the processor, its threads, a GPU, and the versions
-    of libraries."""
+    """What numbers depend on besides the flags: the processor, a GPU, and the versions of
+    libraries. Every run has one thread."""
     torch = importlib.import_module("torch")
-    processor = platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        found = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.M)
-        if found:
-            processor = found[1]
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    processor, *_ = re.findall(r"^model name\s*: (.+)$", text, re.M) or [platform.machine()]
     if torch.cuda.is_available():
         processor += f" with {torch.cuda.get_device_name()}"
-    facts = [
-        f"{processor} {torch.backends.cpu.get_cpu_capability()}",
-        "threads 1",
-        f"python {platform.python_version()}",
-        f"torch {version('torch')}",
-        f"transformers {version('transformers')}",
-    ]
-    return ", ".join(facts)
+    return (
+        f"{processor} {torch.backends.cpu.get_cpu_capability()}, python {platform.python_version()}"
+        f", torch {torch.__version__}, transformers {version('transformers')}"
+    )
 
 
 # ---- a program that measures
@@ -320,8 +294,6 @@ class Part:
     """what must be made before, if this is no smoke run"""
     short: str = "--total-episodes 128 --eval-every 2"
     """flags that make a smoke run of each job: the last of two equal flags counts"""
-    needs: str = ""
-    """what must be installed beside requirements-dev.txt; a smoke run needs nothing"""
 
     def jobs(self, smoke: bool = False) -> dict[tuple, dict]:
         """Each job, as `run_here` takes it, with the entries that name its row. A smoke run has
@@ -347,16 +319,6 @@ class Part:
         return run_all(list(jobs), lambda job, result: jobs[job] | self.keep(result))
 
 
-@dataclass
-class Options:
-    parts: tyro.conf.Positional[tuple[str, ...]] = ()
-    """parts to measure; the results of the others stay. Without a name all parts are measured"""
-    smoke: bool = False
-    """run a short version of each part, and write nothing"""
-    plot: bool = False
-    """measure nothing, only draw the figures again"""
-
-
 def main(
     about: str,
     result: Path,
@@ -367,13 +329,18 @@ def main(
 
     result: the .json file of its rows; plot(rows, folder): draws the figures into a folder
     """
-    names = []
-    for name, part in parts.items():
-        names.append(f"{name} (needs {part.needs})" if part.needs else name)
-    options = tyro.cli(Options, description=f"{about}\nParts: {', '.join(names)}")
-    wrong = [name for name in options.parts if name not in parts]
-    if wrong:
-        raise SystemExit(f"no part {', '.join(wrong)}; the parts are {', '.join(parts)}")
+    Name = Literal[tuple(parts)]
+
+    @dataclass
+    class Options:
+        parts: tyro.conf.Positional[tuple[Name, ...]] = ()
+        """to measure; the results of the others stay. Without a name all parts are measured"""
+        smoke: bool = False
+        """run a short version of each part, and write nothing"""
+        plot: bool = False
+        """measure nothing, only draw the figures again"""
+
+    options = tyro.cli(Options, description=about)
     os.chdir(ROOT)
     os.environ |= DEFAULTS
     for name in () if options.plot else options.parts or parts:
@@ -405,9 +372,10 @@ def measure_part(path: Path, name: str, parts: dict[str, Part]):
         machine=machine(),
     )
     old = read_result(path)
-    stamps = old["parts"] | {name: stamp}
-    rows += [row for row in old["rows"] if row["part"] != name]
-    write_result(path, {name: stamps[name] for name in parts if name in stamps}, rows)
+    in_order = []
+    for other in parts:
+        in_order += rows if other == name else having(old["rows"], part=other)
+    write_result(path, old["parts"] | {name: stamp}, in_order)
 
 
 def git(*words: str) -> str:
@@ -425,33 +393,25 @@ def read_result(path: Path) -> dict:
 
 
 def write_result(path: Path, parts: dict[str, dict], rows: list[dict]):
-    """A file of results, with a line for each part and for each row."""
-    stamps = [f"{json.dumps(name)}: {json.dumps(stamp)}" for name, stamp in parts.items()]
-    lines = []
-    for name in parts:
-        lines += map(json.dumps, having(rows, part=name))
-    text = ['{\n"parts": {', ",\n".join(stamps), '},\n"rows": [', ",\n".join(lines), "]\n}\n"]
-    path.write_text("\n".join(text))
+    """A file of results, with a line for each row."""
+    text = json.dumps(dict(parts=parts, rows=rows))
+    path.write_text(text.replace('{"part": ', '\n{"part": ') + "\n")
 
 
 def curves(result: dict, metrics) -> dict[str, list]:
-    """A run in few points, one for each evaluation: its episode, and its score. A point of another
-    metric is the mean since the evaluation before. The first point is that of iteration 1. What the
-    run does not log is left out, if docs/metrics.md has it: else its name is another now."""
-    documented = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    """A run in few points, one for each evaluation: its episode, and metrics. A point of a metric
+    that is not of the evaluation is the mean since the evaluation before. The first point is that
+    of iteration 1."""
     evaluations = result["evaluations"]
     rows = result["metrics"][1:]
-    ends = [row["iteration"] for row in evaluations]
-    since = [rows[start:end] for start, end in zip([0, *ends], [1, *ends[1:]])]
+    ends = column(evaluations, "iteration")
     points = {"episode": column(evaluations, "episode")}
     for name in metrics:
-        if f"`{name}`" not in documented:
-            raise KeyError(f"docs/metrics.md has no {name}")
-        if not any(name in row for row in rows):
-            continue
-        spans = [[row] for row in evaluations] if name == "eval/scores" else since
-        means = [np.mean([row[name] for row in span if name in row]) for span in spans]
-        points[name] = [float(f"{mean:.4g}") for mean in means]
+        spans = [rows[start:end] for start, end in zip([0, *ends], [1, *ends[1:]])]
+        if name.startswith("eval/"):
+            spans = [[row] for row in evaluations]
+        means = [mean(row[name] for row in span if name in row) for span in spans]
+        points[name] = [float(f"{value:.4g}") for value in means]
     return points
 
 

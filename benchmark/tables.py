@@ -17,7 +17,7 @@ After ": " stands that row, with fields:
 
     {script}                     an entry that is equal in the group
     {score:.3f}                  the mean of the group's numbers
-    {score:±.3f}                 with half of its 95 % interval; or interval, min, max, sum, count
+    {score:±.3f}                 with half of its 95 % interval; or min, max, sum, count
     {score:range.3f}             the smallest and the largest, or one where they are equal
     {distance:apart}             the same of how far runs are apart. 0 means the same bits.
     {eval/scores[-1]:.2f}        of lists the last number
@@ -73,13 +73,6 @@ def with_band(values: list[float], form: str = ".2f") -> str:
     return f"{middle:{form}} ± {band:{form.removeprefix('+')}}"
 
 
-def interval(middle: float, band: float, form: str = ".3f") -> str:
-    """A mean, and the ends of its interval."""
-    low = middle - band
-    high = middle + band
-    return f"{middle:{form}} ({low:{form}} to {high:{form}})"
-
-
 FUNCTIONS = {"": mean, "min": min, "max": max, "sum": sum, "count": len}
 
 
@@ -88,8 +81,6 @@ def show(values: list[float], how: str) -> str:
     function, form = re.fullmatch(r"([a-z±]*)(.*)", how).groups()
     if function == "±":
         return with_band(values, form)
-    if function == "interval":
-        return interval(*mean_and_band(values), form)
     if function in ("range", "apart"):
         values = sorted(values)
         texts = [pretty(value, form) for value in values]
@@ -117,13 +108,10 @@ def values_of(rows: list[dict], group: dict, words: str) -> list:
     values = []
     for row in fitting(having(rows, **own), patterns):
         value = row.get(name)
-        if value is None:
-            continue
-        for place in index:
-            if isinstance(value, list):
-                place = int(place)
-            value = value[place]
-        values.append(value)
+        if value is not None:
+            for place in index:
+                value = value[int(place) if isinstance(value, list) else place]
+            values.append(value)
     return values
 
 
@@ -163,8 +151,7 @@ def rows_of(line: str):
         group = {name: row[name] for name in each if name in row}
         if group not in groups:
             groups.append(group)
-    for group in groups:
-        yield [fill(cell.strip(), rows, group) for cell in template.split("|")]
+            yield [fill(cell.strip(), rows, group) for cell in template.split("|")]
 
 
 def write_tables(text: str) -> str:

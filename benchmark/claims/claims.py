@@ -362,14 +362,13 @@ TASKS = {  # of reasoning-gym, with their settings
     "products": "--max-digits 1",
     "spell_backward": "--max-word-len 3",
 }
-NEEDS = "benchmark/smollm2/prepare.py"
 
 
 def train_smollm2(script: str, own: str, seeds) -> Part:
     """Train a real model, and sample from it at each temperature."""
     flags = f"{SMOLLM2} --kl-coef 0 --total-episodes 640 --learning-rate 1e-5"
     measure = partial(run_passes, [], PASSES)
-    return Part([({}, script, own)], flags, seeds, measure=measure, short=TINY, needs=NEEDS)
+    return Part([({}, script, own)], flags, seeds, measure=measure, short=TINY)
 
 
 def make_tasks():
@@ -417,14 +416,13 @@ PARTS |= {
         OTHER_SEEDS,
         measure=run_pairs,
     ),
-    "smollm2_start": Part([], measure=partial(run_passes, PASSES, []), needs=NEEDS),
+    "smollm2_start": Part([], measure=partial(run_passes, PASSES, [])),
     "smollm2_tasks": Part(
         without_training(),
         f"{SMOLLM2} --kl-coef 0 --total-episodes 0 --save-rollouts",
         keep=share_right,
         prepare=make_tasks,
         short=TINY,
-        needs=NEEDS,
     ),
     "smollm2_rloo": train_smollm2("rloo", "--rloo-k 8", SEEDS),
     "smollm2_grpo": train_smollm2("grpo", "--num-generations 8", (1,)),

@@ -15,7 +15,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-from run import BUILT_IN, SCRIPTS, Part, column, having, logged, main
+from run import BUILT_IN, SCRIPTS, Part, column, having, main
 
 RESULT = Path(__file__).with_suffix(".json")
 # a real model, and in a smoke run of it the built-in one
@@ -33,9 +33,7 @@ def to_curve(result: dict) -> dict:
     evaluations = result["evaluations"]
     sampled = [round(row["objective/scores"], 4) for row in rows]
     greedy = [round(row["eval/scores"], 4) for row in evaluations]
-    above_one = np.mean(np.array(logged(rows, "grad_norm")) > 1)
     return {
-        "above_one": round(float(above_one), 4),  # the share of the steps that were clipped
         "sampled_before": sampled[0],
         "sampled_after": round(float(np.mean(sampled[-10:])), 4),
         "greedy_before": greedy[0],
@@ -60,7 +58,7 @@ def running_mean(values: list[float]) -> list[float]:
 
 
 def draw_means(runs: list[dict], path: Path):
-    figure, [axes] = draw.panels(1, 3, width=3.3, sharey=True)
+    figure, [axes] = draw.panels(1, 3, width=3.3, height=2.8, sharey=True)
     axes[0].set_title("sampled, training prompts")
     axes[0].set_ylabel("right answers")
     axes[0].set_ylim(0, 1.02)
@@ -111,9 +109,7 @@ RUNS = [({}, script, "") for script in SCRIPTS]
 PARTS = {"default": Part(RUNS, "--eval-every 16", range(1, 11), to_curve)}
 SMOLLM2_FLAGS = dict(rloo="--rloo-k 8", grpo="--num-generations 8", ppo="--num-ppo-epochs 1")
 for script, own in SMOLLM2_FLAGS.items():
-    PARTS[f"smollm2_{script}"] = Part(
-        [({}, script, own)], SMOLLM2, (1, 2, 3), to_curve, short=TINY, needs="smollm2/prepare.py"
-    )
+    PARTS[f"smollm2_{script}"] = Part([({}, script, own)], SMOLLM2, (1, 2, 3), to_curve, short=TINY)
 
 if __name__ == "__main__":
     main(__doc__, RESULT, PARTS, plot)

@@ -1,7 +1,7 @@
 """REINFORCE, RLOO, GRPO and PPO on one task: how they learn, and how noisy their gradients are.
 
     python benchmark/ladder/ladder.py          # measures everything, and draws the figure
-    python benchmark/ladder/ladder.py --plot   # only draws
+    python benchmark/ladder/ladder.py --plot   # only draws, and prints the numbers of a sentence
 
 "learning" has the rungs with as many episodes in each batch. Only the estimator differs, see
 COMMON.
@@ -11,7 +11,6 @@ more estimate of the same gradient. The dataset of such a run is one batch, whic
 samples anew. "fresh" has other prompts in each iteration, as a training run has.
 """
 
-import math
 import sys
 import tempfile
 from functools import partial
@@ -24,12 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
 from run import (
     BENCHMARK,
-    K_FLAGS,
     Part,
     column,
     grouped,
     having,
-    logged,
     main,
     read_result,
     read_rows,
@@ -37,7 +34,6 @@ from run import (
     run_all,
     write_rows,
 )
-from tables import interval
 
 RESULT = Path(__file__).with_suffix(".json")
 BATCH = 64  # episodes, the default of all scripts
@@ -45,6 +41,7 @@ GROUP = 4  # completions of a prompt, the default of rloo.py and grpo.py
 UPDATES = 64
 SETS = range(1, 6)
 REPETITIONS = 64  # estimates of one gradient
+WEIGHTS = ("start", "half-way")
 
 
 def no_values(ppo):
@@ -58,6 +55,7 @@ SHIFTED = f"{COMMON} --reward benchmark/ladder/shifted.py"
 UNSCALED = f"{COMMON} --scale-rewards none"
 RAW = f"{COMMON} --no-whiten-advantages"
 REINFORCE = "rloo reinforce.patch"
+FIXED = "--learning-rate 0 --max-grad-norm inf --num-sample-generations 0"
 
 # name: script, flags, and functions that change the script before it runs
 RUNGS = {
@@ -74,20 +72,10 @@ GRADIENTS = RUNGS | {
     "PPO, not whitened": ("ppo", RAW),
     "PPO, values 0, not whitened": ("ppo", RAW, no_values),
 }
-OTHERS = {  # beside the rungs, in the figure of learning
-    "REINFORCE, k = 1": (REINFORCE, COMMON),
+LEARNING = RUNGS | {
     "PPO, its own defaults": ("ppo", "--kl-coef 0"),
+    "REINFORCE, k = 1": (REINFORCE, f"{COMMON} --rloo-k 1"),
 }
-
-
-def learning_runs() -> list[tuple]:
-    runs = []
-    for rung, (script, flags) in (RUNGS | OTHERS).items():
-        if script != "ppo":
-            k = 1 if "k = 1" in rung else GROUP
-            flags += f" {K_FLAGS[script.split()[0]]} {k}"
-        runs.append((dict(rung=rung), script, flags))
-    return runs
 
 
 def to_curve(result: dict) -> dict:
@@ -104,23 +92,24 @@ def gradient_rows(_, smoke: bool) -> list[dict]:
     prompts."""
     rungs = {names["rung"]: job for job, names in PARTS["gradients"].jobs().items()}
     # The learning rate is constant, so this is the first half of a whole run.
-    script, flags = RUNGS["PPO"]
-    flags += f" --total-episodes {64 if smoke else BATCH * UPDATES // 2}"
-    repetitions = 3 if smoke else REPETITIONS
-    settings = product(("start", "half-way"), (*SETS, "fresh"))
+    episodes = BATCH * UPDATES // 2
+    repetitions = REPETITIONS
+    settings = product(WEIGHTS, (*SETS, "fresh"))
     if smoke:
+        episodes = BATCH
+        repetitions = 3
         settings = [("start", "fresh"), ("half-way", 1)]  # all rungs once
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        run(script, flags, folder / "half_way")
+        run("ppo", f"{COMMON} --total-episodes {episodes}", f"{folder}/half_way")
         for weights, prompts in settings:
-            chosen = rungs
-            if prompts == "fresh":
-                chosen = {rung: rungs[rung] for rung in RUNGS}
-            if weights == "start":  # The value model begins with predictions of 0.
-                chosen = {rung: job for rung, job in chosen.items() if no_values not in job}
-            for row in compare(chosen, folder, weights, prompts, repetitions):
+            chosen = {}
+            for rung, job in rungs.items():
+                # The value model begins with predictions of 0.
+                is_known = weights == "start" and no_values in job
+                if not is_known and (prompts != "fresh" or rung in RUNGS):
+                    chosen[rung] = job
+            for row in compare(chosen, Path(folder), weights, prompts, repetitions):
                 rows.append(dict(weights=weights, prompts=prompts) | row)
     return rows
 
@@ -136,9 +125,10 @@ def write_datasets(folder: Path, prompts: int | str, repetitions: int) -> int:
     else:
         epochs = repetitions
         positions = np.random.default_rng(prompts).permutation(len(rows))[:count]
-    for name, copies in (("groups", 1), ("ppo", GROUP)):  # ppo.py samples a prompt once.
-        chosen = np.repeat(positions, copies)
-        write_rows(folder / f"{name}.jsonl", [rows[position] for position in chosen])
+    chosen = [rows[position] for position in positions]
+    write_rows(folder / "groups.jsonl", chosen)
+    # ppo.py samples a prompt once.
+    write_rows(folder / "ppo.jsonl", [row for row in chosen for _ in range(GROUP)])
     return epochs
 
 
@@ -166,40 +156,39 @@ def compare(
     """For each rung: variance, squared mean, the band of the noise, and the cosine with RLOO's
     mean."""
     epochs = write_datasets(folder, prompts, repetitions)
-    files = {rung: folder / f"{number}.bin" for number, rung in enumerate(rungs)}
     jobs = []
-    for rung, (script, flags, *edits) in rungs.items():
+    for number, (script, flags, *edits) in enumerate(rungs.values()):
         name = "ppo" if script == "ppo" else "groups"
-        flags += f" --dataset {folder}/{name}.jsonl --num-train-epochs {epochs}"
+        # The last of two equal flags counts: here the learning rate is 0.
+        flags += f" {FIXED} --dataset {folder}/{name}.jsonl --num-train-epochs {epochs}"
         if weights == "half-way":
             flags += f" --model-path {folder}/half_way/model --response-length 8"
             if script == "ppo":
                 flags += f" --value-model-path {folder}/half_way/value_model"
-        files[rung].unlink(missing_ok=True)
-        jobs.append((script, flags, *edits, partial(keep_gradients, str(files[rung]))))
+        jobs.append((script, flags, *edits, partial(keep_gradients, f"{folder}/{number}.bin")))
     results = run_all(jobs)
-
-    def gradients_of(rung):  # [repetitions, weights]
-        gradients = np.fromfile(files[rung], np.float32).astype(np.float64)
-        return gradients.reshape(repetitions, -1)
-
-    rloo = gradients_of("RLOO")
+    gradients = {}
+    for number, rung in enumerate(rungs):
+        file = folder / f"{number}.bin"
+        numbers = np.fromfile(file, np.float32).astype(np.float64)
+        gradients[rung] = numbers.reshape(repetitions, -1)
+        file.unlink()
+    rloo = gradients["RLOO"]
     rloo_squared, _ = moments(rloo @ rloo.T)
     rows = []
-    for rung, result in zip(rungs, results):
-        gradients = gradients_of(rung)
-        products = gradients @ gradients.T
+    for (rung, own), result in zip(gradients.items(), results):
+        products = own @ own.T
         squared_mean, variance = moments(products)
         # Products of two gradients from the same repetition are left out: they may come from the
         # same completions.
-        inner, _ = moments(gradients @ rloo.T)
+        inner, _ = moments(own @ rloo.T)
         row = dict(
             rung=rung,
             variance=variance,
             squared_mean=squared_mean,
             noise_band=noise_band(products),
             cosine=inner / np.sqrt(squared_mean * rloo_squared),
-            score=float(np.mean(logged(result["metrics"], "objective/scores"))),
+            score=float(np.mean(column(result["metrics"], "objective/scores"))),
         )
         rows.append(row)
     return rows
@@ -230,70 +219,29 @@ def noise_band(products: np.ndarray) -> float:
     return 1.96 * np.sqrt((n - 1) * np.var(without_one))
 
 
-# ---- the table, and what sentences say
+# ---- the table, the figure, and what a sentence says
 
 
-def noise(row: dict) -> float:
-    return row["variance"] / row["squared_mean"]
-
-
-def sets_of(rung: str, weights: str) -> list[dict]:
-    """The rows of a rung, one of each set of prompts."""
-    rows = having(read_result(RESULT)["rows"], part="gradients", rung=rung, weights=weights)
-    return [row for row in rows if row["prompts"] != "fresh"]
-
-
-def relative_noise(rung: str, weights: str) -> tuple[float, float, float]:
-    """A rung's noise, times RLOO's: the geometric mean over the sets, between the ends of its
-    interval."""
-    ratios = []
-    pairs = zip(sets_of(rung, weights), sets_of("RLOO", weights), strict=True)
-    for row, of_rloo in pairs:
-        ratios.append(math.log(noise(row) / noise(of_rloo)))
-    middle, band = draw.mean_and_band(ratios)
-    return math.exp(middle - band), math.exp(middle), math.exp(middle + band)
+def measured(**wanted) -> list[dict]:
+    """The rows of gradients that have these entries, with their noise."""
+    rows = having(read_result(RESULT)["rows"], part="gradients", **wanted)
+    return [row | dict(noise=row["variance"] / row["squared_mean"]) for row in rows]
 
 
 def fresh():
     """The noise of batches with other prompts in each, at the start and half-way."""
-    rows = having(read_result(RESULT)["rows"], part="gradients", prompts="fresh")
-    for rung, some in grouped(rows, "rung").items():
-        yield [rung, *(interval(noise(row), row["noise_band"], ".1f") for row in some)]
+    for rung, rows in grouped(measured(prompts="fresh"), "rung").items():
+        cells = [rung]
+        for row in rows:
+            noise, band = row["noise"], row["noise_band"]
+            cells.append(f"{noise:.1f} ({noise - band:.1f} to {noise + band:.1f})")
+        yield cells
 
 
-def best_baseline(weights: str) -> float:
-    """The variance with a constant baseline is a parabola in it. Its values at -1, 0 and 1 were
-    measured."""
-    rungs = ("REINFORCE, scores + 1", "REINFORCE", "REINFORCE, scores - 1")
-    variances = [np.mean(column(sets_of(rung, weights), "variance")) for rung in rungs]
-    bend, slope, _ = np.polyfit((-1, 0, 1), variances, 2)
-    return -slope / bend / 2
-
-
-def cited():
-    """What docs/ladder.md says in sentences."""
-    numbers = []
-    for weights in ("start", "half-way"):
-        score = np.mean(column(sets_of("RLOO", weights), "score"))
-        numbers += [score, best_baseline(weights)]
-    yield [
-        "mean score, {:.2f}, is near the best baseline, {:.2f},".format(*numbers),
-        "it is {2:.2f}, far above the best one, {3:.2f},".format(*numbers),
-    ]
-
-
-# ---- figure
-
-
-STYLES = {  # of the figure
-    "REINFORCE": dict(color=draw.OTHERS[0]),
-    "RLOO": dict(color=draw.COLORS["rloo"]),
-    "GRPO": dict(color=draw.COLORS["grpo"]),
-    "PPO": dict(color=draw.COLORS["ppo"]),
-    "REINFORCE, scores + 1": dict(color=draw.OTHERS[0], ls="--"),
-    "PPO, its own defaults": dict(color=draw.COLORS["ppo"], ls="--"),
-    "REINFORCE, k = 1": dict(color=draw.OTHERS[0], ls=":"),
-}
+def of_sets(rung: str, weights: str, name: str) -> list[float]:
+    """A rung's numbers of this name, one for each set of prompts."""
+    rows = measured(rung=rung, weights=weights)
+    return [row[name] for row in rows if row["prompts"] != "fresh"]
 
 
 def plot(rows: list[dict], folder: Path):
@@ -301,13 +249,25 @@ def plot(rows: list[dict], folder: Path):
     plot_learning(learning, having(rows, part="learning"))
     plot_noises(noises)
     draw.save(figure, folder / "ladder.png")
+    for weights in WEIGHTS:
+        # The variance with a constant baseline is a parabola in it. Three values were measured.
+        rungs = ("REINFORCE, scores + 1", "REINFORCE", "REINFORCE, scores - 1")
+        variances = [np.mean(of_sets(rung, weights, "variance")) for rung in rungs]
+        bend, slope, _ = np.polyfit((-1, 0, 1), variances, 2)
+        score = np.mean(of_sets("RLOO", weights, "score"))
+        print(f"{weights}: best baseline {-slope / bend / 2:.2f}, mean score {score:.2f}")
+
+
+def color_of(rung: str) -> str:
+    return draw.COLORS.get(rung.split(",")[0].lower(), draw.OTHERS[0])
 
 
 def plot_learning(axis, rows: list[dict]):
     """The score on held-out prompts, a curve for each rung."""
-    for rung, style in STYLES.items():
+    for rung, ls in zip(LEARNING, ("-", "-", "-", "-", "--", "--", ":"), strict=True):
         runs = having(rows, rung=rung)
-        draw.curve(axis, runs[0]["episode"], column(runs, "held_out"), label=rung, **style)
+        style = dict(color=color_of(rung), ls=ls, label=rung)
+        draw.curve(axis, runs[0]["episode"], column(runs, "held_out"), **style)
     axis.set_title("learning")
     axis.set_ylabel("right answers to held-out prompts")
     axis.set_ylim(0, 1.02)
@@ -316,38 +276,42 @@ def plot_learning(axis, rows: list[dict]):
 
 
 def plot_noises(axis):
-    """The noise of each rung at the start and half-way, with its 95 % interval."""
+    """The noise of each rung, times RLOO's: the geometric mean over the sets of prompts, with its
+    95 % interval."""
     names = [*RUNGS, "PPO, not whitened", "PPO, values 0, not whitened"]
     for x, name in enumerate(names):
-        color = STYLES.get(name, STYLES["PPO"])["color"]
-        for weights, side, fill in (("start", -0.12, color), ("half-way", 0.12, "white")):
+        for weights, side in zip(WEIGHTS, (-0.12, 0.12)):
+            is_start = weights == "start"
             # At the start, all values are 0.
-            rung = name.replace(", values 0", "") if weights == "start" else name
-            low, middle, high = relative_noise(rung, weights)
-            style = dict(fmt="o", ms=7, capsize=3, color=color, markerfacecolor=fill)
-            axis.errorbar(x + side, middle, [[middle - low], [high - middle]], **style)
-    style = dict(ms=7, color=draw.GRAY)
-    axis.plot([], [], "o", label="at the start", **style)
-    axis.plot([], [], "o", markerfacecolor="white", label="half-way", **style)
+            rung = name.replace(", values 0", "") if is_start else name
+            noises = [np.log(of_sets(each, weights, "noise")) for each in (rung, "RLOO")]
+            middle, band = draw.mean_and_band(np.subtract(*noises))
+            ends = np.exp([middle - band, middle, middle + band])
+            color = color_of(name)
+            style = dict(color=color, markerfacecolor=color if is_start else "white")
+            label = weights if x == 0 else None
+            axis.plot([x + side] * 3, ends, "o-", ms=7, markevery=[1], label=label, **style)
     axis.axhline(1, color=draw.GRAY, lw=0.8, ls=":")
     axis.set_xticks(range(len(names)), [name.replace(", ", ",\n") for name in names], fontsize=6)
     axis.set_title("noise of the gradient, fixed prompts")
     axis.set_ylabel("noise, times that of RLOO")
     axis.set_yscale("log")
     ticks = [0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10]
-    axis.set_yticks(ticks, map(str, ticks))
+    axis.set_yticks(ticks, ticks)
     axis.legend(frameon=False, loc="upper left", fontsize=7.5)
 
 
 EVALUATED = f"--batch-size {BATCH} --total-episodes {UPDATES * BATCH} --eval-every 4"
 EVALUATED += " --eval-reward exact_match"
-FIXED = "--learning-rate 0 --max-grad-norm inf --num-sample-generations 0"
-GRADIENT_RUNS = []
-for rung, (script, flags, *edits) in GRADIENTS.items():
-    GRADIENT_RUNS.append((dict(rung=rung), script, f"{flags} {FIXED}", *edits))
+
+
+def runs_of(rungs: dict) -> list[tuple]:
+    return [(dict(rung=rung), *job) for rung, job in rungs.items()]
+
+
 PARTS = {
-    "learning": Part(learning_runs(), EVALUATED, range(1, 11), to_curve),
-    "gradients": Part(GRADIENT_RUNS, measure=gradient_rows),
+    "learning": Part(runs_of(LEARNING), EVALUATED, range(1, 11), to_curve),
+    "gradients": Part(runs_of(GRADIENTS), measure=gradient_rows),
 }
 
 if __name__ == "__main__":

@@ -643,14 +643,14 @@ FLAGS += " --cliprange-value 0.5 --vf-coef 0.5"
 PPO_RUN = (dict(what="PPO and torchrl's `ClipPPOLoss`"), "ppo", FLAGS)
 
 
-def part(runs: list[tuple], compare, needs: str = "TRL") -> Part:
+def part(runs: list[tuple], compare) -> Part:
     measure_all = functools.partial(measure, compare)
-    return Part(runs, COMMON, measure=measure_all, short="", needs=needs)
+    return Part(runs, COMMON, measure=measure_all, short="")
 
 
 PARTS = {
     "same": part(same_runs(), compare_same),
-    "ppo": part([PPO_RUN], compare_ppo, "torchrl"),
+    "ppo": part([PPO_RUN], compare_ppo),
     "different": part(different_runs(), compare_different),
 }
 

@@ -46,7 +46,7 @@ def measure(jobs: dict, smoke: bool) -> list[dict]:
 
 FLAGS = "--save-rollouts --num-sample-generations 1"
 RUNS = [({}, script, "") for script in ("rloo", "grpo")]
-PARTS = {"replay": Part(RUNS, FLAGS, measure=measure, needs="TRL")}
+PARTS = {"replay": Part(RUNS, FLAGS, measure=measure)}
 
 if __name__ == "__main__":
     main(__doc__, RESULT, PARTS)

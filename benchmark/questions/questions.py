@@ -376,7 +376,7 @@ def table():
 
 
 RUNS = [({}, script, "") for script in ("rloo", "grpo")]
-PARTS = {"questions": Part(RUNS, FLAGS, measure=measure, short="", needs="TRL")}
+PARTS = {"questions": Part(RUNS, FLAGS, measure=measure, short="")}
 
 if __name__ == "__main__":
     main(__doc__, RESULT, PARTS)
