@@ -499,8 +499,8 @@ def cited():
 
 
 def smollm2_shares(runs: list[dict]) -> tuple:
-    """Of a model: the temperature that is best on training questions; on held-out ones the right
-    answers and pass@8 at temperature 1, and each at the best temperature on training questions."""
+    """Of a model, on held-out questions: the right answers and pass@8 at temperature 1, and each at
+    the temperature that is best on training questions."""
     shares = {}
     for row in runs:
         right = mean(row["right"]) / SMOLLM2_SAMPLES[row["prompts"]]
@@ -510,25 +510,26 @@ def smollm2_shares(runs: list[dict]) -> tuple:
     def best(place):
         return max(SMOLLM2_TEMPERATURES, key=lambda t: shares["train", t][place])
 
-    at_best = (shares["eval", best(0)][0], shares["eval", best(1)][1])
-    return (best(0), *shares["eval", 1.0], *at_best)
+    return (*shares["eval", 1.0], shares["eval", best(0)][0], shares["eval", best(1)][1])
 
 
 def smollm2():
-    """A real model before and after training."""
-    before = smollm2_shares(measured("smollm2_start"))
-    lines = {"before": before}
-    gains = []
+    """A real model before and after training: means over the seeds."""
+    [before] = of_seeds("smollm2_start")
+    yield ["before", *(f"{share:.2f}" for share in before)]
     for script in SCRIPTS:
-        for seed, runs in grouped(measured(f"smollm2_{script}"), "seed").items():
-            found = smollm2_shares(runs)
-            lines[f"{script.upper()}, seed {seed}"] = found
-            if script == "rloo":
-                gains.append(np.subtract(found, before))
-    for name, (best, *shares) in lines.items():
-        yield [name, best, *(f"{share:.2f}" for share in shares)]
-    gains = np.transpose(gains)[1:]
-    yield ["gain of RLOO, five seeds", "", *map(with_band, gains)]
+        found = of_seeds(f"smollm2_{script}")
+        if len(found) == 1:
+            yield [f"{script.upper()}, one seed", *(f"{share:.2f}" for share in found[0])]
+            continue
+        gains = np.subtract(found, before)
+        yield [f"{script.upper()}, {len(found)} seeds", *map(with_band, np.transpose(found))]
+        yield ["its gain", *map(with_band, np.transpose(gains))]
+
+
+def of_seeds(part: str) -> list[tuple]:
+    """The shares of each seed's model."""
+    return [smollm2_shares(runs) for runs in grouped(measured(part), "seed").values()]
 
 
 # ---- the figure
