@@ -123,15 +123,15 @@ MUTATIONS = {
         "tokens = before + token_ids",
         "tokens = before + token_ids[:-1]"),
     "None counted as 0": (
-        "rloo", "training/gradient_without_some_scores[0.2-reference-rloo]",
+        "rloo", "algorithms/updates_are_those_of_the_textbook[rloo]",
         "[sum(values) if values else nan for",
         "[sum(values) for"),
     "unscored episode in the baseline": (
-        "rloo", "training/gradient_without_some_scores[0.2-reference-rloo]",
+        "rloo", "algorithms/updates_are_those_of_the_textbook[rloo]",
         "(~groups.isnan()).sum(1, keepdim=True) - 1",
         "torch.full_like(groups[:, :1], k - 1)"),
     "unscored episode without KL": (
-        "grpo", "training/gradient_without_some_scores[0.2-reference-grpo]",
+        "grpo", "algorithms/updates_are_those_of_the_textbook[grpo]",
         "(advantages != 0) | (reference is not None)",
         "(advantages != 0) | ((reference is not None) & ~rewards.isnan())"),
     # algorithms
@@ -140,39 +140,39 @@ MUTATIONS = {
         "if args.updates_per_batch == 1:",
         "if True:"),
     "baseline has the episode itself": (
-        "rloo", "algorithms/advantages_by_hand[3-rloo]",
+        "rloo", "algorithms/updates_are_those_of_the_textbook[rloo]",
         "others.clamp(min=1)",
         "(others + 1)"),
     "KL sign, RLOO": (
-        "rloo", "training/gradient_without_some_scores[0.2-reference-rloo]",
+        "rloo", "algorithms/updates_are_those_of_the_textbook[rloo]",
         "rewards - args.kl_coef * kl",
         "rewards + args.kl_coef * kl"),
     "k3 the wrong way round": (
-        "grpo", "algorithms/grpo_losses_by_plain_passes[grpo-False-token-grpo]",
+        "grpo", "algorithms/updates_are_those_of_the_textbook[grpo]",
         "hardshrink(ref_logprobs - logprobs, 1e-4)",
         "hardshrink(logprobs - ref_logprobs, 1e-4)"),
     "dr_grpo divided by the mean length": (
-        "grpo", "algorithms/grpo_losses_by_plain_passes[dr_grpo-False-token-grpo]",
+        "grpo", "algorithms/updates_are_those_of_the_textbook[grpo dr_grpo]",
         "(included.sum().clamp(min=1) * args.response_length)",
         "(included.sum().clamp(min=1) * lengths.float().mean())"),
     "GSPO with the sum of the log-ratio": (
-        "grpo", "algorithms/grpo_losses_by_plain_passes[grpo-False-sequence-grpo]",
+        "grpo", "algorithms/updates_are_those_of_the_textbook[grpo sequence]",
         "keepdim=True) / mask.sum(1, keepdim=True)",
         "keepdim=True)"),
     "score on the last column": (
-        "ppo", "algorithms/ppo_values_and_returns_by_plain_passes[value_model_path-False-ppo]",
+        "ppo", "algorithms/ppo_values_and_returns_by_plain_passes[value_model_path-ppo]",
         "rewards[torch.arange(num_episodes), batch.mask.sum(1) - 1] += scores.float()",
         "rewards[:, -1] += scores.float()"),
     "value read one position late": (
-        "ppo", "algorithms/ppo_values_and_returns_by_plain_passes[value_model_path-False-ppo]",
+        "ppo", "algorithms/ppo_values_and_returns_by_plain_passes[value_model_path-ppo]",
         "[:, prompts.shape[1] - 1 :].float().squeeze(-1)",
         "[:, prompts.shape[1] - 1 :].float().squeeze(-1).roll(-1, 1)"),
     "value after the end is not 0": (
-        "ppo", "algorithms/ppo_values_and_returns_by_plain_passes[value_model_path-False-ppo]",
+        "ppo", "algorithms/ppo_values_and_returns_by_plain_passes[value_model_path-ppo]",
         "next_value = torch.zeros_like(rewards[:, 0])",
         "next_value = values[:, -1]"),
     "returns from whitened advantages": (
-        "ppo", "algorithms/ppo_values_and_returns_by_plain_passes[reward_model_path-True-ppo]",
+        "ppo", "algorithms/ppo_values_and_returns_by_plain_passes[value_model_path-ppo]",
         "advantages[batch.mask] = whiten(advantages[batch.mask])",
         "advantages[batch.mask] = whiten(advantages[batch.mask]); returns = advantages + values"),
     "--target-kl compared the wrong way round": (

@@ -33,11 +33,9 @@ def make_logits(seed):
 
 def token_logprobs(logits):
     """The log-probability of both tokens of each completion: [completions, 2]."""
-    logprobs = logits.log_softmax(-1)
     first, second = COMPLETIONS.T
-    of_first = logprobs[0, first]
-    of_second = logprobs[1 + first, second]
-    return torch.stack([of_first, of_second], dim=1)
+    logprobs = logits.log_softmax(-1)
+    return torch.stack([logprobs[0, first], logprobs[1 + first, second]], dim=1)
 
 
 def same(a, b):
@@ -52,40 +50,21 @@ LOGITS = make_logits(1).requires_grad_()
 LOGPROBS = token_logprobs(LOGITS)  # [completions, 2]
 LOG_P = LOGPROBS.sum(1)  # [completions]
 P = LOG_P.exp().detach()
-REWARDS = torch.linspace(-1, 2, len(P)).double().roll(4).square()
 OLD = token_logprobs(make_logits(7)).sum(1)
-OLD_P = OLD.exp()
 REF = token_logprobs(make_logits(8)).sum(1)
+REWARDS = torch.linspace(-1, 2, len(P)).double().roll(4).square()
 
 
-def mean_of(values, p=P):
-    return (p * values).sum()
-
-
-def gradient(objective, of=LOGITS):
-    [found] = torch.autograd.grad(objective, of, retain_graph=True)
+def gradient(values, p=P, of=LOGITS):
+    """The gradient of the mean of values, if a completion has the probability p."""
+    [found] = torch.autograd.grad((p * values).sum(), of, retain_graph=True)
     return found
 
 
-TRUE = gradient(mean_of(REWARDS, LOG_P.exp()))  # of the mean reward
-
-
-def losses_of(advantages, logprobs=LOGPROBS):
-    """The loss of each episode in rloo.py with one update per batch."""
-    losses, *_ = rloo.rloo_loss(rloo.Args(), logprobs, None, advantages[:, None])
-    return losses.squeeze(1)
-
-
-def ascent(advantages, p, episodes=slice(None), logits=LOGITS):
+def ascent(advantages, p=P, episodes=slice(None), logprobs=LOGPROBS, of=LOGITS):
     """The direction in which rloo.py moves: minus the gradient of the mean loss."""
-    logprobs = token_logprobs(logits)
-    losses = losses_of(advantages, logprobs[episodes])
-    return -gradient(mean_of(losses, p), logits)
-
-
-def squares(losses):
-    """The squared length of each one's gradient."""
-    return torch.stack([gradient(loss).square().sum() for loss in losses])
+    losses, *_ = rloo.rloo_loss(rloo.Args(), logprobs[episodes], None, advantages[:, None])
+    return -gradient(losses.squeeze(1), p, of)
 
 
 def groups_of(k, p):
@@ -96,98 +75,66 @@ def groups_of(k, p):
     return groups.flatten(), of_groups.repeat_interleave(k) / k
 
 
+TRUE = gradient(REWARDS, LOG_P.exp())  # of the mean reward
+
+
 @mark.parametrize("k", [2, 3])
 def test_a_baseline_of_the_others_has_no_bias(k):
     """Sections 1 and 2. The group's mean makes the gradient shorter. The group's deviation turns
     it."""
     assert TRUE.abs().max() > 0.1
-    assert same(ascent(REWARDS, P), TRUE)
-    mean_of_grad_log_p = ascent(torch.ones_like(P), P)
-    assert same(mean_of_grad_log_p, 0 * TRUE)
+    assert same(ascent(REWARDS), TRUE)
+    assert same(ascent(REWARDS + 1), TRUE)
     episodes, p = groups_of(k, P)
     rewards = REWARDS[episodes]
-    advantages = rloo.rloo_advantages(rewards, k)
-    assert same(ascent(advantages, p, episodes), TRUE)
+    assert same(ascent(rloo.rloo_advantages(rewards, k), p, episodes), TRUE)
     centred = grpo.grpo_advantages(rewards, k, "none")
     assert same(ascent(centred, p, episodes), (k - 1) / k * TRUE)
-    divided = grpo.grpo_advantages(rewards, k, "group")
-    direction = ascent(divided, p, episodes).flatten()
-    assert torch.cosine_similarity(direction, TRUE.flatten(), dim=0) < 0.98
+    divided = ascent(grpo.grpo_advantages(rewards, k, "group"), p, episodes)
+    assert torch.cosine_similarity(divided.flatten(), TRUE.flatten(), dim=0) < 0.98
 
 
 def test_top_p_needs_its_own_probabilities():
     """Section 8. The first token decides the score, so the others' gradient is 0. With the
     log-probabilities of the whole softmax it is not."""
     logits = torch.tensor([0.6, 0.3, 0.1]).double().log().repeat(1 + TOKENS, 1).requires_grad_()
-    drawn = logits - torch.tensor([0, 0, 99])  # top-k 2
-    q = token_logprobs(drawn).sum(1).exp().detach()
-    episodes, p = groups_of(2, q)
+    drawn = token_logprobs(logits - torch.tensor([0, 0, 99]))  # top-k 2
+    episodes, p = groups_of(2, drawn.sum(1).exp().detach())
     rewards = (COMPLETIONS[:, 0] == 0).double()[episodes]
     advantages = rloo.rloo_advantages(rewards, 2)
-    first, after_right, after_wrong, _ = ascent(advantages, p, episodes, logits)
-    expected = torch.tensor([0.222, -0.222, 0.0, 0.015, 0.007, -0.022])
-    assert torch.allclose(torch.cat([first, after_right]).float(), expected, atol=5e-4)
-    assert same(after_wrong, -after_right)
-    right = -gradient(mean_of(losses_of(advantages, token_logprobs(drawn)[episodes]), p), logits)
-    assert same(right[0], first)
-    assert same(right[1:], 0 * right[1:])
-
-
-def test_the_best_constant_baseline():
-    """Section 3. The variance is a parabola. It is lowest at E[|g|^2 R] / E[|g|^2]."""
-
-    def variance(baseline):
-        losses = losses_of(REWARDS - baseline)
-        return mean_of(squares(losses)) - TRUE.square().sum()
-
-    weights = squares(LOG_P)
-    best = mean_of(weights * REWARDS) / mean_of(weights)
-    assert same(variance(best - 0.1), variance(best + 0.1))
-    assert same(variance(0), variance(2 * best))
-    assert variance(best) < variance(best + 0.1)
-    assert variance(best) < 0.99 * variance(mean_of(REWARDS))
+    found = ascent(advantages, p, episodes, token_logprobs(logits), logits)
+    expected = [[222, -222, 0], [15, 7, -22], [-15, -7, 22], [0, 0, 0]]
+    assert (1000 * found).round().tolist() == expected
+    assert same(ascent(advantages, p, episodes, drawn, logits)[1:], torch.zeros(3, 3).double())
 
 
 def test_ratios_correct_for_the_old_policy():
     """Section 4. Without a clip, the mean over old completions has the gradient of the mean over
     new ones. test_algorithms.py shows where the clip acts."""
     losses, _ = rloo.clipped_policy_loss(LOG_P - OLD, REWARDS, 1e9, 1e9)
-    assert same(-gradient(mean_of(losses, OLD_P)), TRUE)
-    assert far(ascent(REWARDS, OLD_P), TRUE)
+    assert same(-gradient(losses, OLD.exp()), TRUE)
+    assert far(ascent(REWARDS, OLD.exp()), TRUE)
 
 
-def test_gae_trades_bias_for_noise():
+def test_the_bias_of_gae():
     """Section 5. The score comes at the second token, whose true value is the mean score after the
-    first one."""
-    rewards = torch.zeros_like(LOGPROBS)
-    rewards[:, 1] = REWARDS
-    exact = torch.zeros_like(LOGPROBS)
-    exact[:, 0] = mean_of(REWARDS)
-    for token in range(TOKENS):
-        rows = COMPLETIONS[:, 0] == token
-        exact[rows, 1] = mean_of(REWARDS[rows], P[rows]) / P[rows].sum()
+    first one. With lam = 1 no value makes a bias. With the true values no lam does."""
+    rewards = torch.stack([0 * REWARDS, REWARDS], dim=1)
+    means = (P * REWARDS).view(TOKENS, -1).sum(1)  # by the first token
+    after_first = means / P.view(TOKENS, -1).sum(1)
+    exact = torch.stack([means.sum().expand(TOKENS), after_first], dim=1)
+    exact = exact.repeat_interleave(TOKENS, dim=0)  # [completions, 2]
     wrong = exact.clone()
-    wrong[:, 0] += 0.7
-    wrong[:, 1] += COMPLETIONS[:, 0] - 0.4
+    wrong[:, 1] += COMPLETIONS[:, 0]
 
-    def estimate(values, lam):
-        """The mean of the gradient, and its variance."""
+    def direction(values, lam):
         advantages = ppo.gae(rewards, values, 1.0, lam)
-        logratio = LOGPROBS - LOGPROBS.detach()
-        losses, _ = ppo.clipped_policy_loss(logratio, advantages, 0.2, 0.2)
-        losses = losses.sum(1)
-        mean = -gradient(mean_of(losses))
-        return mean, mean_of(squares(losses)) - mean.square().sum()
+        return gradient((advantages * LOGPROBS).sum(1))
 
-    assert same(ppo.gae(rewards, wrong, 1.0, 1.0), REWARDS[:, None] - wrong)
-    assert same(estimate(wrong, 1.0)[0], TRUE)
-    assert far(estimate(wrong, 0.0)[0], TRUE)
-    variances = []
-    for lam in (0.0, 0.5, 1.0):
-        mean, variance = estimate(exact, lam)
-        assert same(mean, TRUE)
-        variances.append(variance)
-    assert variances[0] < variances[1] < variances[2]
+    assert same(direction(wrong, 1.0), TRUE)
+    assert far(direction(wrong, 0.0), TRUE)
+    assert same(direction(exact, 0.0), TRUE)
+    assert same(direction(exact, 0.5), TRUE)
 
 
 @mark.parametrize("scores, beta", [(REWARDS, 2.0), (0 * REWARDS, 1.0)])
@@ -195,57 +142,31 @@ def test_training_ends_at_the_optimum_under_the_kl(scores, beta):
     """Section 6: at ref * exp(R / beta) / Z, where every advantage is 0. Section 7: with scores
     of 0, at ref."""
     ref = token_logprobs(make_logits(8) / 2).sum(1)
-    optimum = (ref + scores / beta).log_softmax(0)
     logits = make_logits(1).requires_grad_()
     for _ in range(600):
-        log_p = token_logprobs(logits).sum(1).detach()
+        logprobs = token_logprobs(logits)
+        log_p = logprobs.sum(1).detach()
         rewards = scores - beta * (log_p - ref)
         episodes, p = groups_of(2, log_p.exp())
         advantages = rloo.rloo_advantages(rewards[episodes], 2)
-        logits.data += 2 / beta * ascent(advantages, p, episodes, logits)
-    assert torch.allclose(log_p, optimum, atol=0.01)
+        logits.data += 2 / beta * ascent(advantages, p, episodes, logprobs, logits)
+    assert torch.allclose(log_p, (ref + scores / beta).log_softmax(0), atol=0.01)
     assert advantages.abs().max() < 0.02
 
 
-KL = mean_of(LOG_P - REF, LOG_P.exp())
-OTHER_KL = mean_of(REF - LOG_P, REF.exp())
-KL_GRADIENT = gradient(KL)
-OTHER_GRADIENT = gradient(OTHER_KL)
-
-
-@mark.parametrize(
-    "name, mean, in_reward, in_loss",
-    [
-        ("k1", KL, KL_GRADIENT, 0 * KL_GRADIENT),
-        ("k2", None, None, KL_GRADIENT),
-        ("k3", KL, KL_GRADIENT - OTHER_GRADIENT, OTHER_GRADIENT),
-    ],
-)
-def test_the_table_of_kl_estimates(name, mean, in_reward, in_loss):
+def test_the_table_of_kl_estimates():
     """Of each estimate the mean, the gradient in the reward and that in the loss. A completion
-    is one action."""
-    estimate = ppo.token_kl(LOG_P, REF, name)
-    found_mean = mean_of(estimate)
-    found_in_reward = -ascent(-estimate.detach(), P)
-    assert same(gradient(found_mean), in_loss)
+    is one action. In the loss of grpo.py, k3 needs the ratio to the policy that sampled."""
+    k1, k2, k3 = [ppo.token_kl(LOG_P, REF, name) for name in ("k1", "k2", "k3")]
+    kl = gradient(LOG_P - REF, LOG_P.exp())
+    other = gradient(-LOG_P, REF.exp())  # of KL(ref, p)
+    for estimate, in_reward, in_loss in ((k1, kl, 0 * kl), (k3, kl - other, other)):
+        assert same((P * estimate).sum(), (P * (LOG_P - REF)).sum())
+        assert same(-ascent(-estimate.detach()), in_reward)
+        assert same(gradient(estimate), in_loss)
+    assert same(gradient(k2), kl)
     assert same(ppo.token_kl(LOG_P, REF, "abs"), (LOG_P - REF).abs())
-    if name == "k2":
-        assert far(found_mean, KL)
-        assert far(found_mean, OTHER_KL)
-        for wrong in (KL_GRADIENT, OTHER_GRADIENT, KL_GRADIENT - OTHER_GRADIENT):
-            assert far(found_in_reward, wrong)
-    else:
-        assert same(found_mean, mean)
-        assert same(found_in_reward, in_reward)
-
-
-def test_k3_needs_the_ratio_to_the_policy_that_sampled():
-    """In the loss of grpo.py."""
     k3 = grpo.k3_kl(LOG_P, REF)
-    ratio = (LOG_P - OLD).exp()
-    weighted = mean_of(ratio * k3, OLD_P)
-    assert same(weighted, KL)
-    assert same(gradient(weighted), KL_GRADIENT)
-    assert same(gradient(mean_of(k3)), OTHER_GRADIENT)
-    assert far(gradient(mean_of(k3, OLD_P)), KL_GRADIENT)
-    assert far(KL_GRADIENT, OTHER_GRADIENT)
+    assert same(gradient(k3), other)
+    assert same(gradient((LOG_P - OLD).exp() * k3, OLD.exp()), kl)
+    assert far(gradient(k3, OLD.exp()), kl)
