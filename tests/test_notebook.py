@@ -227,11 +227,12 @@ def printed(outputs):
 def kinds_and_numbers(cell):
     """The kinds of a cell's outputs, and the numbers in their text."""
     kinds = []
-    text = ""
+    numbers = []
     for output in cell.get("outputs", []):
         kinds.append([output["output_type"], *output.get("data", {})])
-        text += "".join(output.get("text", output.get("data", {}).get("text/plain", [])))
-    return kinds, [float(number) for number in re.findall(r"\d[\d.]*(?:e-?\d+)?", text)]
+        text = "".join(output.get("text", output.get("data", {}).get("text/plain", [])))
+        numbers += map(float, re.findall(r"\d[\d.]*(?:e-?\d+)?", text))
+    return kinds, numbers
 
 
 def test_the_notebook_is_made_of_nano():
