@@ -23,14 +23,15 @@ program stops where something differs. Writes sharded.json. A smoke run has no D
 
 import json
 import os
-import re
 import sys
 import tempfile
 from functools import partial
-from math import inf
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from check_copy import computed, difference
 from kill_and_resume import kill_at, start
 from run import SCRIPTS, Part, column, main, relative_distance, run
 from shards import fsdp2, zero
@@ -44,26 +45,10 @@ LAYERS = 3  # of the default policy
 KILL = partial(kill_at, phase="loading", call=3)
 
 
-def differences(rows: list[dict], expected: list[dict]) -> list[tuple]:
-    """For each metric of each iteration the difference in units of its size, or of 0.05 if it is
-    smaller; its name; and the iteration."""
-    found = []
-    for row, right in zip(rows, expected, strict=True):
-        for name in row.keys() | right.keys():
-            # Times differ, and so does the size of rounding itself.
-            if not re.match("eps$|seconds$|time/|val/sampling_logprob_difference", name):
-                difference = abs(row.get(name, inf) - right.get(name, -inf))  # inf: one is missing
-                size = max(abs(right.get(name, 0)), 0.05)
-                found.append((difference / size, name, row["iteration"]))
-    return found
-
-
 def changes_of(kind: str, work: Path) -> list:
     """What makes a script run in this way: functions that change it."""
-    if kind == "DDP":
-        return []
-    if kind == "FSDP2":
-        return [fsdp2]
+    if not kind.startswith("ZeRO"):
+        return [fsdp2] if kind == "FSDP2" else []
     # With another threshold ZeRO-3 would not shard weights as small as these.
     stage = dict(stage=int(kind[-1]), stage3_param_persistence_threshold=0)
     config = work / "zero.json"
@@ -72,32 +57,31 @@ def changes_of(kind: str, work: Path) -> list:
 
 
 def compare(kind: str, script: str, flags: str, work: Path) -> dict:
-    """Train on one process and on two, and on two once more, with a kill. Returns what differs."""
+    """Train on one process and on two, and on two once more, with a kill. Returns how far the first
+    two are apart."""
     edits = changes_of(kind, work)
     right, folder, killed = (work / name for name in ("one", "two", "killed"))
     one = run(script, flags, right)
     two = run(script, flags, *edits, folder, processes=2)
     was_killed = start(script, flags, killed, 2, *edits, KILL)
     start(script, flags, killed, 2, *edits)
-    weights = [(path / "model" / "model.safetensors").read_bytes() for path in (folder, killed)]
-    metrics = differences(two["metrics"], one["metrics"])
-    row = dict(
-        relative_distance=relative_distance(folder, right),
-        metrics_that_differ=sorted({name for size, name, _ in metrics if size > 1e-4}),
-        resumed_bitwise=was_killed and weights[0] == weights[1],
+    distance = relative_distance(folder, right)
+    found, expected = computed(two), computed(one)
+    other = [x for x in expected | found if difference(found.get(x), expected.get(x)) > 1e-4]
+    checks = dict(
+        weights=distance < 1e-3,
+        metrics=not other,
+        resumed=was_killed and relative_distance(killed, folder) == 0,
     )
-    is_right = row["relative_distance"] < 1e-3 and not row["metrics_that_differ"]
-    is_right &= row["resumed_bitwise"]
     if kind != "DDP":
-        row |= {name: two[name] for name in ("gathers", "while_sampling", "samplings")}
         allowed = LAYERS * two["samplings"] if kind == "FSDP2" else 0
-        is_right &= row["while_sampling"] <= allowed
+        checks["gathers"] = two["while_sampling"] <= allowed
     if kind.startswith("ZeRO"):
         rates = column(one["metrics"][1:], "lr")
-        is_right &= max(abs(a - b) for a, b in zip(two["rates"], rates, strict=True)) < 1e-12
-    if not is_right:
-        raise SystemExit(f"{kind}, {script}: {row}")
-    return row
+        checks["rates"] = np.allclose(two["rates"], rates, rtol=0, atol=1e-12)
+    if not all(checks.values()):
+        raise SystemExit(f"{kind}, {script}: {checks}, {distance}, {other}")
+    return dict(relative_distance=distance)
 
 
 def measure(kind: str, jobs: dict, smoke: bool) -> list[dict]:
@@ -113,8 +97,8 @@ def measure(kind: str, jobs: dict, smoke: bool) -> list[dict]:
 PARTS = {}
 for kind in ("DDP", "FSDP2", "ZeRO-2", "ZeRO-3"):
     scripts = SCRIPTS[:2] if kind.startswith("ZeRO") else SCRIPTS
-    PARTS[kind] = Part([({}, name, "") for name in scripts], FLAGS, short="")
-    PARTS[kind].measure = partial(measure, kind)
+    runs = [({}, name, "") for name in scripts]
+    PARTS[kind] = Part(runs, FLAGS, measure=partial(measure, kind), short="")
 
 if __name__ == "__main__":
     os.environ["ACCELERATE_USE_CPU"] = "true"
