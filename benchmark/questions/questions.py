@@ -26,7 +26,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,7 +58,7 @@ SETTINGS = dict(
     seed=1,
     save=6,  # steps between checkpoints; Tally's are between rollouts, one at least
     resume=False,
-    held_out=None,  # only score a sample for each of so many held-out prompts
+    file="train",  # or eval: only score a sample for each of its prompts
     die_at=None,  # the call of the reward function that kills its process
     ends="^$",  # what is said where it fails
 )
@@ -66,7 +66,7 @@ FLAGS = "--response-length 8 --kl-coef 0.01 --num-train-epochs 1"
 TWO = dict(processes=2, micro=8)
 KILLED = dict(die_at=15, ends="exit code -9")
 EIGHT_STEPS = dict(mini_batches=4, passes=2, micro=4, rows=48)  # in a rollout
-LOGGED = {"learning_rate": "lr", "eval_reward": "eval/scores"}  # TRL's names
+LOGGED = {"lr": "learning_rate", "eval/scores": "eval_reward"}  # TRL's names
 CALLS = itertools.count(1)  # each process counts its own
 
 
@@ -83,47 +83,37 @@ def score(prompts, completions, answer, **_):
 # ---- both sides
 
 
-ASKED = {}  # the runs that were made, by their folder
-
-
 def ask(side: str, script: str, flags: str, work: Path, name: str, after="", **changes):
     """What a run did. after: a run before, in a copy of whose folder it goes on"""
-    folder = work / name
-    if folder in ASKED:
-        return ASKED[folder]
     settings = SimpleNamespace(**SETTINGS | changes)
+    run = SimpleNamespace(folder=work / name)
     if after:
-        shutil.copytree(work / after, folder)
-    rows = read_rows(BENCHMARK / "default" / "train.jsonl")[: settings.rows]
-    if settings.held_out:
-        rows = read_rows(BENCHMARK / "default" / "eval.jsonl")[: settings.held_out]
-    write_rows(folder.with_suffix(".jsonl"), rows)
-    job = ({"TRL": run_trl, "Tally": run_tally}[side], script, flags, folder, settings)
-    run = SimpleNamespace(folder=folder)
-    run.failed = apart(worker, *job, processes=settings.processes).get("failed", "")
+        shutil.copytree(work / after, run.folder)
+    rows = read_rows(BENCHMARK / f"default/{settings.file}.jsonl")[: settings.rows]
+    run_side = {"TRL": run_trl, "Tally": run_tally}[side]
+    job = (worker, run_side, script, flags, run.folder, settings, rows)
+    run.failed = apart(*job, processes=settings.processes).get("failed", "")
     if not re.search(settings.ends, run.failed):
         raise SystemExit(f"{run.failed}\n{side} {script} {name}")
     calls = [read_rows(path) for path in sorted(work.glob(f"{name}.calls.*"))]
     run.rollouts = [sum(parts, []) for parts in zip(*calls)]  # [rollout]: its prompts and scores
-    if (folder / "metrics.jsonl").exists():
-        run.last = read_rows(folder / "metrics.jsonl")[-1]  # what it logged last
-    ASKED[folder] = run
+    if (run.folder / "metrics.jsonl").exists():
+        run.last = read_rows(run.folder / "metrics.jsonl")[-1]  # what it logged last
     return run
 
 
-def worker(run, script: str, flags: str, folder: Path, settings) -> dict:
+def worker(run_side, script: str, flags: str, folder: Path, settings, rows: list) -> dict:
     """One process of a run."""
     os.environ |= dict(CALLS=f"{folder}.calls", DIE_AT=str(settings.die_at))
-    os.environ |= dict(ACCELERATE_USE_CPU="true")
-    run(script, flags, folder, settings)
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    run_side(script, flags, folder, settings, rows)
     return {}
 
 
-def run_trl(script: str, flags: str, folder: Path, settings):
+def run_trl(script: str, flags: str, folder: Path, settings, rows: list):
     from datasets import Dataset
     from trl_trainer import make_trainer
 
-    rows = read_rows(folder.with_suffix(".jsonl"))
     micro_batches = settings.batch // settings.mini_batches // settings.micro // settings.processes
     trainer = make_trainer(
         script,
@@ -143,30 +133,30 @@ def run_trl(script: str, flags: str, folder: Path, settings):
         per_device_eval_batch_size=settings.micro,
         num_generations_eval=1,
     )
-    if settings.held_out:
+    if settings.file == "eval":
         trainer.evaluate(Dataset.from_list(rows))
     else:
         trainer.train(resume_from_checkpoint=settings.resume)
     trainer.save_model(folder / "model")
     if trainer.is_world_process_zero():
-        history = []
+        last = {}
         for row in trainer.state.log_history:
-            if row.keys() & {"learning_rate", "eval_reward"}:  # not the summary at the end
-                history.append({LOGGED[name]: row[name] for name in LOGGED.keys() & row.keys()})
-        write_rows(folder / "metrics.jsonl", history)
+            last |= row
+        write_rows(folder / "metrics.jsonl", [{name: last.get(LOGGED[name]) for name in LOGGED}])
 
 
-def run_tally(script: str, flags: str, folder: Path, settings):
-    rows = folder.with_suffix(".jsonl")
+def run_tally(script: str, flags: str, folder: Path, settings, rows: list):
+    dataset = folder.with_suffix(f".{os.getpid()}.jsonl")
+    write_rows(dataset, rows)
     flags += (
-        f" --dataset {rows} --reward {__file__}:score"
+        f" --dataset {dataset} --reward {__file__}:score"
         f" --batch-size {settings.batch} --num-mini-batches {settings.mini_batches}"
         f" --num-ppo-epochs {settings.passes} --per-device-train-batch-size {settings.micro}"
         f" --learning-rate {settings.rate} --seed {settings.seed}"
         f" --save-every {max(1, settings.save // settings.mini_batches // settings.passes)}"
     )
-    if settings.held_out:
-        flags += f" --eval-dataset {rows} --eval-temperature 1 --total-episodes 0"
+    if settings.file == "eval":
+        flags += f" --eval-dataset {dataset} --eval-temperature 1 --total-episodes 0"
     if settings.resume:
         flags += " --resume"
     run_here((script, flags, folder))
@@ -301,7 +291,7 @@ def held_out(ask) -> dict:
     found = {}
     for processes in (1, 2):
         size = 16 // processes
-        run = ask(f"held_out_{processes}", held_out=101, processes=processes, micro=size)
+        run = ask(f"held_out_{processes}", file="eval", rows=101, processes=processes, micro=size)
         samples = sum(run.rollouts, [])
         first = dict(reversed(samples))  # What fills the last batch comes after the others.
         found[f"samples_{processes}"] = len(samples)
@@ -317,10 +307,8 @@ def distance(a, b) -> float:
 
 def said(run, goes_on: str) -> str:
     """What a resumed run with a change did."""
-    if not run.failed:
-        return goes_on
-    [name] = re.findall(r"UsageError: --resume: (\w+) is", run.failed)
-    return f"stops, and names {name}"
+    stopped = re.search(r"UsageError: --resume: (\w+) is", run.failed)
+    return f"stops, and names {stopped[1]}" if stopped else goes_on
 
 
 QUESTIONS = (
@@ -336,17 +324,15 @@ QUESTIONS = (
 
 
 def measure(jobs: dict, smoke: bool, sides=("TRL", "Tally")) -> list[dict]:
-    questions = QUESTIONS
-    if smoke:
-        questions = [killed]
-        if not find_spec("trl"):
-            sides = ["Tally"]
+    if smoke and not find_spec("trl"):
+        sides = ["Tally"]
     rows = []
     for side, (job, names) in itertools.product(sides, jobs.items()):
         with tempfile.TemporaryDirectory() as work:
-            for question in questions:
-                answer = question(partial(ask, side, *job, Path(work)))
-                rows.append(names | dict(side=side, question=question.__name__) | answer)
+            asked = cache(partial(ask, side, *job, Path(work)))  # A run is made once.
+            for question in [killed] if smoke else QUESTIONS:
+                row = names | dict(side=side, question=question.__name__)
+                rows.append(row | question(asked))
     return rows
 
 
@@ -356,9 +342,8 @@ def table():
     for question in QUESTIONS:
         asked, equal, answer, objection = inspect.getdoc(question).split("\n\n")
         of_question = having(rows, question=question.__name__)
-        answers = []
-        for side in ("TRL", "Tally"):
-            answers.append(fill(answer, of_question, dict(side=side)).replace("\n", "<br>"))
+        answer = answer.replace("\n", "<br>")
+        answers = [fill(answer, of_question, dict(side=side)) for side in ("TRL", "Tally")]
         cells = (asked, f"{equal}.", *answers, objection)
         yield [cell.replace("\n", " ") for cell in cells]
 
