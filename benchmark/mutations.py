@@ -52,7 +52,7 @@ MUTATIONS = {
         "is_real[:, None]).sum() / len(mini_batch)",
         "is_real[:, None]).sum() / len(episodes)"),
     "a reward that sees half of a group": (
-        "rloo", "rewards/processes_score_whole_groups_of_any_rows[3-rloo]",
+        "rloo", "rewards/processes_score_whole_groups_of_any_rows[rloo]",
         "torch.arange(len(batch.prompts)).view(-1, batch.k)",
         "torch.arange(len(batch.prompts)).view(-1, 1)"),
     "FSDP2 gathers weights at each token": (
@@ -119,7 +119,7 @@ MUTATIONS = {
         "scores = scores - args.missing_eos_penalty",
         "scores = scores.clamp(max=args.score_clip) - args.missing_eos_penalty"),
     "reward model does not read the EOS": (
-        "rloo", "rewards/reward_model_reads_the_episode_with_its_eos[rloo-llama-0]",
+        "rloo", "rewards/reward_model_reads_the_episode_with_its_eos[rloo-same vocabulary]",
         "tokens = before + token_ids",
         "tokens = before + token_ids[:-1]"),
     "None counted as 0": (
@@ -185,7 +185,7 @@ MUTATIONS = {
         "accelerator.register_for_checkpointing(scheduler)",
         "pass"),
     "lines after the checkpoint kept": (
-        "rloo", "resume/only_the_runs_own_lines_are_cut[rloo]",
+        "rloo", "resume/only_the_runs_own_files_are_changed[rloo]",
         'os.truncate(metrics, state["metrics_bytes"])',
         "pass"),
     "only one checkpoint kept": (

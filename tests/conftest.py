@@ -51,6 +51,10 @@ HERE = Path(__file__).resolve().parent.parent
 VOCAB = ["<pad>", "<eos>", *"0123456789+-= abcdef"]
 PAD = 0
 EOS = 1
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}{{ '=' if m['role'] == 'user' else '' }}{% endfor %}"
+    "{{ '-' if add_generation_prompt else mark }}"
+)
 
 # A launcher sets these variables. The tests begin without them.
 for name in ("ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "WORLD_SIZE", "RANK", "LOCAL_RANK"):
@@ -153,9 +157,9 @@ def make_prompts(count, seed=0):
     return list(prompts)
 
 
-def make_tokenizer(pad_token="<pad>", eos_token="<eos>"):
+def make_tokenizer(pad_token="<pad>", eos_token="<eos>", vocab=VOCAB):
     """One token per character."""
-    backend = Tokenizer(WordLevel({token: i for i, token in enumerate(VOCAB)}))
+    backend = Tokenizer(WordLevel({token: i for i, token in enumerate(vocab)}))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -163,6 +167,7 @@ def make_tokenizer(pad_token="<pad>", eos_token="<eos>"):
         pad_token=pad_token,
         eos_token=eos_token,
         model_input_names=["input_ids", "attention_mask"],
+        chat_template=CHAT_TEMPLATE,
     )
 
 
@@ -296,23 +301,17 @@ def unsure_parts(prompts, completions, **_):
 def five(prompts, **_):
     return [5] * len(prompts)
 
-def large(prompts, **_):
-    """Three numbers, of which float32 knows only two."""
-    return [2.0**24 + i % 3 for i in range(len(prompts))]
-
 def record(**inputs):
-    """Writes down all that it is called with."""
+    """Writes down what it is called with, a line for each episode, and empties the lists."""
     assert all(isinstance(values, list) for values in inputs.values()), inputs
+    count = len(inputs["prompts"])
     with open(pathlib.Path(__file__).with_name("recorded.jsonl"), "a") as file:
-        file.write(json.dumps(inputs) + "\\n")
-    return [float(len(ids)) for ids in inputs["completion_ids"]]
-
-def changing(prompts, completions, completion_ids, tags, **_):
-    """Each completion takes the last tag of its row. The score counts the tags that are left."""
-    for ids, own in zip(completion_ids, tags):
-        ids.clear()
-        own.pop()
-    return [len(own) + score for own, score in zip(tags, letters(prompts, completions))]
+        for values in zip(*inputs.values(), strict=True):
+            file.write(json.dumps(dict(zip(inputs, values), count=count)) + "\\n")
+            for value in values:
+                if isinstance(value, list):
+                    value.clear()
+    return [0.1 * i for i in range(count)]
 
 calls = 0
 
