@@ -7,8 +7,8 @@ import runpy
 import shlex
 import sys
 import time
+from dataclasses import replace
 from functools import partial
-from itertools import combinations
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,26 +26,26 @@ from conftest import (
     distance,
     fresh_imports,
     import_file,
+    make_args,
     make_prompts,
     make_rows,
     one_text,
     read_jsonl,
-    read_rollouts,
     run_program,
     save_classifier,
     save_model,
     with_group,
     write_jsonl,
 )
-from plain import plain_gradient, token_weights
+from plain import plain_gradient
 from pytest import approx, mark, raises
+from test_pages import changed
 
 plot = import_file(HERE / "benchmark" / "plot.py")
 win_rate = import_file(HERE / "benchmark" / "win_rate.py")
 tasks = import_file(HERE / "benchmark" / "smollm2" / "tasks.py")
 ladder = import_file(HERE / "benchmark" / "ladder" / "ladder.py")
 claims = import_file(HERE / "benchmark" / "claims" / "claims.py")
-questions = import_file(HERE / "benchmark" / "questions" / "questions.py")
 of_each_program = mark.parametrize("program", launcher.PROGRAMS, ids=str)
 WITH_MAIN = [
     path
@@ -73,17 +73,14 @@ def test_every_job_parses(program, tmp_path, monkeypatch):
     """Every run that a program would start has flags that its script knows. Each result belongs to
     a part, and names its commit."""
     path = HERE / "benchmark" / program
-    monkeypatch.syspath_prepend(path.parent)
-    for name in (*SCRIPTS, path.stem):  # Afterwards each name is its module again.
-        monkeypatch.setitem(sys.modules, name, sys.modules.get(name))
-    parts = import_file(path).PARTS
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    parts = launcher.import_script(path).PARTS
     scripts = {}
     for part in parts.values():
-        jobs = {(job[0], re.sub(r"--seed \d+", "", job[1])) for job in part.jobs()}
-        for script, flags in jobs:
+        for script, flags, *_ in replace(part, seeds=[1]).jobs():
             if script not in scripts:
-                folder = tmp_path / str(len(scripts))
-                scripts[script] = import_file(launcher.copy_script(folder, *script.split()))
+                name, *patch = script.split()
+                scripts[script] = changed(name, tmp_path / script, *patch)
             words = f"{flags} {part.short} --output-dir {tmp_path}/run".split()
             tyro.cli(scripts[script].Args, args=words)
     result = launcher.read_result(path.with_suffix(".json"))
@@ -104,7 +101,7 @@ def test_a_smoke_run(program, tmp_path):
 def test_a_part_is_measured_alone(tmp_path):
     """Its rows and its stamp are new. Those of the other parts stay."""
     path = tmp_path / "result.json"
-    old = dict(commit="c", date="d", minutes=2.0, machine="m")
+    old = dict(commit="c")
     second = dict(part="second", x=2)
     rows = [dict(part="first", x=1), second]
     launcher.write_result(path, {"first": old, "second": old}, rows)
@@ -113,7 +110,6 @@ def test_a_part_is_measured_alone(tmp_path):
     found = launcher.read_result(path)
     assert found["rows"] == [dict(part="first", x=3), second]
     assert found["parts"]["second"] == old
-    assert found["parts"]["first"]["machine"] == launcher.machine()
     assert re.match("[0-9a-f]{7}", found["parts"]["first"]["commit"])
 
 
@@ -169,69 +165,52 @@ ONE_DIES = (
 )
 
 
-def test_methods_take_rates_that_the_same_command_measured(monkeypatch):
-    """The file changes after the program has started."""
-    rows = [dict(part="rates", method=name, rate=8e-4, scores=2.0) for name in claims.METHODS]
-    monkeypatch.setattr(claims, "read_result", lambda path: dict(rows=rows))
-    part = claims.PARTS["methods"]
-    part.prepare()
-    assert {names["rate"] for names in part.jobs().values()} == {8e-4}
-
-
 def test_a_judge_that_likes_a_position_gives_one_half(run, tmp_path, capsys):
     """Exactly half of the pairs are swapped. The win rate of each place shows the bias. The last
     evaluation of a run counts. A column may be a side."""
     (tmp_path / "judge.py").write_text("def first_shown(prompts, **_): return [0] * len(prompts)")
     flags = dict(eval_dataset=12, eval_temperature=1.0)
-    model = run(MODULES["rloo"], **flags).folder
-    other = run(MODULES["rloo"], **flags, total_episodes=0, seed=2).folder
+    model = run(MODULES["rloo"], **flags)
+    other = run(MODULES["rloo"], **flags, seed=2)
     output = tmp_path / "deep" / "pairs.jsonl"
-    flags = dict(model=model, judge=f"{tmp_path}/judge.py:first_shown", output=output)
-    rows, others = (read_rollouts(path, "eval_")[-12:] for path in (model, other))
-    baselines = {str(other): column(others, "completion")}
-    baselines["column:number"] = [row["columns"]["number"] for row in rows]
-    for baseline, texts in baselines.items():
+    files = dict(model=model.folder, judge=f"{tmp_path}/judge.py:first_shown", output=output)
+    for baseline, texts in {
+        other.folder: column(other.eval_rollouts[-12:], "completion"),
+        "column:number": list(range(12)),
+    }.items():
         with fresh_imports():
-            rate, *_ = win_rate.main(win_rate.Args(baseline=baseline, **flags))
+            rate, *_ = win_rate.main(win_rate.Args(baseline=str(baseline), **files))
         assert rate == 0.5
         printed = capsys.readouterr().out
         assert "shown first: 100.0 % of 6\nshown second: 0.0 % of 6" in printed
         pairs = read_jsonl(output)
-        assert column(pairs, "model") == column(rows, "completion")
+        assert column(pairs, "model") == column(model.eval_rollouts[-12:], "completion")
         assert column(pairs, "baseline") == texts
-        for pair in pairs:
-            assert pair["win"] == (pair["model_shown"] == "first")
     short = run(MODULES["rloo"], total_episodes=0, eval_dataset=11).folder
     with raises(SystemExit, match="on other rows"):
-        win_rate.main(win_rate.Args(baseline=str(short), **flags))
+        win_rate.main(win_rate.Args(baseline=str(short), **files))
 
 
 def test_every_verdict_is_counted_for_the_right_side():
     """Verdicts are 0, 1, 0.5 or None, and numbers of Python or of numpy. Another verdict is
     refused, and so is another number of them."""
-    said = [0, 1, 0.5, None, np.int64(1), np.float32(0), True] * 3
-    shown = {}
 
-    def judge(**columns):
-        shown.update(columns)
-        return said
-
-    def judged():
+    def judge(verdicts):
         rows = [dict(prompt="1+1=", completion="m", columns={})] * 21
-        return win_rate.judge_pairs(judge, rows, ["b"] * 21, 1)
+        return win_rate.judge_pairs(verdicts, rows, ["b"] * 21, 1)
 
-    pairs = judged()
-    for pair, first, verdict in zip(pairs, shown["first"], said, strict=True):
-        if verdict in (0.5, None):
-            assert pair["win"] == 0.5
-        else:
-            assert pair["win"] == (verdict == (first == "b"))
-    said[3] = -1
+    best = judge(lambda first, **_: [int(text == "b") for text in first])
+    assert column(best, "win") == [1] * 21
+    said = [0, 1, 0.5, None, np.int64(1), np.float32(0), True] * 3
+    for pair, verdict in zip(judge(lambda **_: said), said, strict=True):
+        expected = 0.5
+        if verdict not in (0.5, None):
+            expected = verdict == (pair["model_shown"] == "second")
+        assert pair["win"] == expected
     with raises(ValueError, match="^pair 3, .*the judge said -1"):
-        judged()
-    said.pop()
+        judge(lambda **_: [*said[:3], -1, *said[4:]])
     with raises(ValueError, match="20 verdicts for 21"):
-        judged()
+        judge(lambda **_: said[1:])
 
 
 def test_the_interval_is_wilsons():
@@ -247,49 +226,16 @@ def test_the_interval_is_wilsons():
 
 
 @one_text
-def test_plot_draws_seeds_as_one_curve(script, run, tmp_path):
+def test_plot_draws_seeds_as_one_curve(script, run):
     """Runs that differ only in the seed are one curve, their mean. The labels of other runs show
     their flags."""
-    first = run(script)
-    second = run(script, seed=2)
-    other = run(script, kl_coef=0.3)
-    folders = (first.folder, second.folder, other.folder)
-    groups = plot.group_runs(folders)
-    sizes = {label: len(group) for label, group in groups.items()}
-    assert sizes == {"run0, kl_coef 0.05": 2, "run2, kl_coef 0.3": 1}
+    runs = [run(script), run(script, seed=2), run(script, kl_coef=0.3)]
+    groups = plot.group_runs([ran.folder for ran in runs])
+    assert list(map(len, groups.values())) == [2, 1]
+    assert list(groups) == ["run0, kl_coef 0.05", "run2, kl_coef 0.3"]
     _, values = plot.points(groups["run0, kl_coef 0.05"], "objective/scores", "episode")
-    for drawn, ran in zip(values.tolist(), (first, second), strict=True):
-        assert drawn == [row["objective/scores"] for row in ran.metrics]
-    plot.main(plot.Args(folders=folders, output=tmp_path / "plot.png"))
-    assert (tmp_path / "plot.png").stat().st_size > 10_000
-
-
-@mark.slow
-def test_tally_answers_as_it_is_stored(monkeypatch):
-    """The questions that are put to TRL and to Tally. What was bitwise equal is so. Other numbers
-    may differ by rounding."""
-    monkeypatch.chdir(HERE)  # `measure` goes there.
-    monkeypatch.syspath_prepend(HERE / "benchmark" / "questions")
-    stored = {}
-    for row in launcher.read_result(questions.RESULT)["rows"]:
-        if row["side"] == "Tally" and row["script"] == "rloo":
-            stored[row["question"]] = row
-    [jobs, *_] = [{job: names} for job, names in questions.PARTS["questions"].jobs().items()]
-    for row in questions.measure(jobs, smoke=False, sides=["Tally"]):
-        expected = stored.pop(row["question"])
-        del expected["part"]
-        assert row == approx(expected, abs=1e-3)
-        assert [x == 0 for x in row.values()] == [x == 0 for x in expected.values()]
-    assert not stored
-
-
-def test_pass_at_m_is_the_mean_over_all_choices():
-    """Of m samples, over all choices of them: the share in which at least one is right."""
-    for right in range(7):
-        scores = [1] * right + [0] * (6 - right)
-        for m in range(1, 7):
-            best = [max(chosen) for chosen in combinations(scores, m)]
-            assert claims.pass_at(m, right, 6) == approx(np.mean(best))
+    for drawn, ran in zip(values.tolist(), runs):
+        assert drawn == column(ran.metrics, "objective/scores")
 
 
 @mark.slow
@@ -310,15 +256,12 @@ def test_the_recipe_of_tldr_runs(name, run, tmp_path, monkeypatch):
     datasets.mkdir(parents=True)
     for split in ("train", "validation"):
         write_jsonl(datasets / f"{split}.jsonl", make_rows(make_prompts(40)))
-    flags |= dict(k=4, total_episodes=64, batch_size=64, plan=None)
+    flags |= dict(k=4, total_episodes=64, batch_size=64)
     flags["eval_dataset"] = "trl-lib/tldr:validation[:8]"
-    ran = run(MODULES[name], **flags)
-    before, after = ran.metrics
+    before, after = run(MODULES[name], **flags).metrics
     assert after["episode"] == 64
     assert after["step"] == (4 if name == "ppo" else 1)
     assert "eval/scores" in before
-    assert 0 < after["val/num_eos_tokens"] <= 64
-    assert (ran.folder / "model").exists()
 
 
 TASKS = """
@@ -362,20 +305,20 @@ def test_tasks(tmp_path, monkeypatch):
         assert rows == [dict(prompt=row["prompt"], answer=row["answer"]) for row in made]
 
 
-# test_patches.py tests the patch of the ladder.
-def test_the_measured_gradients_are_right(world, tmp_path, monkeypatch):
-    """With learning rate 0, both iterations of ladder.py have the gradient of their own
-    completions and of the same weights."""
+def test_reinforce_and_its_measured_gradients(world, tmp_path, monkeypatch):
+    """The advantages of the patch are the scores. With learning rate 0, both iterations of
+    ladder.py have the gradient of their own completions and of the same weights."""
     rloo = MODULES["rloo"]
     flags = base_flags(world, dict(kl_coef=0.0, total_episodes=24, learning_rate=0.0))
     words = " ".join(command_line(with_group(rloo, flags)))
     monkeypatch.syspath_prepend(HERE / "benchmark" / "ladder")
-    file = str(tmp_path / "gradients")
-    rollouts = launcher.run("rloo", words, partial(ladder.keep_gradients, file))["rollouts"]
-    for iteration, measured in enumerate(np.fromfile(file, np.float32).reshape(2, -1), 1):
-        rows = [row for row in rollouts if row["iteration"] == iteration]
-        expected = plain_gradient(world.llama, rows, token_weights(rloo, rows))
-        assert distance(expected, [torch.from_numpy(measured)]) < 1e-4
+    keep = partial(ladder.keep_gradients, str(tmp_path / "gradients"))
+    rollouts = launcher.run("rloo reinforce.patch", words, keep)["rollouts"]
+    assert column(rollouts, "advantage") == approx(column(rollouts, "score"))
+    measured = np.fromfile(tmp_path / "gradients", np.float32).reshape(2, -1)
+    for rows, found in zip((rollouts[:12], rollouts[12:]), measured):
+        expected = plain_gradient(make_args(rloo, **flags), rows)
+        assert distance(expected, [torch.from_numpy(found)]) < 1e-4
 
 
 def test_moments_are_unbiased():

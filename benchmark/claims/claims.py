@@ -2,19 +2,15 @@
 its own runs. Most of it is on the built-in task.
 
     python benchmark/claims/claims.py                      # all parts
-    python benchmark/claims/claims.py coin passes          # only these, the others are kept
-    python benchmark/claims/claims.py --plot               # only the figure again
-
-At the end of the file stand the table, the numbers of sentences, and the figure.
+    python benchmark/claims/claims.py coin form            # only these, the others are kept
+    python benchmark/claims/claims.py --plot               # only the figure, and the p-values
 """
 
-import math
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from functools import partial
-from itertools import combinations, product
+from itertools import combinations, combinations_with_replacement, product
 from pathlib import Path
 from statistics import mean
 
@@ -24,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
 from run import (
     BENCHMARK,
+    BUILT_IN,
     POLICY,
     SCRIPTS,
     Part,
@@ -216,62 +213,6 @@ for reward, judge in product(("digits", "exactly"), ("exact_match", "exactly")):
 SAMPLED = f"{NO_KL} --eval-temperature 1 --eval-k 16"
 
 
-# ---- new answers, or more frequent ones
-SAMPLES = 32  # of each question, for pass@k
-TEMPERATURES = (0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0)
-BUILT_IN = "--model-path benchmark/default/policy --response-length 8"
-BUILT_IN += " --dataset benchmark/default/train.jsonl --reward exact_match"
-TINY = f"{BUILT_IN} --eval-dataset benchmark/default/eval.jsonl"
-TINY += " --total-episodes 16 --batch-size 16"
-
-
-def samplings(files: str, samples: dict, temperatures: tuple, flags: str) -> list[tuple]:
-    """Evaluations alone, at each temperature: names and flags of each.
-
-    files: with PROMPTS for `train` and `eval`; samples: how many of each question
-    """
-    found = []
-    for prompts, temperature in product(samples, temperatures):
-        own = f"{flags} --total-episodes 0 --save-rollouts --kl-coef 0"
-        own += f" --eval-dataset {files.replace('PROMPTS', prompts)}"
-        own += f" --eval-k {samples[prompts]} --eval-temperature {temperature}"
-        found.append((dict(temperature=temperature, prompts=prompts), own))
-    return found
-
-
-def run_passes(of_start: list, of_trained: list, jobs: dict, smoke: bool) -> list[dict]:
-    """Train, and then sample from the starting policy and from what was trained: how many answers
-    to each question are right."""
-    with tempfile.TemporaryDirectory() as folder:
-        trainings = []
-        models = [(dict(model="start", seed=0), "", of_start)]
-        for job, names in jobs.items():
-            path = f"{folder}/{len(trainings)}"
-            trainings.append((*job, path))
-            model = dict(model=names["script"], seed=names["seed"])
-            models.append((model, f"--model-path {path}/model", of_trained))
-        run_all(trainings)
-        sampled = {}
-        for model, own, chosen in models:
-            for names, flags in chosen[:1] if smoke else chosen:
-                short = TINY if smoke else ""
-                sampled["rloo", f"{flags} {short} {own}"] = model | names
-        return run_all(list(sampled), lambda job, result: sampled[job] | right_answers(result))
-
-
-def right_answers(result: dict) -> dict:
-    """The right samples of each question."""
-    counts = Counter()
-    for row in having(result["eval_rollouts"], iteration=0):
-        counts[row["prompt"]] += int(row["score"])
-    return dict(right=[right for _, right in sorted(counts.items())])
-
-
-FILES = "benchmark/default/PROMPTS.jsonl"
-PASSES_OF_START = samplings(FILES, dict(train=32, eval=32), TEMPERATURES, BUILT_IN)
-PASSES_OF_TRAINED = samplings(FILES, dict(eval=32), (1.0,), BUILT_IN)
-
-
 # ---- other methods, rates and prompts
 OWN_RATES = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4)
 FILTERED = "rloo reinforce.patch"  # With scores 0 and 1 wrong answers have no loss.
@@ -310,16 +251,17 @@ def choose_rates():
 def write_pairs(seed: int, path: str):
     """Training does not show some pairs of last digits. All prompts with these pairs are held out.
     The column `kind` says if a row's pair is seen."""
-    pairs = [{str(a), str(b)} for a in range(10) for b in range(a, 10)]
+    pairs = [*combinations_with_replacement("0123456789", 2)]
     chosen = np.random.default_rng(seed).permutation(len(pairs))[:UNSEEN]
-    unseen = [pairs[i] for i in chosen]
+    unseen = [{*pairs[i]} for i in chosen]
     rows = {"train": [], "eval": []}
     for file in ("eval", "train"):
         for row in read_rows(BENCHMARK / f"default/{file}.jsonl"):
             a, b = row["prompt"].rstrip("=").split("+")
-            is_unseen = {a[-1], b[-1]} in unseen
-            row["kind"] = "unseen" if is_unseen else "seen"
-            rows["eval" if is_unseen else file].append(row)
+            if {a[-1], b[-1]} in unseen:
+                rows["eval"].append(row | dict(kind="unseen"))
+            else:
+                rows[file].append(row | dict(kind="seen"))
     for file in rows:
         write_rows(Path(f"{path}_{file}.jsonl"), rows[file])
 
@@ -350,13 +292,14 @@ EPISODES = dict(rloo=16384, grpo=16384, ppo=8192)
 
 
 # ---- a real model
-SMOLLM2 = "--reward benchmark/smollm2/tasks.py:score --response-length 24"
+SMOLLM2 = "--reward benchmark/smollm2/tasks.py:score --response-length 24 --kl-coef 0"
 SMOLLM2 += " --per-device-train-batch-size 16 --model-path benchmark/smollm2/model"
 SMOLLM2 += " --dataset benchmark/smollm2/chain_sum_train.jsonl --num-sample-generations 0"
-SMOLLM2_FILES = "benchmark/smollm2/chain_sum_PROMPTS.jsonl"
-SMOLLM2_SAMPLES = {"train": 4, "eval": 8}  # of each of 140 and 60 questions
-SMOLLM2_TEMPERATURES = (0.1, 0.3, 0.6, 1.0)
-PASSES = samplings(SMOLLM2_FILES, SMOLLM2_SAMPLES, SMOLLM2_TEMPERATURES, SMOLLM2)
+WITHOUT_TRAINING = f"{SMOLLM2} --total-episodes 0 --save-rollouts"
+TINY = f"{BUILT_IN} --eval-dataset benchmark/default/eval.jsonl --response-length 8"
+TINY += " --total-episodes 16 --batch-size 16"
+SAMPLES = {"train": 4, "eval": 8}  # of each of 140 and 60 questions
+TEMPERATURES = (0.1, 0.3, 0.6, 1.0)
 TASKS = {  # of reasoning-gym, with their settings
     "chain_sum": "--max-terms 2 --max-digits 1",
     "products": "--max-digits 1",
@@ -364,11 +307,38 @@ TASKS = {  # of reasoning-gym, with their settings
 }
 
 
+def run_passes(jobs: dict, smoke: bool) -> list[dict]:
+    """Train a real model, and then sample from it at each temperature: how many answers to each
+    question are right. Without jobs it is the model before training."""
+    with tempfile.TemporaryDirectory() as folder:
+        models = {} if jobs else {"": 0}  # flags that name the model: seed
+        trainings = []
+        for job, names in jobs.items():
+            path = f"{folder}/{names['seed']}"
+            trainings.append((*job, path))
+            models[f"--model-path {path}/model"] = names["seed"]
+        run_all(trainings)
+        sampled = {}
+        for own, prompts, temperature in product(models, SAMPLES, TEMPERATURES):
+            flags = f"{WITHOUT_TRAINING} --eval-dataset benchmark/smollm2/chain_sum_{prompts}.jsonl"
+            flags += f" --eval-k {SAMPLES[prompts]} --eval-temperature {temperature}"
+            names = dict(seed=models[own], temperature=temperature, prompts=prompts)
+            sampled["rloo", f"{flags} {TINY if smoke else ''} {own}"] = names
+        chosen = [*sampled][:1] if smoke else [*sampled]
+        return run_all(chosen, lambda job, result: sampled[job] | right_answers(result))
+
+
+def right_answers(result: dict) -> dict:
+    """The right samples of each question."""
+    counts = Counter()
+    for row in having(result["eval_rollouts"], iteration=0):
+        counts[row["prompt"]] += int(row["score"])
+    return dict(right=[right for _, right in sorted(counts.items())])
+
+
 def train_smollm2(script: str, own: str, seeds) -> Part:
-    """Train a real model, and sample from it at each temperature."""
-    flags = f"{SMOLLM2} --kl-coef 0 --total-episodes 640 --learning-rate 1e-5"
-    measure = partial(run_passes, [], PASSES)
-    return Part([({}, script, own)], flags, seeds, measure=measure, short=TINY)
+    flags = f"{SMOLLM2} --total-episodes 640 --learning-rate 1e-5"
+    return Part([({}, script, own)], flags, seeds, measure=run_passes, short=TINY)
 
 
 def make_tasks():
@@ -377,19 +347,16 @@ def make_tasks():
         subprocess.run(command, check=True)
 
 
-def without_training() -> list[tuple]:
-    """Evaluations of the real model: the most likely answer, and eight samples."""
-    runs = []
-    for task, sampled in product(TASKS, ("0", "1 --eval-k 8")):
-        flags = f"--eval-dataset runs/{task}_eval.jsonl --eval-temperature {sampled}"
-        runs.append((dict(task=task, temperature=float(sampled[0])), "rloo", flags))
-    return runs
-
-
 def share_right(result: dict) -> dict:
     answers = [row["columns"]["answer"] for row in result["eval_rollouts"]]
     constant = max(Counter(answers).values()) / len(answers)
     return dict(right=round(result["evaluations"][0]["eval/scores"], 4), constant=constant)
+
+
+UNTRAINED = []  # the most likely answer, and eight samples
+for task, (temperature, own) in product(TASKS, ((0.0, "0"), (1.0, "1 --eval-k 8"))):
+    flags = f"--eval-dataset runs/{task}_eval.jsonl --eval-temperature {own}"
+    UNTRAINED.append((dict(task=task, temperature=temperature), "rloo", flags))
 
 
 # ---- the parts
@@ -402,12 +369,6 @@ PARTS |= {
     "policy": Part([], measure=make_policy),
     "coin": Part(COINS, f"{SAMPLED} --eval-reward exact_match", SEEDS, before_and_after),
     "form": Part(FORMS, f"{SAMPLED} {LENGTH}", SEEDS, before_and_after, prepare=need_policy),
-    "passes": Part(
-        [({}, script, "") for script in SCRIPTS],
-        NO_KL,
-        SEEDS,
-        measure=partial(run_passes, PASSES_OF_START, PASSES_OF_TRAINED),
-    ),
     "rates": Part(of_methods(lambda method: OWN_RATES), NO_KL, range(1, 4), ends),
     "methods": Part([], f"{NO_KL} --eval-every 64", OTHER_SEEDS, ends, prepare=choose_rates),
     "pairs": Part(
@@ -416,13 +377,9 @@ PARTS |= {
         OTHER_SEEDS,
         measure=run_pairs,
     ),
-    "smollm2_start": Part([], measure=partial(run_passes, PASSES, [])),
+    "smollm2_start": Part([], measure=run_passes),
     "smollm2_tasks": Part(
-        without_training(),
-        f"{SMOLLM2} --kl-coef 0 --total-episodes 0 --save-rollouts",
-        keep=share_right,
-        prepare=make_tasks,
-        short=TINY,
+        UNTRAINED, WITHOUT_TRAINING, keep=share_right, prepare=make_tasks, short=TINY
     ),
     "smollm2_rloo": train_smollm2("rloo", "--rloo-k 8", SEEDS),
     "smollm2_grpo": train_smollm2("grpo", "--num-generations 8", (1,)),
@@ -441,25 +398,6 @@ def measured(part: str, **wanted) -> list[dict]:
 
 
 choose_rates()
-
-
-def pass_at(m: int, right: int, samples: int = SAMPLES) -> float:
-    """The chance that at least one of m samples is right, unbiased, from `samples` samples of which
-    `right` are."""
-    all_wrong = math.comb(samples - right, m)
-    return 1 - all_wrong / math.comb(samples, m)
-
-
-def passes(m: int, **wanted) -> float:
-    """pass@m, the mean over questions and seeds."""
-    rows = measured("passes", **wanted)
-    return mean(pass_at(m, right) for row in rows for right in row["right"])
-
-
-def passes_of_start(m: int) -> float:
-    """The same of the start, at the temperature that is best on training prompts."""
-    best = max(TEMPERATURES, key=lambda t: passes(m, prompts="train", temperature=t))
-    return passes(m, model="start", prompts="eval", temperature=best)
 
 
 def sign_flips(differences) -> float:
@@ -482,20 +420,15 @@ def holm(p_values: dict) -> dict:
     return corrected
 
 
-def cited():
-    """What docs/claims.md says in sentences."""
-    for m, words in ((1, "from {:.2f} to {:.2f}"), (16, "{:.2f} before, and {:.2f} to")):
-        rloo = passes(m, model="rloo", prompts="eval", temperature=1.0)
-        ppo = passes(m, model="ppo", prompts="eval", temperature=1.0)
-        yield [words.format(passes_of_start(m), rloo), f"{ppo:.2f}"]
+def compare_methods():
+    """Print for each pair of methods Holm's p of their right answers."""
     methods = grouped(measured("methods"), "method")
     p_values = {}
     for pair in combinations(methods, 2):
         one, other = (column(methods[name], "held_out") for name in pair)
         p_values[pair] = sign_flips(np.subtract(one, other))
     for pair, p in holm(p_values).items():
-        if len({"PPO", "filtered, k = 1"}.intersection(pair)) == 1:
-            yield [f"(p = {p:.3f})"]
+        print(*pair, f"p = {p:.3f}", sep=" | ")
 
 
 def smollm2_shares(runs: list[dict]) -> tuple:
@@ -503,12 +436,12 @@ def smollm2_shares(runs: list[dict]) -> tuple:
     the temperature that is best on training questions."""
     shares = {}
     for row in runs:
-        right = mean(row["right"]) / SMOLLM2_SAMPLES[row["prompts"]]
+        right = mean(row["right"]) / SAMPLES[row["prompts"]]
         solved = mean(count > 0 for count in row["right"])
         shares[row["prompts"], row["temperature"]] = right, solved
 
     def best(place):
-        return max(SMOLLM2_TEMPERATURES, key=lambda t: shares["train", t][place])
+        return max(TEMPERATURES, key=lambda t: shares["train", t][place])
 
     return (*shares["eval", 1.0], shares["eval", best(0)][0], shares["eval", best(1)][1])
 
@@ -579,6 +512,7 @@ def plot(results: list[dict], folder: Path):
         axis.set_title(title, fontsize=8.5)
         axis.legend(frameon=False, fontsize=7, labelspacing=0.3, handlelength=1.2)
     draw.save(figure, folder / "claims.png")
+    compare_methods()
 
 
 if __name__ == "__main__":
