@@ -31,7 +31,6 @@ from conftest import (
     make_rows,
     one_text,
     read_jsonl,
-    run_program,
     save_classifier,
     save_model,
     with_group,
@@ -94,7 +93,9 @@ def test_every_job_parses(program, tmp_path, monkeypatch):
 def test_a_smoke_run(program, tmp_path):
     """A short version of each part runs to its end, and the figures are drawn."""
     words = [str(HERE / "benchmark" / program), "--smoke"]
-    ran = run_program(words, tmp_path, launcher.DEFAULTS)
+    environment = os.environ | launcher.DEFAULTS
+    words = [sys.executable, *words]
+    ran = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 
 
