@@ -22,7 +22,8 @@ from run import BENCHMARK, POLICY, ROOT, Part, column, curves, having, main, rea
 from tables import number, with_band
 
 RESULT = Path(__file__).with_suffix(".json")
-KEPT = "eval/scores response_length_mean policy/entropy_avg objective/kl".split()
+KEPT = ("eval/scores", "eval/best_of_8", "response_length_mean", "policy/entropy_avg")
+KEPT += ("objective/kl",)
 DRAWN = {  # metrics, how they are called, and where their axis ends
     "eval/scores": ("right answers", 1.02),
     "response_length_mean": ("tokens", 8.2),
@@ -53,21 +54,21 @@ class Variant(NamedTuple):
 
 
 VARIANTS = {
-    "reinforce_plus_plus": Variant("rloo", SHORT, "--rloo-k 1", "REINFORCE++, k = 1"),
-    "sampler_weights": Variant(
-        "rloo", SHORT, "", "bfloat16 sampler, weighted", MEANS[0], "deviation of the weights"
+    "dynamic_sampling": Variant(
+        "grpo", SHORT, "", "dynamic sampling", "generated_episodes", "generated episodes"
+    ),
+    "entropy_bonus": Variant(
+        "grpo", SHORT, BONUS, "with the bonus", "policy/entropy_avg", "entropy of a token"
     ),
     "masked_importance_sampling": Variant(
         "grpo", SHORT, "", "bfloat16 sampler, masked", MEANS[1], "deviation of the weights"
     ),
     "overlong_punishment": Variant("grpo", JUDGE, "", "punished", "response_length_mean", "tokens"),
-    "dynamic_sampling": Variant(
-        "grpo", SHORT, "", "dynamic sampling", "generated_episodes", "generated episodes"
+    "reinforce_plus_plus": Variant("rloo", SHORT, "--rloo-k 1", "REINFORCE++, k = 1"),
+    "sampler_weights": Variant(
+        "rloo", SHORT, "", "bfloat16 sampler, weighted", MEANS[0], "deviation of the weights"
     ),
     "unbiased_kl": Variant("grpo", REWARD_MODEL, "", "KL times the ratio", "objective/kl", "KL"),
-    "entropy_bonus": Variant(
-        "grpo", SHORT, BONUS, "with the bonus", "policy/entropy_avg", "entropy of a token"
-    ),
     "distillation": Variant(
         "rloo", SHORT, DISTILL, "a teacher, no reward", "objective/kl", KL_OF_DISTILL
     ),
@@ -81,13 +82,13 @@ def is_patch(name: str) -> bool:
 
 def kept(result: dict) -> dict:
     """What is kept of a run: its evaluations, and the means of some metrics between them."""
-    evaluations = result["evaluations"]
-    curve = curves(result, KEPT)
-    for name in ("eval/best_of_8", "generated_episodes"):
-        if name in evaluations[-1]:
-            curve[name] = [round(row.get(name, 0), 4) for row in evaluations]
+    last = result["metrics"][-1]
+    curve = curves(result, [name for name in KEPT if name in last])
+    if "generated_episodes" in last:
+        generated = [row.get("generated_episodes", 0) for row in result["evaluations"]]
+        curve["generated_episodes"] = generated
     for name in MEANS:
-        if name in result["metrics"][-1]:
+        if name in last:
             curve[name] = float(f"{np.mean(column(result['metrics'][1:], name)):.4g}")
     return curve
 
@@ -98,52 +99,48 @@ def train_teacher():
 
 
 # The scripts as they are have one part, because some variants share them.
-ORIGINALS = {(variant.script, variant.flags): {} for variant in VARIANTS.values()}
-RUNS = {"original": [({}, *settings) for settings in ORIGINALS]}
-for name, variant in VARIANTS.items():
-    script = variant.script
-    if is_patch(name):
-        script += f" {name}.patch"
-    RUNS[name] = [({}, script, f"{variant.flags} {variant.own_flags}")]
+RUNS = {"original": [({}, *run) for run in dict.fromkeys(v[:2] for v in VARIANTS.values())]}
+for name, (script, flags, own, *_) in VARIANTS.items():
+    patched = f"{script} {name}.patch" if is_patch(name) else script
+    RUNS[name] = [({}, patched, f"{flags} {own}")]
 PARTS = {name: Part(runs, "--eval-every 8", range(1, 6), kept) for name, runs in RUNS.items()}
 PARTS["distillation"].prepare = train_teacher
 PARTS["distillation"].short += f" --ref-model-path {POLICY}"
 
 
-def runs_of(rows: list[dict], name: str) -> dict[str, list[dict]]:
+def runs_of(rows: list[dict], name: str) -> tuple[list[dict], list[dict]]:
     """The runs of the script as it is, and those of a variant."""
     variant = VARIANTS[name]
     originals = having(rows, part="original", script=variant.script)
     originals = [row for row in originals if row["flags"].endswith(variant.flags)]
-    return {"original": originals, name: having(rows, part=name)}
+    return originals, having(rows, part=name)
 
 
 def end_of(runs: list[dict], metric: str) -> str:
     """The mean of a metric at the end of each run, or of its mean over the run."""
-    ends = np.array([row[metric] for row in runs if metric in row])
-    return number(np.mean(ends[:, -1] if ends.ndim > 1 else ends)) if len(ends) else ""
+    ends = [np.ravel(row[metric])[-1] for row in runs if metric in row]
+    return number(np.mean(ends)) if ends else ""
 
 
 def table():
     """Each variant beside the script as it is, at the end of training: means over five seeds, with
     95 % intervals."""
     rows = read_result(RESULT)["rows"]
-    for name in sorted(VARIANTS, key=lambda name: (not is_patch(name), name)):
-        metric, about = VARIANTS[name][-2:]
-        originals, own = runs_of(rows, name).values()
-        right = [with_band([row["eval/scores"][-1] for row in some]) for some in (own, originals)]
+    for name, variant in VARIANTS.items():
+        pair = runs_of(rows, name)[::-1]
+        right = [with_band([row["eval/scores"][-1] for row in some]) for some in pair]
         shown = f"`{name}.patch`" if is_patch(name) else f"{name} (flags)"
-        also = end_of(own, metric), end_of(originals, metric)
-        yield [shown, f"{own[0]['episode'][-1]:,}", *right, about, *also]
+        also = [end_of(some, variant.metric) for some in pair]
+        yield [shown, f"{pair[0][0]['episode'][-1]:,}", *right, variant.about, *also]
 
 
 def draw_panel(axis, rows: list[dict], name: str, metric: str):
     """The mean of the seeds of a variant and of its original."""
     variant = VARIANTS[name]
-    colors = {"original": draw.COLORS[variant.script], name: draw.OTHERS[0]}
-    labels = {"original": f"{variant.script}.py", name: variant.label}
-    for where, some in runs_of(rows, name).items():
-        style = dict(color=colors[where], label=labels[where])
+    colors = (draw.COLORS[variant.script], draw.OTHERS[0])
+    labels = (f"{variant.script}.py", variant.label)
+    for some, color, label in zip(runs_of(rows, name), colors, labels):
+        style = dict(color=color, label=label)
         draw.curve(axis, some[0]["episode"], column(some, metric), **style)
         if "generated_episodes" in some[0]:
             style |= dict(ls=":", label="over generated episodes")
