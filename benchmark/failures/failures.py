@@ -29,15 +29,13 @@ TRUTH = "--eval-reward exact_match"
 MODEL = f"--reward none --reward-model-path benchmark/default/reward_model {TRUTH}"
 MODEL += " --eval-temperature 1"
 COLORS = {"failure": draw.OTHERS[4], "healthy": draw.OTHERS[0]}
-METRICS = {  # those of the figure; after the bar, those that stand in the page's table alone
+METRICS = {  # those of the figure, and after the bar those of the page's table alone
     "learning_rate": "eval/scores objective/kl grad_norm",
     "no_kl": "objective/scores eval/scores",
     "missing_ends": "val/num_eos_tokens response_length_mean eval/scores"
     " | objective/scores objective/kl",
-    "temperature": "objective/scores policy/clipfrac_avg policy/entropy_avg"
-    " | val/sampling_logprob_difference policy/approxkl_avg eval/scores",
-    "eos_masked": "eval/scores response_length_mean"
-    " | val/sampling_logprob_difference objective/scores",
+    "temperature": "objective/scores policy/clipfrac_avg policy/entropy_avg",
+    "eos_masked": "eval/scores response_length_mean",
     "interleaved": "eval/scores group/equal_scores_fraction policy/entropy_avg",
     "equal_scores": "objective/scores eval/scores response_length_mean | val/num_eos_tokens",
 }
@@ -47,7 +45,7 @@ def kept(name: str, result: dict) -> dict:
     """What is kept of a run: its first evaluation, and its curves in POINTS points."""
     points = curves(result, METRICS[name].replace("|", "").split())
     episode = points.pop("episode")[1:]
-    start = points["eval/scores"][0]
+    start, *_ = points.get("eval/scores", [None])
     points = {metric: values[1:] for metric, values in points.items()}
     return dict(episode=episode, start=start, curves=points)
 
