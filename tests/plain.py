@@ -91,44 +91,10 @@ def plain_advantages(script, rewards, k=3, deviation=statistics.stdev):
     return advantages
 
 
-def mean_weights(loss_type, slopes):
-    """The weight of each token in the loss of a mini-batch: its slope, divided by the denominator.
-
-    slopes: a tensor of each episode, [its tokens]; loss_type: of GRPO, or the name of a script"""
-    episodes = len(slopes)
-    all_tokens = sum(map(len, slopes))
-    weights = []
-    for slope in slopes:
-        denominators = {
-            "rloo": episodes,
-            "ppo": all_tokens,
-            "grpo": len(slope) * episodes,
-            "dapo": all_tokens,
-            "dr_grpo": 6 * episodes,  # 6 is --response-length.
-            "cispo": all_tokens,
-        }
-        weights.append(slope / denominators[loss_type])
-    return weights
-
-
-def token_weights(script, rows, loss_type=None):
-    """Minus the derivative of the loss by each token's log-probability, where every ratio is 1.
-
-    This is the token's advantage, as rollouts.jsonl has it, divided by the denominator of the
-    algorithm, or of this loss type."""
-    slopes = []
-    for row in rows:
-        slopes.append(torch.tensor(row["advantage"]).expand(len(row["token_ids"])))
-    return mean_weights(loss_type or script.__name__, slopes)
-
-
 @torch.no_grad()
-def row_logprobs(model_path, rows, temperature=1.0, weights=None):
-    """The log-probabilities of the tokens of each row, by plain passes. weights: in place of the
-    model's"""
+def row_logprobs(model_path, rows, temperature=1.0):
+    """The log-probabilities of the tokens of each row, by plain passes."""
     model = load_policy(model_path)
-    for parameter, weight in zip(model.parameters(), weights or []):
-        parameter.data = weight
     logprobs = []
     for row in rows:
         tokens = plain_logprobs(model, encode(row["prompt"]), row["token_ids"], temperature)
@@ -136,12 +102,55 @@ def row_logprobs(model_path, rows, temperature=1.0, weights=None):
     return logprobs
 
 
-def plain_gradient(model_path, rows, weights, temperature=1.0):
-    """The gradient of -sum weight * log p over all tokens, by plain passes, an episode at a time.
+def plain_update(args, rows, model):
+    """The loss of one update, its ratios, and where they are clipped, by plain passes of an episode
+    at a time. A ratio is that of a token, or of an episode.
 
-    Returns one tensor for each parameter."""
-    model = load_policy(model_path)
-    for row, weight in zip(rows, weights):
-        logprobs = plain_logprobs(model, encode(row["prompt"]), row["token_ids"], temperature)
-        (-(weight * logprobs).sum()).backward()
-    return [parameter.grad for parameter in model.parameters()]
+    rows: of the mini-batch, with advantages. GRPO's KL is a part of the loss. Masked episodes do
+    not count in any denominator."""
+    name = type(args).__module__
+    flags = vars(args)
+    loss_type = flags.get("loss_type", name)
+    if flags.get("mask_truncated_completions"):
+        rows = [row for row in rows if row["ended"]]
+    loss = 0.0
+    ratios = []
+    cuts = []
+    for row in rows:
+        prompt = encode(row["prompt"])
+        logprobs = plain_logprobs(model, prompt, row["token_ids"], args.temperature)
+        advantage = torch.tensor(row["advantage"])
+        logratio = logprobs - torch.tensor(row["logprobs"])
+        if name == "rloo":
+            logratio = logratio.sum(0, keepdim=True)
+        if flags.get("importance_sampling_level") == "sequence":
+            logratio = logratio.mean(0, keepdim=True)
+        ratio = logratio.exp()
+        high = flags.get("cliprange_high") or args.cliprange
+        clipped = ratio.clamp(1 - args.cliprange, 1 + high)
+        cut = clipped != ratio
+        if loss_type == "cispo":  # The clipped ratio is a constant.
+            losses = -advantage * clipped.detach() * logprobs
+        else:
+            losses = torch.maximum(-advantage * ratio, -advantage * clipped)
+            cut &= (ratio - 1) * advantage > 0
+        if name == "grpo":
+            difference = torch.tensor(row["ref_logprobs"] or row["logprobs"]) - logprobs
+            losses = losses + args.kl_coef * (difference.exp() - difference - 1)
+        denominators = {
+            "rloo": len(rows),
+            "grpo": len(logprobs) * len(rows),
+            "dr_grpo": args.response_length * len(rows),
+        }  # Those of dapo, cispo and ppo are all tokens.
+        loss = loss + losses.sum() / denominators.get(loss_type, sum(token_counts(rows)))
+        if name != "rloo" or advantage != 0:  # RLOO makes no pass without a gradient.
+            ratios.append(ratio)
+            cuts.append(cut)
+    return loss, torch.cat(ratios), torch.cat(cuts)
+
+
+def plain_gradient(args, rows):
+    """The gradient of the first update of a run, a tensor for each parameter of the policy."""
+    model = load_policy(args.model_path)
+    loss, *_ = plain_update(args, rows, model)
+    return torch.autograd.grad(loss, list(model.parameters()))

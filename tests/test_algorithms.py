@@ -17,12 +17,11 @@ from conftest import (
     make_tokenizer,
     one_text,
     only,
-    plain_logprobs,
     record_calls,
     save_classifier,
     save_model,
 )
-from plain import groups_of, plain_advantages, row_logprobs, token_counts, without_none
+from plain import groups_of, plain_advantages, plain_update, token_counts, without_none
 from pytest import approx, mark
 from safetensors.torch import load_file
 from torch.distributions import Categorical
@@ -102,45 +101,6 @@ def textbook_advantages(script, args, rows):
     return plain_advantages(script, rewards, deviation=deviations[args.scale_rewards])
 
 
-def textbook_update(name, flags, rows, model):
-    """The loss of one update, its ratios, and where they are clipped, by plain passes of an episode
-    at a time. A ratio is that of a token, or of an episode.
-
-    GRPO's KL is a part of the loss. Masked episodes do not count in any denominator."""
-    loss_type = flags.get("loss_type", name)
-    if flags.get("mask_truncated_completions"):
-        rows = [row for row in rows if row["ended"]]
-    loss = 0.0
-    ratios = []
-    cuts = []
-    for row in rows:
-        logprobs = plain_logprobs(model, encode(row["prompt"]), row["token_ids"])
-        advantage = torch.tensor(row["advantage"])
-        logratio = logprobs - torch.tensor(row["logprobs"])
-        if name == "rloo":
-            logratio = logratio.sum(0, keepdim=True)
-        if flags.get("importance_sampling_level") == "sequence":
-            logratio = logratio.mean(0, keepdim=True)
-        ratio = logratio.exp()
-        clipped = ratio.clamp(0.9, 1 + (flags.get("cliprange_high") or 0.1))
-        cut = clipped != ratio
-        if loss_type == "cispo":  # The clipped ratio is a constant.
-            losses = -advantage * clipped.detach() * logprobs
-        else:
-            losses = torch.maximum(-advantage * ratio, -advantage * clipped)
-            cut &= (ratio - 1) * advantage > 0
-        if name == "grpo":
-            difference = torch.tensor(row["ref_logprobs"]) - logprobs
-            losses = losses + 0.3 * (difference.exp() - difference - 1)
-        denominators = dict(grpo=len(logprobs) * len(rows), dr_grpo=6 * len(rows), rloo=len(rows))
-        all_tokens = sum(token_counts(rows))  # of dapo, cispo and ppo
-        loss = loss + losses.sum() / denominators.get(loss_type, all_tokens)
-        if name != "rloo" or row["advantage"] != 0:  # RLOO makes no pass without a gradient.
-            ratios.append(ratio)
-            cuts.append(cut)
-    return loss, torch.cat(ratios), torch.cat(cuts)
-
-
 @mark.parametrize("case", UPDATES)
 def test_updates_are_those_of_the_textbook(case, run, world, updates):
     """The gradients of two updates of a batch, and the mean of their metrics. In the second one the
@@ -163,23 +123,20 @@ def test_updates_are_those_of_the_textbook(case, run, world, updates):
     for update in updates:
         for parameter, weight in zip(model.parameters(), update.weights):
             parameter.data = weight
-        loss, ratio, cut = textbook_update(name, vars(ran.args), rows, model)
+        loss, ratio, cut = plain_update(ran.args, rows, model)
         gradient = torch.autograd.grad(loss, list(model.parameters()))
         assert distance(gradient, update.gradients[: len(gradient)]) < 1e-4
-        metrics = {
-            "loss/policy_avg": loss,
-            "policy/approxkl_avg": ratio.log().square().mean() / 2,
-            "policy/clipfrac_avg": cut.float().mean(),
-            "val/ratio": ratio.mean(),
-            "val/ratio_var": ratio.var(correction=0),
-        }
-        if name == "grpo":
-            metrics["policy/clipfrac_low_avg"] = (cut & (ratio < 1)).float().mean()
-            metrics["policy/clipfrac_high_avg"] = (cut & (ratio > 1)).float().mean()
-        found.append(metrics)
+        shares = [clip.float().mean() for clip in (cut, cut & (ratio < 1), cut & (ratio > 1))]
+        kl = ratio.log().square().mean() / 2
+        found.append(torch.stack([loss, kl, ratio.mean(), ratio.var(correction=0), *shares]))
     assert 0 < cut.sum() < len(cut)
-    for metric in found[0]:
-        expected = np.mean([metrics[metric].item() for metrics in found])
+    means = torch.stack(found).mean(0).tolist()
+    names = (
+        "loss/policy_avg policy/approxkl_avg val/ratio val/ratio_var policy/clipfrac_avg".split()
+    )
+    if name == "grpo":
+        names += ["policy/clipfrac_low_avg", "policy/clipfrac_high_avg"]
+    for metric, expected in zip(names, means):
         assert ran.metrics[0][metric] == approx(expected, rel=1e-3, abs=1e-5), metric
 
 
@@ -228,44 +185,103 @@ def test_grpo_with_every_completion_truncated_learns_nothing(script, run, update
 
 @only("ppo")
 @mark.parametrize("source", ["value_model_path", "reward_model_path"])
-def test_ppo_values_and_returns_by_plain_passes(script, run, world, updates, tmp_path, source):
-    """The value of a token is the head's output one position before it. After the last token it is
-    0. The reward of a token is -kl_coef * KL. The last token of the completion, which is never
-    padding, has the score. Advantages are whitened over all tokens of the batch, after the returns.
-
-    Bugs: trl#2596 (whitening on each process alone), #3750 (the score after the EOS; disputed
-    there)."""
+def test_ppo_values_by_plain_passes(script, run, updates, tmp_path, source):
+    """The value of a token is the head's output one position before it. The gradient of the value
+    loss is the mean over all tokens."""
     path, model = save_classifier(tmp_path / "value")
-    flags = {source: path, "model_path": "pad_is_eos", "ref_model_path": "reference"}
-    flags |= dict(kl_coef=0.2, gamma=0.8, lam=0.9, vf_coef=0.5, total_episodes=12)
+    flags = {source: path, "vf_coef": 0.5, "total_episodes": 12}
     ran = run(script, per_device_train_batch_size=5, **flags)
-    rows = ran.rollouts
-    lengths = token_counts(rows)
-    assert min(lengths) < 6, "the test needs an episode that ended early"
-    advantages = []
-    errors = 0.0
-    for row, ref_logprobs in zip(rows, row_logprobs(world.reference, rows)):
+    errors = []
+    for row in ran.rollouts:
         ids = torch.tensor([encode(row["prompt"]) + row["token_ids"]])
         hidden = model.model(ids).last_hidden_state[0]
         values = model.score(hidden[len(row["prompt"]) - 1 : -1]).squeeze(-1)
-        errors += (values - torch.tensor(row["returns"])).square().sum()
-        values = values.detach().numpy()
-        assert row["values"] == approx(values, abs=1e-5)
-        rewards = -0.2 * np.subtract(row["logprobs"], ref_logprobs)
-        rewards[-1] += row["score"]
-        deltas = rewards + 0.8 * np.append(values[1:], 0.0) - values
-        own = []
-        for t in range(len(deltas)):
-            own.append(sum(0.72**n * delta for n, delta in enumerate(deltas[t:])))
-        assert row["returns"] == approx(own + values, abs=1e-4)
-        advantages += own
-    expected = (advantages - np.mean(advantages)) / np.std(advantages)
-    assert np.hstack(column(rows, "advantage")) == approx(expected, abs=1e-4)
-    loss = 0.5 * errors / sum(lengths)
+        assert row["values"] == approx(values.tolist(), abs=1e-5)
+        errors.append(values - torch.tensor(row["returns"]))
+    loss = 0.5 * torch.cat(errors).square().mean()
     assert ran.metrics[0]["loss/value_avg"] == approx(loss.item(), rel=1e-4)
     gradient = torch.autograd.grad(0.5 * loss, list(model.parameters()))
     # The last one is that of the head's bias.
     assert distance(gradient, updates[0].gradients[-len(gradient) - 1 : -1]) < 1e-5
+
+
+ADVANTAGES = {
+    "": {},
+    "centred scores": dict(score_norm=True),
+    "scaled scores": dict(score_scaling=True),
+    "clipped scores": dict(score_norm=True, score_scaling=True, score_clip=0.5),
+    "whitened rewards": dict(whiten_rewards=True),
+    "a low KL": dict(adaptive_kl=True, kl_target=1000.0),
+    "a high KL": dict(adaptive_kl=True, kl_target=0.001),
+}
+
+
+@only("ppo")
+@mark.parametrize("case", ADVANTAGES)
+def test_ppo_advantages_by_plain_computation(script, run, case):
+    """Moments of scores are those of all scores so far. The reward of a token is -kl_coef * KL. The
+    last token of the completion, which is never padding, has the score. The value after it is 0.
+    Whitened rewards keep their mean. Advantages are whitened after the returns, over all tokens of
+    the batch. After each iteration kl_coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes /
+    horizon.
+
+    Bugs: trl#2596 (whitening on each process alone), #3750 (the score after the EOS; disputed
+    there)."""
+    flags = dict(kl_coef=0.2, kl_horizon=10, gamma=0.8, lam=0.9, ref_model_path="reference")
+    flags |= dict(model_path="pad_is_eos", reward="parts", batch_size=5, total_episodes=15)
+    ran = run(script, **flags | ADVANTAGES[case])
+    args = ran.args
+    assert min(token_counts(ran.rollouts)) < 6, "the test needs an episode that ended early"
+    coefficient = 0.2
+    so_far = []
+    for line in ran.metrics:
+        rows = ran.rows_of(line["iteration"])
+        scores = np.add(column(rows, "reward/length"), column(rows, "reward/ones"))
+        so_far += scores.tolist()
+        scores = scores - args.score_norm * np.mean(so_far)
+        if args.score_scaling:
+            scores = scores / np.std(so_far)
+        if args.score_clip is not None:
+            scores = scores.clip(-0.5, 0.5)
+        assert column(rows, "score") == approx(scores, abs=1e-5)
+        rewards = []
+        for row, score in zip(rows, scores):
+            rewards.append(coefficient * np.subtract(row["ref_logprobs"], row["logprobs"]))
+            rewards[-1][-1] += score
+        every = np.hstack(rewards)
+        deviation = every.std() if args.whiten_rewards else 1.0
+        advantages = []
+        for row, reward in zip(rows, rewards):
+            values = np.array(row["values"])
+            reward = (reward - every.mean()) / deviation + every.mean()
+            deltas = reward + 0.8 * np.append(values[1:], 0.0) - values
+            own = []
+            for t in range(len(deltas)):
+                own.append(sum(0.72**n * delta for n, delta in enumerate(deltas[t:])))
+            assert row["returns"] == approx(own + values, abs=1e-4)
+            advantages += own
+        advantages = (advantages - np.mean(advantages)) / np.std(advantages)
+        assert np.hstack(column(rows, "advantage")) == approx(advantages, abs=1e-4)
+        assert line["objective/kl_coef"] == approx(coefficient, rel=1e-5)
+        kl = mean_of(rows, "logprobs") - mean_of(rows, "ref_logprobs")
+        assert line["objective/non_score_reward"] == approx(-coefficient * kl, rel=1e-4)
+        if args.adaptive_kl:
+            coefficient *= 1.1 if args.kl_target < 1 else 0.9
+
+
+@only("ppo")
+def test_ppo_divides_by_no_rounding_error(script, run):
+    """Equal scores stay, and equal entries are whitened to 0. In float32 the mean of some counts is
+    not the entry. Scores that are small without being equal are scaled as others are."""
+    flags = dict(score_scaling=True, learning_rate=0.0, batch_size=3)
+
+    def scores_of(reward):
+        return column(run(script, reward=reward, **flags).rollouts, "score")
+
+    assert set(scores_of("five")) == {5.0}
+    assert scores_of("tiny") == approx(scores_of("number"), rel=1e-4)
+    for count in range(3, 400):
+        assert not script.whiten(torch.full((count,), 1000.1)).any()
 
 
 @only("ppo")
@@ -295,69 +311,6 @@ def test_ppo_value_loss_is_clipped_around_the_old_value(script):
     losses, cut = script.clipped_value_loss(values, torch.zeros(4), returns, 0.2)
     assert losses.tolist() == approx([0.5 * 1.8**2, 0.5 * 0.5**2, 0.5 * 0.1**2, 0.5])
     assert cut.tolist() == [True, False, False, False]
-
-
-# Then a return is the sum of the rewards to come.
-SUMS = dict(gamma=1.0, lam=1.0, kl_coef=0.2, ref_model_path="reference")
-
-
-@only("ppo")
-@mark.parametrize("target", [0.001, 1000.0])
-def test_ppo_adapts_the_kl_coefficient(script, run, target):
-    """After each iteration kl_coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * episodes / horizon."""
-    flags = dict(adaptive_kl=True, kl_target=target, kl_horizon=50, num_train_epochs=5)
-    ran = run(script, **flags, **SUMS)
-    coefficient = 0.2
-    for line in ran.metrics:
-        assert line["objective/kl_coef"] == approx(coefficient, rel=1e-6)
-        penalty = -coefficient * line["objective/kl"]
-        assert line["objective/non_score_reward"] == approx(penalty, rel=1e-4)
-        rows = ran.rows_of(line["iteration"])
-        returns = np.mean([row["returns"][0] for row in rows])
-        assert returns == approx(line["objective/scores"] + penalty, rel=1e-4, abs=1e-4)
-        error = min(max(line["objective/kl"] / target - 1, -0.2), 0.2)
-        coefficient *= 1 + error * len(rows) / 50
-    assert abs(coefficient - 0.2) > 0.01
-
-
-@only("ppo")
-@mark.parametrize("norm, scaling, limit", [(1, 0, 99.0), (0, 1, 99.0), (1, 1, 0.5)])
-def test_ppo_scales_scores_by_all_scores_so_far(script, run, norm, scaling, limit):
-    """--score-norm subtracts the mean of all scores so far. --score-scaling divides by their
-    deviation. Then --score-clip clips. Where all scores are 5, nothing is divided by a rounding
-    error. Scores that are small without being equal are scaled as others are."""
-
-    def scores_of(reward, **flags):
-        """The learning rate 0 gives all runs the same episodes."""
-        rows = run(script, reward=reward, learning_rate=0.0, batch_size=3, **flags).rollouts
-        return column(rows, "score")
-
-    flags = dict(score_norm=bool(norm), score_scaling=bool(scaling), score_clip=limit)
-    raw = scores_of("letters")
-    for i, after in enumerate(scores_of("letters", **flags)):
-        so_far = raw[: i - i % 3 + 3]
-        expected = raw[i] - norm * statistics.mean(so_far)
-        if scaling:
-            expected /= statistics.pstdev(so_far)
-        assert after == approx(min(max(expected, -limit), limit), rel=1e-4, abs=1e-5)
-    assert set(scores_of("five", **flags)) == {0.0 if norm else 5.0}
-    if scaling:
-        assert scores_of("tiny", **flags) == approx(scores_of("number", **flags), rel=1e-4)
-
-
-@only("ppo")
-def test_ppo_whitens_rewards_without_moving_their_mean(script, run):
-    """--whiten-rewards divides each token's distance from their mean by their population
-    deviation."""
-    rewards = {}
-    for whiten in (False, True):
-        rows = run(script, whiten_rewards=whiten, total_episodes=12, **SUMS).rollouts
-        rewards[whiten] = -np.hstack([np.diff(row["returns"], append=0.0) for row in rows])
-    mean = np.mean(rewards[False])
-    expected = (rewards[False] - mean) / np.std(rewards[False]) + mean
-    assert rewards[True] == approx(expected, rel=1e-4, abs=1e-5)
-    for count in range(3, 400):  # Equal entries are 0. In float32 the mean of some counts is not.
-        assert not script.whiten(torch.full((count,), 1000.1)).any()
 
 
 @only("ppo")

@@ -29,7 +29,7 @@ from conftest import (
     weights_of,
     write_jsonl,
 )
-from plain import groups_of, plain_gradient, row_logprobs, token_counts, token_weights, without_none
+from plain import groups_of, plain_gradient, row_logprobs, token_counts, without_none
 from pytest import approx, mark, raises
 
 grouped = only("rloo", "grpo")
@@ -49,12 +49,13 @@ def test_gradient_is_that_of_plain_passes(script, run, world, updates, tmp_path,
         path = save_model(tmp_path / policy, policy, eos_ids=MANY_EOS)
     flags = dict(model_path=path, temperature=0.7, per_device_train_batch_size=7, **ONE_BATCH)
     for share_prompts in (True, False):
-        rows = run(script, share_prompts=share_prompts, **flags).rollouts
+        ran = run(script, share_prompts=share_prompts, **flags)
+        rows = ran.rollouts
         assert len(set(token_counts(rows))) > 1, "the test needs unequal lengths"
         for row, logprobs in zip(rows, row_logprobs(path, rows, 0.7)):
             assert row["logprobs"] == approx(logprobs, abs=1e-5)
             assert row["ref_logprobs"] == approx(logprobs, abs=1e-5)
-        expected = plain_gradient(path, rows, token_weights(script, rows), temperature=0.7)
+        expected = plain_gradient(ran.args, rows)
         [update] = updates
         assert distance(expected, update.gradients[: len(expected)]) < 1e-5
         updates.clear()
@@ -74,12 +75,13 @@ def test_episodes_without_gradient_take_no_pass(
     all episodes."""
     calls = record_calls(monkeypatch, script, "token_logprobs")
     flags = dict(ref_model_path=path, kl_coef=kl_coef, num_ppo_epochs=2, **ONE_BATCH)
-    rows = run(script, reward="seldom", per_device_train_batch_size=2, **flags).rollouts
+    ran = run(script, reward="seldom", per_device_train_batch_size=2, **flags)
+    rows = ran.rollouts
     count = sum(row["advantage"] != 0 for row in rows)
     if path:  # RLOO's KL is in the reward, so here no advantage is 0.
         count = 24
     else:
-        expected = plain_gradient(world.llama, rows, token_weights(script, rows))
+        expected = plain_gradient(ran.args, rows)
         assert distance(expected, updates[0].gradients) < 1e-5
         assert 0 < count < 20
     assert trained_episodes(calls) == 2 * count
@@ -187,7 +189,7 @@ def test_bfloat16_runs_and_keeps_weights_in_float32(script, run, world, updates)
         difference = np.hstack(row_logprobs(path, rows)) - np.hstack(column(rows, name))
         assert 1e-4 < np.abs(difference).mean() < 0.1
     # Rounding of the training pass shows in its gradient.
-    expected = plain_gradient(world.llama, rows, token_weights(script, rows))
+    expected = plain_gradient(ran.args, rows)
     assert 1e-3 < distance(expected, updates[0].gradients[: len(expected)]) < 0.3
 
 
