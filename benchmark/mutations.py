@@ -160,19 +160,19 @@ MUTATIONS = {
         "keepdim=True) / mask.sum(1, keepdim=True)",
         "keepdim=True)"),
     "score on the last column": (
-        "ppo", "algorithms/ppo_values_and_returns_by_plain_passes[value_model_path-ppo]",
+        "ppo", "algorithms/ppo_advantages_by_plain_computation[plain-ppo]",
         "rewards[torch.arange(num_episodes), batch.mask.sum(1) - 1] += scores.float()",
         "rewards[:, -1] += scores.float()"),
     "value read one position late": (
-        "ppo", "algorithms/ppo_values_and_returns_by_plain_passes[value_model_path-ppo]",
+        "ppo", "algorithms/ppo_values_by_plain_passes[value_model_path-ppo]",
         "[:, prompts.shape[1] - 1 :].float().squeeze(-1)",
         "[:, prompts.shape[1] - 1 :].float().squeeze(-1).roll(-1, 1)"),
     "value after the end is not 0": (
-        "ppo", "algorithms/ppo_values_and_returns_by_plain_passes[value_model_path-ppo]",
+        "ppo", "algorithms/ppo_advantages_by_plain_computation[plain-ppo]",
         "next_value = torch.zeros_like(rewards[:, 0])",
         "next_value = values[:, -1]"),
     "returns from whitened advantages": (
-        "ppo", "algorithms/ppo_values_and_returns_by_plain_passes[value_model_path-ppo]",
+        "ppo", "algorithms/ppo_advantages_by_plain_computation[plain-ppo]",
         "advantages[batch.mask] = whiten(advantages[batch.mask])",
         "advantages[batch.mask] = whiten(advantages[batch.mask]); returns = advantages + values"),
     "--target-kl compared the wrong way round": (

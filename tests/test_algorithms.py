@@ -206,7 +206,7 @@ def test_ppo_values_by_plain_passes(script, run, updates, tmp_path, source):
 
 
 ADVANTAGES = {
-    "": {},
+    "plain": {},
     "centred scores": dict(score_norm=True),
     "scaled scores": dict(score_scaling=True),
     "clipped scores": dict(score_norm=True, score_scaling=True, score_clip=0.5),
