@@ -142,7 +142,7 @@ MUTATIONS = {
     "baseline has the episode itself": (
         "rloo", "algorithms/updates_are_those_of_the_textbook[rloo]",
         "others.clamp(min=1)",
-        "(others + 1)"),
+        "(others + 1).clamp(min=1)"),
     "KL sign, RLOO": (
         "rloo", "algorithms/updates_are_those_of_the_textbook[rloo]",
         "rewards - args.kl_coef * kl",
