@@ -65,7 +65,7 @@ MUTATIONS = {
         "[prompt for prompt in drawn for _ in range(k)]",
         "[prompt for _ in range(k) for prompt in drawn]"),
     "sampler without temperature": (
-        "rloo", "sampling/sampling_follows_the_exact_distribution[llama-rloo]",
+        "rloo", "sampling/sampling_follows_the_exact_distribution[rloo]",
         "logits[:, -1].float() / (temperature or 1.0)",
         "logits[:, -1].float()"),
     "searchsorted from the left": (

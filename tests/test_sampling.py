@@ -18,8 +18,7 @@ from conftest import (
     save_model,
 )
 from plain import StandInGraph, record_steps, row_logprobs, token_counts
-from pytest import approx, mark, param
-from transformers import GenerationConfig
+from pytest import approx, mark
 
 
 def greedy_tokens(model, prompt, length, eos_ids):
@@ -100,18 +99,13 @@ def test_a_run_with_recorded_steps_is_the_same(script, run, tmp_path, monkeypatc
 
 
 @one_text
-@mark.parametrize("architecture", ["llama", param("mistral", marks=mark.slow)])
-def test_sampling_follows_the_exact_distribution(script, run, monkeypatch, tmp_path, architecture):
+def test_sampling_follows_the_exact_distribution(script, run, world, monkeypatch):
     """A token is drawn if its uniform number lies in its part of [0, 1]. These parts are the
-    probabilities of plain passes at this temperature. The model's generation config may ask for
-    other sampling."""
-    path = save_model(tmp_path / "policy", architecture)
-    unlike = dict(do_sample=True, top_k=2, top_p=0.5, temperature=0.1)
-    GenerationConfig(eos_token_id=EOS, **unlike).save_pretrained(path)
+    probabilities of plain passes at this temperature."""
     calls = record_calls(monkeypatch, script, "sample")
-    run(script, model_path=path, temperature=0.7, total_episodes=12)
+    run(script, temperature=0.7, total_episodes=12)
     _, prompts, uniforms, _ = calls[-1].args
-    model = load_policy(path)
+    model = load_policy(world.llama)
     for prompt, tokens, numbers in zip(prompts, calls[-1].result["tokens"], uniforms):
         start = (prompt >= 0).sum()
         ids = torch.cat([prompt, tokens])

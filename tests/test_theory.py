@@ -108,14 +108,6 @@ def test_top_p_needs_its_own_probabilities():
     assert same(ascent(advantages, p, episodes, drawn, logits)[1:], torch.zeros(3, 3).double())
 
 
-def test_ratios_correct_for_the_old_policy():
-    """Section 4. Without a clip, the mean over old completions has the gradient of the mean over
-    new ones. test_algorithms.py shows where the clip acts."""
-    losses, _ = rloo.clipped_policy_loss(LOG_P - OLD, REWARDS, 1e9, 1e9)
-    assert same(-gradient(losses, OLD.exp()), TRUE)
-    assert far(ascent(REWARDS, OLD.exp()), TRUE)
-
-
 def test_the_bias_of_gae():
     """Section 5. The score comes at the second token, whose true value is the mean score after the
     first one. With lam = 1 no value makes a bias. With the true values no lam does."""
