@@ -13,22 +13,21 @@ for a loss nearer to 0 than 0.01. `cut` is the share of ratios where the clip ch
 unexplained difference above 1e-5. In a smoke run Tally alone makes updates.
 """
 
-import contextlib
-import functools
-import io
 import random
-import sys
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import trl_trainer  # first: it makes the modules below importable
 import tyro
-from run import Part, copy_script, import_script, main, read_run, write_rows
+from run import Part, column, import_script, main, run, write_rows
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 RESULT = Path(__file__).with_suffix(".json")
 TOLERANCE = 1e-5
@@ -64,113 +63,90 @@ def none_of_seven(prompts: list, completions: list, **_) -> list:
     """None for completions with a 7, and for one whole group. In another group a single completion
     has a score."""
     scores = score(prompts, completions)
-    return [
-        None if "7" in c or p.startswith("=") else s
-        for p, c, s in zip(prompts, completions, scores)
-    ]
-
-
-def save_model(folder: Path, seed: int, auto_class="AutoModelForCausalLM", family="Llama", **shape):
-    """A random model, sharp enough that a wrong position or mask shows; three tokens end an
-    episode."""
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(trl_trainer.POLICY)
-    special = dict(
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")
-    config = config(vocab_size=len(tokenizer), initializer_range=0.2, **special, **shape)
-    model = getattr(transformers, auto_class).from_config(config)
-    if auto_class == "AutoModelForCausalLM":
-        model.generation_config.eos_token_id = [tokenizer.eos_token_id, *tokenizer.encode("0+")]
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    for i, (prompt, completion) in enumerate(zip(prompts, completions)):
+        if "7" in completion or prompt.startswith("="):
+            scores[i] = None
+    return scores
 
 
 def make_world(folder: Path):
-    """Models, and prompts of 1 to 9 characters."""
+    """Prompts of 1 to 9 characters, and random models, sharp enough that a wrong position or mask
+    shows. Three tokens end an episode."""
+    import transformers
+
     rng = random.Random(0)
     prompts = ["".join(rng.choices("0123456789+-=", k=length)) for length in (1, 3, 9, 4, 3, 7)]
     write_rows(folder / "prompts.jsonl", [dict(prompt=prompt) for prompt in prompts])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(trl_trainer.POLICY)
     llama = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
-    save_model(folder / "policy", 1, **llama)
-    save_model(folder / "reference", 2, **llama)
-    save_model(folder / "value", 3, "AutoModelForSequenceClassification", num_labels=1, **llama)
-    save_model(folder / "gpt2", 1, family="GPT2", n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    for name, seed, kind, shape in (
+        ("policy", 1, "LlamaForCausalLM", llama),
+        ("reference", 2, "LlamaForCausalLM", llama),
+        ("value", 3, "LlamaForSequenceClassification", llama | dict(num_labels=1)),
+        ("gpt2", 1, "GPT2LMHeadModel", dict(n_embd=32, n_layer=2, n_head=2, n_positions=64)),
+    ):
+        model_class = getattr(transformers, kind)
+        ids = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        shape |= ids | dict(bos_token_id=None, vocab_size=len(tokenizer), initializer_range=0.2)
+        torch.manual_seed(seed)
+        model = model_class(model_class.config_class(**shape))
+        if model.can_generate():
+            ends = [tokenizer.eos_token_id, *tokenizer.encode("0+")]
+            model.generation_config.eos_token_id = ends
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
 
 
 # ========== updates of the programs ==========
-def flat(tensors) -> torch.Tensor:
-    return torch.cat([tensor.detach().flatten().double() for tensor in tensors])
-
-
-@contextlib.contextmanager
-def kept_updates():
-    """A list that gets the gradient and the weights of every optimizer step, before the gradient is
-    clipped."""
+def kept_updates(updates: list):
+    """A patch, with which a list gets the gradient and the weights of every optimizer step, before
+    the gradient is clipped."""
     from accelerate import Accelerator
 
-    updates = []
     clip = Accelerator.clip_grad_norm_
+
+    def vector(tensors):
+        return parameters_to_vector(tensors).detach().double().numpy()
 
     def keep_and_clip(self, parameters, *settings):
         parameters = list(parameters)
-        weights = [p.detach().clone() for p in parameters]
-        updates.append(SimpleNamespace(gradient=flat(p.grad for p in parameters), weights=weights))
+        gradient = vector(p.grad for p in parameters)
+        updates.append(SimpleNamespace(gradient=gradient, weights=vector(parameters)))
         return clip(self, parameters, *settings)
 
-    with patch.object(Accelerator, "clip_grad_norm_", keep_and_clip):
-        yield updates
+    return patch.object(Accelerator, "clip_grad_norm_", keep_and_clip)
 
 
-@contextlib.contextmanager
-def quiet_and_fresh():
-    """accelerate keeps its state in singletons: begin without that of the run before, and print
-    nothing."""
-    from accelerate.state import AcceleratorState, GradientState
+def keep(module):
+    """Let a script return its updates, with the metrics of each."""
+    updates = []
+    kept_updates(updates).start()
+    mean_metrics = module.mean_metrics
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
+    def keep_metrics(rows):
+        if "loss/policy_avg" in rows[0]:
+            for update, row in zip(updates, rows, strict=True):
+                update.loss = float(row["loss/policy_avg"])
+                update.cut = float(row["policy/clipfrac_avg"])
+                update.value_loss = float(row.get("loss/value_avg", 0))
+        return mean_metrics(rows)
+
+    module.mean_metrics = keep_metrics
+    module.found = dict(updates=updates)
 
 
 def run_tally(world: Path, script: str, flags: str, *edits) -> SimpleNamespace:
     """One iteration of a script: args, rollout, and of each update gradient, weights, loss and
-    metrics."""
-    name, *patches = script.split()
-    path = name
-    if patches or edits:  # A copy of its own name is another module.
-        path = copy_script(world / "changed", name, *patches).with_stem(f"{name}_changed")
-        path.with_stem(name).rename(path)
-        sys.modules.pop(path.stem, None)
-    module = import_script(str(path))
-    for change in edits:
-        change(module)
-    metrics = []
-    mean_metrics = module.mean_metrics
-
-    def keep(rows):
-        metrics.extend(row for row in rows if "loss/policy_avg" in row)
-        return mean_metrics(rows)
-
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=world))
-        stack.enter_context(quiet_and_fresh())
-        stack.enter_context(patch.object(module, "mean_metrics", keep))
-        updates = stack.enter_context(kept_updates())
-        words = f"{flags.replace('WORLD', str(world))} --output-dir {folder}/run".split()
-        args = tyro.cli(module.Args, args=words)
-        module.main(args)
-        rollout = read_run(args.output_dir)["rollouts"]
-    for update, row in zip(updates, metrics, strict=True):
-        update.metrics = row
-        update.loss = float(row["loss/policy_avg"])
-        update.cut = float(row["policy/clipfrac_avg"])
+    clipped share."""
+    flags = flags.replace("WORLD", str(world))
+    module = import_script(script.split()[0])
+    result = run(script, flags, *edits, keep)
     return SimpleNamespace(
-        script=script, module=module, args=args, rollout=rollout, updates=updates
+        script=script,
+        module=module,
+        args=tyro.cli(module.Args, args=flags.split()),
+        rollout=result["rollouts"],
+        updates=result["updates"],
     )
 
 
@@ -199,6 +175,10 @@ def settings_like(script: str, args) -> dict:
     )
 
 
+def load_weights(update, model):
+    vector_to_parameters(torch.from_numpy(update.weights).float(), model.parameters())
+
+
 def run_trl(tally, world: Path, reward=None, positions=False, **changes) -> list:
     """TRL's updates on Tally's rollout, each at Tally's weights: of each gradient and loss.
 
@@ -216,10 +196,7 @@ def run_trl(tally, world: Path, reward=None, positions=False, **changes) -> list
 
     class TallyWeights(TrainerCallback):
         def on_step_begin(self, _, state, control, model, **inputs):
-            weights = tally.updates[state.global_step].weights
-            with torch.no_grad():
-                for parameter, ours in zip(model.parameters(), weights, strict=True):
-                    parameter.copy_(ours)
+            load_weights(tally.updates[state.global_step], model)
 
     def permuted(columns):  # what TRL's rollout is made of, in Tally's order of the episodes
         is_column = {name: isinstance(x, torch.Tensor) and x.dim() for name, x in columns.items()}
@@ -240,37 +217,35 @@ def run_trl(tally, world: Path, reward=None, positions=False, **changes) -> list
     chosen |= settings_like(tally.script, args) | changes
     file = dict(rloo=rloo_trainer, grpo=grpo_trainer)[algorithm]
     losses = []
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=world))
-        stack.enter_context(quiet_and_fresh())
-        stack.enter_context(patch.object(file, "shuffle_sequence_dict", permuted))
-        updates = stack.enter_context(kept_updates())
-        trainer = trl_trainer.make_trainer(algorithm, folder=folder, **chosen)
-        if args.kl_coef:
-            reference = AutoModelForCausalLM.from_pretrained(args.ref_model_path)
-            trainer.ref_model.load_state_dict(reference.state_dict())
-        forward, training_step = trainer.model.forward, trainer.training_step
+    updates = []
+    trainer = trl_trainer.make_trainer(algorithm, folder=world / "trl", **chosen)
+    if args.kl_coef:
+        reference = AutoModelForCausalLM.from_pretrained(args.ref_model_path)
+        trainer.ref_model.load_state_dict(reference.state_dict())
+    forward, training_step = trainer.model.forward, trainer.training_step
 
-        def forward_with_positions(**inputs):
-            positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-            return forward(position_ids=positions, **inputs)
+    def forward_with_positions(**inputs):
+        positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        return forward(position_ids=positions, **inputs)
 
-        def step(*inputs):
-            losses.append(training_step(*inputs))
-            return losses[-1]
+    def step(*inputs):
+        losses.append(training_step(*inputs))
+        return losses[-1]
 
-        trainer.training_step = step
-        if positions:
-            trainer.model.forward = forward_with_positions
+    trainer.training_step = step
+    if positions:
+        trainer.model.forward = forward_with_positions
+    file = dict(rloo=rloo_trainer, grpo=grpo_trainer)[algorithm]
+    with kept_updates(updates), patch.object(file, "shuffle_sequence_dict", permuted):
         trainer.train()
     for i, update in enumerate(updates):
         update.loss = float(sum(losses[i * micro_batches : (i + 1) * micro_batches]))
     return updates
 
 
-def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def distance(ours: np.ndarray, theirs: np.ndarray) -> float:
     """Norm of the difference, relative to the norm of the first."""
-    return float((ours - theirs).norm() / ours.norm())
+    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(ours))
 
 
 def difference(ours, theirs, factor: float = 1.0) -> dict[str, float]:
@@ -340,10 +315,7 @@ def compare_same(world: Path, job: tuple, names: dict) -> list[dict]:
 
 def masked_factor(tally, _) -> float:
     """Episodes for one that ended."""
-    from transformers import GenerationConfig
-
-    eos_ids = GenerationConfig.from_pretrained(tally.args.model_path).eos_token_id
-    return EPISODES / sum(row["token_ids"][-1] in eos_ids for row in tally.rollout)
+    return EPISODES / sum(column(tally.rollout, "ended"))
 
 
 def mini_batch_factor(tally, number: int) -> float:
@@ -366,9 +338,8 @@ def whiten(rloo):
 
 def whitening_factor(tally, _) -> float:
     """TRL's deviation + 1e-4, for one of Tally's."""
-    k = tally.args.k
-    groups = torch.tensor([row["score"] for row in tally.rollout]).view(-1, k)
-    advantages = (groups - groups.mean(1, keepdim=True)) * k / (k - 1)
+    scores = torch.tensor(column(tally.rollout, "score"))[:, None]
+    advantages = tally.module.rloo_advantages(scores, tally.args.k)
     return float((advantages.std() + 1e-4) * torch.rsqrt(advantages.var(correction=0) + 1e-8))
 
 
@@ -482,18 +453,17 @@ def compare_different(world: Path, job: tuple, names: dict) -> list[dict]:
 class Rows(torch.nn.Module):
     """A model's outputs [tokens, outputs] for completion tokens, from rows without padding."""
 
-    def __init__(self, model, head, rollout: list[dict], tokenizer):
+    def __init__(self, model, tokenizer, rollout: list[dict]):
         super().__init__()
-        self.model, self.head = model, head
+        self.model = model
         self.rows = [(tokenizer.encode(row["prompt"]), row["token_ids"]) for row in rollout]
 
     def forward(self, index: torch.Tensor) -> torch.Tensor:
         found = []
         for prompt, completion in self.rows:
-            outputs = self.model(torch.tensor([prompt + completion]))
-            outputs = self.head(outputs.last_hidden_state) if self.head else outputs.logits
+            logits = self.model(torch.tensor([prompt + completion])).logits
             # the position before each completion token
-            found.append(outputs[0, len(prompt) - 1 : -1])
+            found.append(logits[0, len(prompt) - 1 : -1])
         return torch.cat(found)[index]
 
 
@@ -531,28 +501,25 @@ def torchrl_columns(rollout: list[dict], args):
     return TensorDict(columns, batch_size=[len(values)])
 
 
-def torchrl_objective(tally, weights: list, **settings):
-    """torchrl's clipped loss of the policy and value model at these weights, in the order of the
-    parameters. critic_coeff: half of vf_coef, as torchrl has no 1/2 before the square"""
+def torchrl_objective(tally, update, **settings):
+    """torchrl's clipped loss of the policy and value model at the weights of an update, in the
+    order of the parameters. critic_coeff: half of vf_coef, as torchrl has no 1/2 before the
+    square"""
     from tensordict.nn import TensorDictModule
     from torchrl.modules import ProbabilisticActor
     from torchrl.objectives import ClipPPOLoss
-    from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-    args, rollout = tally.args, tally.rollout
-    policy = AutoModelForCausalLM.from_pretrained(args.model_path)
-    trunk = AutoModel.from_pretrained(args.model_path)
-    head = torch.nn.Linear(trunk.config.hidden_size, 1)
+    args = tally.args
     tokenizer = AutoTokenizer.from_pretrained(args.model_path)
-    with torch.no_grad():
-        parameters = [*policy.parameters(), *trunk.parameters(), *head.parameters()]
-        for parameter, ours in zip(parameters, weights, strict=True):
-            parameter.copy_(ours)
-    logits = TensorDictModule(
-        Rows(policy, None, rollout, tokenizer), in_keys=["index"], out_keys=["logits"]
-    )
-    values = TensorDictModule(
-        Rows(trunk, head, rollout, tokenizer), in_keys=["index"], out_keys=["state_value"]
+    policy = AutoModelForCausalLM.from_pretrained(args.model_path)
+    value = AutoModelForTokenClassification.from_pretrained(args.model_path, num_labels=1)
+    load_weights(update, torch.nn.ModuleList([policy, value]))
+    logits, values = (
+        TensorDictModule(
+            Rows(model, tokenizer, tally.rollout), in_keys=["index"], out_keys=[output]
+        )
+        for model, output in ((policy, "logits"), (value, "state_value"))
     )
     actor = ProbabilisticActor(
         logits, in_keys=["logits"], distribution_class=torch.distributions.Categorical
@@ -572,48 +539,46 @@ def torchrl_objective(tally, weights: list, **settings):
 def ppo_difference(tally, update, columns, **settings) -> dict[str, float]:
     """Of losses and gradient of an update, by ppo.py and by torchrl at the same weights; and what
     torchrl clipped."""
-    objective = torchrl_objective(tally, update.weights, **settings)
+    objective = torchrl_objective(tally, update, **settings)
     losses = objective(columns)
     (losses["loss_objective"] + losses["loss_critic"]).backward()
     found = {name: float(loss) for name, loss in losses.detach().items()}
-    gradient = flat(parameter.grad for parameter in objective.parameters())
-    theirs = SimpleNamespace(loss=found["loss_objective"], gradient=gradient)
-    value = tally.args.vf_coef * float(update.metrics["loss/value_avg"])
+    gradient = parameters_to_vector(parameter.grad for parameter in objective.parameters())
+    theirs = SimpleNamespace(loss=found["loss_objective"], gradient=gradient.double().numpy())
+    value = tally.args.vf_coef * update.value_loss
     row = dict(cut=found["clip_fraction"]) | difference(update, theirs)
     return row | dict(value_loss=abs(value - found["loss_critic"]) / value)
 
 
 def compare_ppo(world: Path, job: tuple, names: dict) -> list[dict]:
-    """GAE, whitening, and both updates of a run, by ppo.py and by torchrl."""
+    """Both updates of a run, by ppo.py and by torchrl with its own GAE and whitening, and two
+    differences."""
     tally = run_tally(world, *job)
     columns = torchrl_columns(tally.rollout, tally.args)
-    gae = tokens_of(tally.rollout, "returns") - tokens_of(tally.rollout, "values")
-    ours = tokens_of(tally.rollout, "advantage")
-    n = len(ours)
-    whiten = torchrl_objective(tally, tally.updates[0].weights)._maybe_normalize_advantage
-
-    def whitened(columns):
-        return whiten(columns["advantage"], columns, update_norm=False)[:, 0]
-
-    sampled = whitened(columns.exclude("shifted_valid"))
-    rows = [
-        dict(what="advantages (GAE)", value=distance(gae, columns["advantage"][:, 0])),
-        dict(what="whitened advantages", value=distance(ours, whitened(columns))),
-        dict(
-            what="PPO, whitening: torchrl takes the deviation of a sample, Tally that of the"
-            " population",
-            undone_by="times ((n - 1) / n) ** -0.5",
-            value=distance(ours, sampled),
-            undone_value=distance(ours, sampled * (n / (n - 1)) ** 0.5),
-        ),
-    ]
-    for number, update in enumerate(tally.updates, start=1):
-        rows.append(names | dict(update=number) | ppo_difference(tally, update, columns))
-    row = dict(what="PPO, value loss: Tally halves the square, torchrl does not", update=2)
+    rows = []
+    for update in tally.updates:
+        row = names | dict(update=len(rows) + 1)
+        rows.append(row | ppo_difference(tally, update, columns))
     as_is = ppo_difference(tally, update, columns, critic_coeff=tally.args.vf_coef)
-    for name in ("loss", "gradient", "value_loss"):
-        row |= {name: as_is[name], f"undone_{name}": rows[-1][name]}
-    return rows + [row | dict(undone_by="`critic_coeff` = `vf_coef` / 2")]
+    whiten = torchrl_objective(tally, update)._maybe_normalize_advantage
+    of_sample = columns.exclude("shifted_valid")
+    theirs = whiten(of_sample["advantage"], of_sample, update_norm=False)[:, 0].numpy()
+    ours = tokens_of(tally.rollout, "advantage").numpy()
+    n = len(ours)
+    whitening = dict(
+        what="PPO, whitening: torchrl takes the deviation of a sample, Tally that of the"
+        " population",
+        undone_by="times ((n - 1) / n) ** -0.5",
+        value=distance(ours, theirs),
+        undone_value=distance(ours, theirs * (n / (n - 1)) ** 0.5),
+    )
+    value_loss = dict(
+        what="PPO, value loss: Tally halves the square, torchrl does not",
+        undone_by="`critic_coeff` = `vf_coef` / 2",
+        gradient=as_is["gradient"],
+        undone_gradient=rows[-1]["gradient"],
+    )
+    return [*rows, whitening, value_loss]
 
 
 # ========== result ==========
@@ -623,8 +588,7 @@ def measure(compare, jobs: dict, smoke: bool) -> list[dict]:
     rows = []
     with tempfile.TemporaryDirectory() as world:
         world = Path(world)
-        with quiet_and_fresh():
-            make_world(world)
+        make_world(world)
         for job, names in jobs.items():
             if smoke:
                 run_tally(world, *job)
@@ -644,8 +608,7 @@ PPO_RUN = (dict(what="PPO and torchrl's `ClipPPOLoss`"), "ppo", FLAGS)
 
 
 def part(runs: list[tuple], compare) -> Part:
-    measure_all = functools.partial(measure, compare)
-    return Part(runs, COMMON, measure=measure_all, short="")
+    return Part(runs, COMMON, measure=partial(measure, compare), short="")
 
 
 PARTS = {
