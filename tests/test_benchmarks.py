@@ -5,6 +5,7 @@ import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -135,19 +136,27 @@ def test_a_row_of_a_table():
         tables.fill("{z}", rows, group)
 
 
-def test_a_distance_of_0_means_equal_runs(monkeypatch):
-    """Other tokens and log-probabilities count."""
+def test_the_parts_of_a_gpu_keep_to_their_time(monkeypatch, capsys):
+    """A part that stops does not stop the next one. A part that may take longer than what is left
+    does not begin, and runs of one that takes too long are stopped."""
+    monkeypatch.chdir(HERE)
     folder = HERE / "benchmark" / "throughput"
     monkeypatch.syspath_prepend(folder)
     gpu = import_file(folder / "gpu.py")
+    begun = []
 
-    def run(token=2, logprob=-2.0):
-        row = dict(iteration=1, token_ids=[1, token, 3], logprobs=[-1.0, logprob, 0.0])
-        return dict(rollouts=[row])
+    def measure_part(path, name, parts):
+        begun.append(name)
+        if name == "killed":
+            raise SystemExit("it stops")
+        gpu.throughput.ends -= 1000
+        begun.append(gpu.throughput.start(time.sleep, 60))
 
-    for other, expected in ((run(), (0, 0)), (run(2, -2.5), (0, 0.5)), (run(9, -9.0), (1, 0))):
-        found = gpu.difference(run(), other)
-        assert (found["completions_that_differ"], found["logprob"]) == expected
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "measure_part", measure_part)
+    gpu.main(("killed", "lora_7B", "profile"), seconds=150)
+    assert begun == ["killed", "profile", dict(failed="no result in 0 s\nexit code -9")]
+    assert capsys.readouterr().out.endswith("left out: killed, lora_7B\n")
 
 
 @mark.slow

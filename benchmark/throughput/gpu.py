@@ -1,196 +1,163 @@
-"""What only a GPU can tell, in one command. It is made for half an hour of an H100.
+"""What only a GPU can tell, in one command, for a quarter of an hour of an H100 or H200.
 
-    pip install -r requirements.txt trl==1.16.0 math-verify==0.9.0
-    python benchmark/throughput/gpu.py                  # all parts, the most important ones first
-    python benchmark/throughput/gpu.py equal profile    # these; results of the others stay
-    python benchmark/throughput/gpu.py --smoke          # all with a tiny model, also on a CPU
+    pip install -r requirements-dev.txt trl==1.16.0 math-verify==0.9.0
+    python benchmark/throughput/gpu.py --seconds 700        # what decides most comes first
+    python benchmark/throughput/gpu.py killed profile       # these; results of the others stay
+    python benchmark/throughput/gpu.py --smoke              # all with a tiny model, without a GPU
 
-    equal       64 completions in float32, with CUDA graphs and without: how many differ?
-    tokensA_microB
-                Tally, Tally without CUDA graphs, and TRL in turn, as in throughput.py: completions
-                of A tokens, micro-batches of B episodes
-    profile     the kernels of one rollout, and of one update, with CUDA graphs and without. The
-                profiler counts in its seconds.
-    repeated    whole runs, each made twice: how far are they apart?
-    killed      a run that is killed twice and resumed, and one that is not: how far are they apart?
-    rows        updates with a row for each episode, and with shared prompts, in turn; `rows_wide`
-                trains LoRA, where most of the time is arithmetic
+    killed          a run, and the same one that is killed twice and resumed. A distance of 0 means
+                    that all bits are the same
+    compiled        updates with compiled layers (compile_layers.patch), beside plain ones
+    shared_prompts  updates with --share-prompts True, beside a row for each episode; prompts of
+                    1,000 tokens
+    equal           64 completions with recorded steps and without, in float32 and in bfloat16: how
+                    many differ?
+    tokensA_microB  Tally beside TRL, as in throughput.py: completions of A tokens, micro-batches of
+                    B episodes. `eager` has no recorded steps
+    vocabulary      memory beside TRL, where most of it is logits
+    profile         where an iteration's time goes: `reference` is the reference's pass,
+                    `token_logprobs` the forward pass of training
+    lora_7B         does LoRA of 7B with prompts of 1,000 tokens fit, beside TRL?
+    smollm2         do all scripts learn? Needs benchmark/smollm2/prepare.py and reasoning-gym
 
-Where a distance is 0, all bits are the same. Every run has a process of its own, and a time limit.
-Where one fails, the others go on. gpu.json is written after each part. Then these are next:
+A part is a pair of runs, or one for each script. Every run has a process of its own. Nothing is
+downloaded: the models are random, but for the last part. Where TRL is missing, Tally runs alone.
 
-    python benchmark/default/curves.py smollm2_rloo     # and smollm2_grpo, and smollm2_ppo
+A part has a time limit, and begins if this much is left of --seconds. Its runs that take longer, or
+fail, leave their error in the row, and the program goes on. gpu.json is written after each part. At
+the end the program says what was left out. Without a GPU steps are recorded with the tests'
+stand-in for a CUDA graph.
 """
 
-import contextlib
+import os
 import sys
 import tempfile
-from dataclasses import replace
+import time
+import traceback
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent.parent / "hardware"))
 import throughput
+import tyro
 from kill_and_resume import FLAGS, kill_at
 from rounding import count_different
-from run import BUILT_IN, SCRIPTS, apart, relative_distance, run_here
-from tally_worker import force_lengths, now
-from throughput import Case, in_turn, part, start
+from run import BUILT_IN, ROOT, import_script, measure_part, relative_distance
+from tally_worker import force_lengths, profile, record_on_cpu
+from throughput import FEW, Case, pairs, part, tally
 
 RESULT = Path(__file__).with_suffix(".json")
-throughput.LIMIT = 300
-EAGER = "--no-cuda-graphs"
-SHORT = Case(
-    "a random Llama with the sizes of Qwen2.5-0.5B, in bfloat16, 256 and 64 tokens",
-    "0.5B",
-    64,
-    16,
-    (256, 256),
-    64,
-    True,
-    5,
-    2,
-    dtype="bfloat16",
-)
-RLOO = replace(SHORT, algorithms=("rloo",))
-WIDE = replace(
-    RLOO,
-    about="8 layers as wide as Mistral's of 7B, LoRA, 256 and 64 tokens",
-    model="wide",
-    steps=4,
-    pairs=1,
-)
+curves = import_script(ROOT / "benchmark/default/curves.py")
+KILLS = dict(training=9, rollout=20)  # the call of each phase
 
 
-# ---- changes of a script
-
-
-def profile(module):
-    """Note in `found` the kernels of the third rollout, and of the update after it."""
-    module.found["kernels"] = {}
-    opened = contextlib.ExitStack()
-
-    def change(name: str, begins: str | None):
-        function = getattr(module, name)
-
-        def changed(*args, **inputs):
-            opened.close()
-            if begins and len(module.found["steps"]) == 3:
-                opened.enter_context(kernels(module.found["kernels"], begins))
-            return function(*args, **inputs)
-
-        setattr(module, name, changed)
-
-    change("generate", begins="rollout")
-    change("score_episodes", begins=None)
-    change("draw_mini_batches", begins="update")
-    change("write_metrics", begins=None)
-
-
-@contextlib.contextmanager
-def kernels(found: dict, name: str):
-    """Note what runs inside. Without a GPU it is the operations of the CPU."""
-    import torch
-
-    with torch.profiler.profile() as profiler:
-        start = now()
-        yield
-        seconds = now() - start
-    device, own = "CPU", "self_cpu_time_total"
-    if torch.cuda.is_available():
-        device, own = "CUDA", "self_device_time_total"
-    events = profiler.key_averages()
-    of_device = [event for event in events if event.device_type.name == device]
-    found[name] = dict(
-        seconds=seconds,
-        launches=sum(event.count for event in events if "Launch" in event.key),
-        kernels=sum(event.count for event in of_device),
-        busy=sum(getattr(event, own) for event in of_device) / 1e6 / seconds,
-    )
+def case(model: str, sizes: str, prompt: int, completion: int, **changes) -> Case:
+    """Random weights of these sizes, and lengths in tokens."""
+    settings = dict(batch=64, micro_batch=16, steps=5, pairs=1, algorithms=("rloo",))
+    settings |= dict(prompt_tokens=prompt, completion_tokens=completion)
+    about = f"a random Llama {sizes}, in bfloat16, {prompt:,} and {completion} tokens"
+    return Case(about, model, dtype="bfloat16", **settings | changes)
 
 
 # ---- the row of a job
 
 
-def difference(one: dict, two: dict) -> dict:
-    """How far two runs are apart: how many completions differ, and the log-probabilities of those
-    that do not."""
-    for run in (one, two):
-        if "failed" in run:
-            return run
-    apart = [0.0]
-    for a, b in zip(one["rollouts"], two["rollouts"]):
-        if a["token_ids"] == b["token_ids"]:
-            apart += [abs(p - q) for p, q in zip(a["logprobs"], b["logprobs"])]
-    return count_different(one, two) | dict(logprob=max(apart))
+def finished(*job) -> dict:
+    """A run of Tally that must not fail."""
+    run = tally(*job)
+    if "failed" in run:
+        raise SystemExit(run["failed"])
+    return run
 
 
-def run_of(*job) -> dict:
-    return apart(run_here, job, seconds=throughput.LIMIT)
+def recorded(case: Case, script: str, flags: str, *edits) -> dict:
+    """How many completions differ with recorded steps, and without?"""
+    one = finished(script, flags, *edits)
+    return count_different(one, finished(script, f"{flags} --no-cuda-graphs", *edits))
 
 
-def with_and_without(case: Case, script: str, flags: str, *edits) -> dict:
-    """A run with CUDA graphs, and one without."""
-    return difference(*(run_of(script, f"{flags} {own}", *edits) for own in ("", EAGER)))
-
-
-def repeated(kills: dict, case: Case, script: str, flags: str) -> dict:
-    """The same run twice. The second one is killed at these calls of a phase, and resumed."""
-    struck = 0
+def killed(case: Case, script: str, flags: str) -> dict:
+    """How far is a run that is killed twice and resumed from one that is not?"""
     with tempfile.TemporaryDirectory() as folder:
         one, two = Path(folder, "one"), Path(folder, "two")
-        for phase, call in kills.items():
+        kills = 0
+        for phase, call in KILLS.items():
             kill = partial(kill_at, phase=phase, call=call)
-            struck += "exit code -9" in run_of(script, flags, kill, two).get("failed", "")
-        row = difference(run_of(script, flags, one), run_of(script, flags, two))
-        if "failed" not in row:
-            row |= dict(weights=relative_distance(two, one), kills=struck)
-        return row
+            kills += "exit code -9" in tally(script, flags, kill, two).get("failed", "")
+        row = count_different(finished(script, flags, one), finished(script, flags, two))
+        return row | dict(kills=kills, weights=relative_distance(two, one))
 
 
-def find_gpu():
-    """Stop where there is none."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise SystemExit("There is no GPU. Only --smoke needs none.")
+def learned(case: Case, script: str, flags: str) -> dict:
+    return curves.to_curve(finished(script, flags))
 
 
 # ---- the parts of the program
 
-EQUAL = [
-    (dict(model="built-in"), "rloo", f"{BUILT_IN} --response-length 8"),
-    (dict(model="0.5B"), "rloo", "", force_lengths),
+KILLED = [
+    ({}, "rloo", "--dtype float32 --num-ppo-epochs 2"),
+    ({}, "grpo", "--dtype bfloat16 --num-mini-batches 1"),
+    ({}, "ppo", "--dtype float32 --num-ppo-epochs 2"),
 ]
-TWICE = []
-for script, (dtype, epochs) in product(SCRIPTS, dict(float32=2, bfloat16=1).items()):
-    TWICE.append((dict(dtype=dtype), script, f"--dtype {dtype} --num-ppo-epochs {epochs}"))
-KILLED = [({}, script, "") for script in SCRIPTS]
-KILLS = dict(rollout=5, training=2)
-SAVED = "--save-rollouts --num-sample-generations 0 --total-episodes"
-TRAINED = f"{BUILT_IN} {SAVED} 512 --learning-rate 1e-4 --response-length 8"
-KILLED_RUN = f"{BUILT_IN} {FLAGS} --dtype float32 --response-length 8"
-PROGRAMS = partial(in_turn, dict(tally=[""], eager=[EAGER], trl=[]))
-PROFILES = partial(in_turn, dict(tally=["", profile], eager=[EAGER, profile]))
-ROWS = dict(separate_rows=["--share-prompts False"], shared_prompts=["--share-prompts True"])
-ROWS = partial(in_turn, ROWS)
+KILLED_RUN = f"{BUILT_IN} {FLAGS} --per-device-train-batch-size 8 --response-length 8"
+COMPILED = [({}, "rloo compile_layers.patch", "")]
+RECORDED = [({}, "rloo", f"--dtype {name}", force_lengths) for name in ("float32", "bfloat16")]
+LEARNED = [({}, script, own) for script, own in curves.SMOLLM2_FLAGS.items()]
 
-PARTS = {
-    "equal": part(with_and_without, SHORT, EQUAL, f"{SAVED} 64 --dtype float32"),
-    "tokens64_micro16": part(PROGRAMS, SHORT),
-    "tokens64_micro64": part(PROGRAMS, replace(RLOO, micro_batch=64)),
-    "profile": part(PROFILES, replace(RLOO, completion_tokens=16, steps=3, pairs=1)),
-    "repeated": part(partial(repeated, {}), SHORT, TWICE, TRAINED),
-    "killed": part(partial(repeated, KILLS), SHORT, KILLED, KILLED_RUN),
-    "rows_micro16": part(ROWS, RLOO),
-    "rows_micro64": part(ROWS, replace(RLOO, micro_batch=64)),
-    "rows_wide": part(ROWS, WIDE, flags="--lora-r 16"),
+qwen = partial(case, "0.5B", "with the sizes of Qwen2.5-0.5B")
+SHORT = qwen(256, 64)
+BOTH = qwen(256, 64, algorithms=("rloo", "grpo"))
+WIDE = case("42M", "of 42M with a vocabulary of 151,936", 32, 512, micro_batch=32, steps=3)
+LARGE = case(
+    "7B", "with the sizes of Mistral-7B", 1000, 64, lora_r=16, batch=16, micro_batch=2, steps=3
+)
+TABLE = {  # each part, and its seconds at most
+    "killed": (120, part(killed, SHORT, KILLED, KILLED_RUN)),
+    "compiled": (150, pairs(SHORT, COMPILED, compiled=["--compile"])),
+    "shared_prompts": (80, pairs(qwen(1000, 64), shared=["--share-prompts True"])),
+    "equal": (80, part(recorded, SHORT, RECORDED, "--save-rollouts --total-episodes 64")),
+    "tokens64_micro16": (150, pairs(BOTH, eager=["--no-cuda-graphs"], trl=[])),
+    "tokens512_micro16": (140, pairs(qwen(256, 512, steps=4), trl=[])),
+    "vocabulary": (80, pairs(WIDE, trl=[])),
+    "profile": (60, pairs(qwen(256, 16), tally=["", profile])),
+    "lora_7B": (200, pairs(LARGE, trl=[])),
+    "smollm2": (200, part(learned, SHORT, LEARNED, curves.SMOLLM2)),
 }
-for each in PARTS.values():
-    each.prepare = find_gpu
+PARTS = {name: own for name, (_, own) in TABLE.items()}
+PARTS["smollm2"].short += f" {curves.TINY} {FEW}"
+for own in PARTS.values():
+    own.short += " --share-prompts False"  # as on a GPU
+
+
+def main(
+    parts: tyro.conf.Positional[tuple[str, ...]] = (), seconds: float = 700, smoke: bool = False
+):
+    import torch
+
+    os.chdir(ROOT)
+    if not torch.cuda.is_available():
+        if not smoke:
+            raise SystemExit("There is no GPU. Only --smoke needs none.")
+        throughput.EDITS.append(record_on_cpu)
+    end = time.time() + seconds
+    left_out = []
+    for name in parts or PARTS:
+        limit, own = TABLE[name]
+        if smoke:
+            own.rows(smoke=True)
+            continue
+        throughput.ends = time.time() + limit
+        if throughput.ends > end:
+            left_out.append(name)
+            continue
+        try:
+            measure_part(RESULT, name, PARTS)
+        except (Exception, SystemExit):
+            traceback.print_exc()
+            left_out.append(name)
+    print(f"left out: {', '.join(left_out) or 'nothing'}")
+
 
 if __name__ == "__main__":
-    start(__doc__, RESULT, PARTS)
-    print("next: python benchmark/default/curves.py smollm2_rloo; then smollm2_grpo, smollm2_ppo")
+    tyro.cli(main, description=__doc__)

@@ -17,6 +17,7 @@ again, which saves memory.
 """
 
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,44 +28,31 @@ import trl_trainer
 from run import import_script, read_rows
 
 
-def settings(job: dict) -> dict:
-    """What differs from the settings in benchmark/parity/trl_trainer.py."""
-    import torch
-
-    micro_batches = job["batch"] // job["micro_batch"]
-    return dict(
-        seed=job["seed"],
-        use_cpu=not torch.cuda.is_available(),
-        bf16=job["dtype"] == "bfloat16",
-        batch=job["micro_batch"],
-        gradient_accumulation_steps=micro_batches,
-        steps_per_generation=micro_batches,
-        max_steps=job["steps"],
-        shuffle_dataset=False,
-        num_generations=job["k"],
-        max_completion_length=job["completion_tokens"],
-        generation_kwargs={"eos_token_id": [-1]} if job["forced"] else None,
-        beta=job["kl_coef"],
-        learning_rate=job["learning_rate"],
-    )
-
-
-def counting(trainer_class):
-    """The trainer's class with a list `steps`, which gets the counts of each step."""
+def counting(job: dict, trainer_class):
+    """The trainer's class, which notes the beginning and the counts of each step. It gets LoRA as
+    Tally does."""
 
     class Counting(trainer_class):
+        steps = []
+
         def __init__(self, *args, **kwargs):
-            self.steps = []
+            if job["lora_r"]:
+                import peft
+
+                kwargs["peft_config"] = peft.LoraConfig(
+                    r=job["lora_r"], lora_alpha=2 * job["lora_r"], target_modules="all-linear"
+                )
             super().__init__(*args, **kwargs)
 
         def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+            begin = now()
             sample = super()._generate_single_turn
             result, seconds = timed(sample, prompt_ids, *args, **kwargs)
             # GRPO's has log-probabilities, too
             completion_ids = result[0] if isinstance(result, tuple) else result
             counts = dict(
+                begin=begin,
                 prompt_tokens=sum(len(ids) for ids in prompt_ids),
-                longest_prompt=max(len(ids) for ids in prompt_ids),
                 tokens=sum(len(ids) for ids in completion_ids),
                 sampling=seconds,
             )
@@ -79,28 +67,32 @@ def train(job: dict) -> dict:
     if not find_spec("trl"):
         return dict(skipped="TRL is not installed")
     import torch
-    from transformers import TrainerCallback
 
     torch.set_num_threads(1)
-    moments = []
-
-    class StepEnds(TrainerCallback):
-        """The moment that training began, and those at which each optimizer step was done."""
-
-        def on_train_begin(self, *args, **kwargs):
-            moments.append(now())
-
-        on_step_end = on_train_begin
-
-    data = dict(
-        rows=read_rows(job["dataset"]),
-        reward=import_script("rloo").load_reward(job["reward"]),
-        model=job["model"],
+    micro_batches = job["batch"] // job["micro_batch"]
+    trainer = trl_trainer.make_trainer(
+        job["algorithm"],
+        read_rows(job["dataset"]),
+        import_script("rloo").load_reward(job["reward"]),
+        job["folder"],
+        job["model"],
+        subclass=partial(counting, job),
+        seed=job["seed"],
+        use_cpu=not torch.cuda.is_available(),
+        bf16=job["dtype"] == "bfloat16",
+        model_init_kwargs=dict(dtype=job["dtype"] if job["lora_r"] else "float32"),
+        batch=job["micro_batch"],
+        gradient_accumulation_steps=micro_batches,
+        steps_per_generation=micro_batches,
+        max_steps=job["steps"],
+        shuffle_dataset=False,
+        max_completion_length=job["completion_tokens"],
+        generation_kwargs={"eos_token_id": [-1]} if job["forced"] else None,
+        beta=0.05,
+        learning_rate=1e-6,
     )
-    data |= dict(folder=job["folder"], callbacks=[StepEnds()], subclass=counting)
-    trainer = trl_trainer.make_trainer(job["algorithm"], **data, **settings(job))
     if job["forced"]:
         # an EOS that is sampled all the same does not cut the completion
         trainer.eos_token_ids = [-1]
     trainer.train()
-    return measured(trainer.steps, moments)
+    return measured(trainer.steps)
