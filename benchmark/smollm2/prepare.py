@@ -15,8 +15,6 @@ from pathlib import Path
 import tyro
 
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# Without a system message the chat template inserts one of its own.
-SYSTEM = {"role": "system", "content": "Answer with the number only."}
 
 
 def convert_model(folder: Path):
@@ -45,31 +43,14 @@ def convert_model(folder: Path):
         config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def check_model(folder: Path):
-    """Load the folder as a user would. It raises where digits are not single tokens or 3 + 4 is not
-    7."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    messages = [SYSTEM, {"role": "user", "content": "3 + 4"}]
-    inputs = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    )
-    output = model.generate(**inputs, max_new_tokens=24, do_sample=False)
-    answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    if tokenizer.tokenize("a2048")[1:] != list("2048") or "7" not in answer:
-        raise RuntimeError(f"{folder}: the model is wrong: 3 + 4 is answered by {answer!r}")
+    # as a user would load it
+    if AutoTokenizer.from_pretrained(folder).tokenize("a2048")[1:] != list("2048"):
+        raise RuntimeError(f"{folder}: the tokenizer does not split a number into digits")
 
 
 def main(folder: Path = Path(__file__).resolve().parent):
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
     convert_model(folder / "model")
-    check_model(folder / "model")
+    print(f"model in {folder / 'model'}")
 
 
 if __name__ == "__main__":

@@ -23,11 +23,9 @@ import importlib
 import json
 import random
 import re
-from collections import Counter
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from statistics import mean
 
 import tyro
 
@@ -143,33 +141,25 @@ def to_row(entry: dict, options: Options, form: str) -> dict:
     )
 
 
-def share_right(rows: list[dict], answers: list[str]) -> float:
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    return mean(score(answers, **columns))
-
-
 def main():
     options, settings = tyro.cli(Options, description=__doc__, return_unknown_args=True)
     entries = draw(options, settings)
     sides = split(entries, round(options.held_out * len(entries)))
     if not all(sides):
         raise SystemExit("these questions have too few sets of characters to be divided")
-    answers = [str(entry["answer"]) for entry in entries]
     for form in FORMS:
-        if share_right([to_row(entry, options, form) for entry in entries], answers) == 1:
+        rows = [to_row(entry, options, form) for entry in entries]
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        if all(score(list(map(str, columns["answer"])), **columns)):
             break
     else:
         raise SystemExit(f"the verifier of {options.task} does not accept the task's own answers")
     options.folder.mkdir(parents=True, exist_ok=True)
     for name, side in zip(("train", "eval"), sides):
-        rows = [to_row(entry, options, form) for entry in side]
         path = options.folder / f"{options.task}_{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        print(f"{path}: {len(rows)} rows, form: {form}")
-    frequent = [answer for answer, _ in Counter(answers).most_common(100)]
-    best = max(frequent, key=lambda answer: share_right(rows, [answer] * len(rows)))
-    share = share_right(rows, [best] * len(rows))
-    print(f"held out, the best constant answer {best!r} is right for {share:.2f} of the questions")
+        lines = [json.dumps(to_row(entry, options, form)) + "\n" for entry in side]
+        path.write_text("".join(lines), encoding="utf-8")
+        print(f"{path}: {len(lines)} rows, form: {form}")
 
 
 if __name__ == "__main__":
