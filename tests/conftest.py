@@ -481,25 +481,6 @@ def refuses(run, tmp_path):
 
 
 @fixture
-def killed(run):
-    """killed(script, strike, **flags): the run of a forked process ends by SIGKILL. strike: a
-    function that prepares this there"""
-
-    def killed(script, strike, **flags):
-        child = os.fork()
-        if child == 0:
-            try:
-                strike()
-                run(script, **flags)
-            finally:
-                os._exit(1)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status), "the moment never came"
-
-    return killed
-
-
-@fixture
 def updates(monkeypatch):
     """A list with an entry for each optimizer step: weights and gradients of all parameters, in PPO
     of both models, and the learning rate."""

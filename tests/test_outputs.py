@@ -49,15 +49,6 @@ def test_a_saved_config_is_the_models_own(script, run):
         assert (config["attention_dropout"], config["dtype"]) == (0.5, "float32")
 
 
-def test_no_episodes_evaluate_the_model(script, run):
-    """--total-episodes 0 makes only the evaluation before training, and writes no model."""
-    trained = run(script, eval_dataset=5)
-    evaluated = run(script, eval_dataset=5, total_episodes=0)
-    assert evaluated.metrics == trained.metrics[:1]
-    assert evaluated.eval_rollouts == trained.eval_rollouts[:5]
-    assert not (evaluated.folder / "model").exists()
-
-
 @only("rloo", "grpo")
 def test_groups_with_equal_scores_are_counted(script, run):
     """By scores, not by advantages, which the KL makes different. Missing scores do not count."""

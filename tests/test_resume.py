@@ -59,15 +59,24 @@ def write_half(stem):
 
 
 @fixture
-def killed_in(script, killed, out, flags):
-    """killed_in(phase, call, **changed): the run in `out` is started, and killed in a phase. The
-    phase "loading" is the start of an iteration. changed: flags that differ from `flags`"""
+def killed_in(script, run, out, flags):
+    """killed_in(phase, call, **changed): the run in `out` is started in a forked process, and
+    killed in a phase. The phase "loading" is the start of an iteration. changed: flags that differ
+    from `flags`"""
 
     def killed_in(phase, call=1, **changed):
-        strike = partial(kill_at, script, phase, call)
-        if phase in ("state", "args"):
-            strike = partial(write_half, phase)
-        killed(script, strike, **dict(output_dir=out, resume=True) | flags | changed)
+        child = os.fork()
+        if child == 0:
+            try:
+                if phase in ("state", "args"):
+                    write_half(phase)
+                else:
+                    kill_at(script, phase, call)
+                run(script, **dict(output_dir=out, resume=True) | flags | changed)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), "the moment never came"
 
     return killed_in
 
