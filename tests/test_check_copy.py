@@ -5,9 +5,9 @@ import re
 import subprocess
 import sys
 
-import run as launcher
 from conftest import HERE
 from pytest import mark
+from test_pages import changed
 
 LOSS = "(losses * is_real[:, None]).sum() / len(mini_batch)"
 REWARDS = "rewards = scores[:, None]"
@@ -60,12 +60,7 @@ def test_a_changed_copy_is_checked(copy, flags, verdicts, said, tmp_path):
     """The verdicts after kills and about the second process, with one update for each batch, and
     with four; and the first thing that differs. Nothing stays of what the runs wrote and printed.
     """
-    path = launcher.copy_script(tmp_path, "rloo")
-    text = path.read_text()
-    for before, after in COPIES[copy].items():
-        assert text.count(before) == 1
-        text = text.replace(before, after)
-    path.write_text(text)
+    path = changed("rloo", tmp_path, texts=COPIES[copy]).__file__
     before = sorted(tmp_path.iterdir())
     command = [sys.executable, HERE / "benchmark/check_copy.py", path, *flags]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
