@@ -88,7 +88,7 @@ CAUSES = {
 }
 
 
-def computed(run: dict) -> dict:
+def computed(run):
     """What a run computed, in its order, by iteration, name and row."""
     entries = []
     for name in COLUMNS:
@@ -102,7 +102,7 @@ def computed(run: dict) -> dict:
     return {tuple(key): value for *key, value in entries}
 
 
-def difference(value, right) -> float:
+def difference(value, right):
     """How far a number, or a list of them, is from the right one, in units of its size."""
     if value == right:
         return 0.0
@@ -113,7 +113,7 @@ def difference(value, right) -> float:
     return float((abs(value - right) / np.maximum(abs(right), 0.05)).max())
 
 
-def compare(about: str, folder: Path, right: Path, allowed: float) -> bool:
+def compare(about, folder, right, allowed):
     """Print whether a run is the right one, or what differs first. Returns whether it is."""
     runs = read_run(folder), read_run(right)
     found, expected = map(computed, runs)
@@ -143,7 +143,7 @@ def compare(about: str, folder: Path, right: Path, allowed: float) -> bool:
     return False
 
 
-def prepare(module, lines: str):
+def prepare(module, lines):
     """Change the module of a copy before it runs, and note which of its lines are executed."""
     module.torch.optim.AdamW = partial(module.torch.optim.AdamW, eps=1e-5)
     if coverage:
@@ -152,7 +152,7 @@ def prepare(module, lines: str):
         Finalize(None, recorder.save, exitpriority=0)  # when this process ends
 
 
-def check(path: Path, flags: str, folder: Path, lines: str) -> bool:
+def check(path, flags, folder, lines):
     """Make the three runs of a copy, and compare them."""
     edit = partial(prepare, lines=lines)
     go = partial(start, str(path), flags, seconds=600)  # A run that takes longer hangs.
@@ -170,7 +170,7 @@ def check(path: Path, flags: str, folder: Path, lines: str) -> bool:
     return all(is_right)
 
 
-def changed_lines(texts: list[str]) -> set[int]:
+def changed_lines(texts):
     """The numbers of a copy's lines that the script which is most like it has not."""
     found = []
     for name in SCRIPTS:
@@ -179,7 +179,7 @@ def changed_lines(texts: list[str]) -> set[int]:
     return min(found, key=len)
 
 
-def not_executed(path: Path, lines: str) -> set[int]:
+def not_executed(path, lines):
     """The numbers of the lines in functions that no run has executed."""
     recorder = coverage.Coverage(lines)
     recorder.combine()
@@ -201,7 +201,7 @@ class Args:
     """the changed script; after it come its flags"""
 
 
-def main(args: Args, flags: list[str]):
+def main(args, flags):
     path = args.copy.resolve()
     texts = path.read_text(encoding="utf-8").splitlines()
     os.chdir(ROOT)

@@ -1,6 +1,5 @@
 """How every figure looks: one colour for each algorithm, and curves as means in 95 % bands."""
 
-from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -26,7 +25,7 @@ OTHERS = ("#3a9c74", "#7b5ea7", "#8c6d46", "#5b5b5b", "#c06fb0", "#9bb53c")
 T975 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
 
-def panels(rows: int, columns: int, width: float, height: float, **settings) -> tuple:
+def panels(rows, columns, width, height, **settings):
     """A figure and its axes [rows, columns], `width` by `height` inches each."""
     size = (width * columns, height * rows)
     return plt.subplots(rows, columns, figsize=size, squeeze=False, **settings)
@@ -38,7 +37,7 @@ def in_thousands(axis):
     axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k" if x else "0")
 
 
-def mean_and_band(values) -> tuple[np.ndarray, np.ndarray]:
+def mean_and_band(values):
     """The mean over the seeds, and half the width of its 95 % confidence interval (Student's t).
 
     values: [seeds, ..]
@@ -59,7 +58,7 @@ def curve(axis, x, values, **style):
     axis.fill_between(x, mean - band, mean + band, color=line.get_color(), alpha=0.2, lw=0)
 
 
-def save(figure, path: Path):
+def save(figure, path):
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     plt.close(figure)

@@ -28,7 +28,7 @@ class Args:
     output: Path = Path("runs/look.html")  # the page
 
 
-def whole_lines(file: Path):
+def whole_lines(file):
     """The lines of a file. A run may be writing the last: it has no end yet."""
     for line in open(file, "rb"):
         if line.endswith(b"\n"):
@@ -36,7 +36,7 @@ def whole_lines(file: Path):
 
 
 @functools.cache
-def load_run(folder: Path):
+def load_run(folder):
     """The flags of a run, and the function that decodes its tokens, the special ones too."""
     from transformers import AutoTokenizer  # It takes seconds, and --help does not need it.
 
@@ -53,7 +53,7 @@ def load_run(folder: Path):
     return flags, decode
 
 
-def read_lines(folder: Path):
+def read_lines(folder):
     """Each episode's line, and its place: iteration, whether the prompt is held out, and group.
 
     The line is not parsed, because most lines of a large run are left out.
@@ -67,7 +67,7 @@ def read_lines(folder: Path):
             yield line, (int(iteration), bool(held_out), group)
 
 
-def choose(places: set, fit: int) -> tuple[list[int], int]:
+def choose(places, fit):
     """Evenly spaced iterations, of which every n-th group is shown, and n.
 
     places: of all groups; fit: how many groups fit into the page
@@ -83,7 +83,7 @@ def choose(places: set, fit: int) -> tuple[list[int], int]:
     return chosen, n
 
 
-def token_texts(decode, ids: list[int]) -> list[str]:
+def token_texts(decode, ids):
     """The text of each token. Of tokens that share a character, the last one has it."""
     texts = []
     first = 0
@@ -112,14 +112,14 @@ def token_texts(decode, ids: list[int]) -> list[str]:
     return [*texts, whole[start:]]
 
 
-def rounded(number: float | None, digits: int = 3) -> float | None:
+def rounded(number, digits=3):
     """The first digits of a number. JSON has no nan and no inf: they are None."""
     if number is None or not math.isfinite(number):
         return None
     return float(f"{number:.{digits}g}")
 
 
-def read_episode(row: dict, decode) -> dict:
+def read_episode(row, decode):
     """What the page shows of an episode. `numbers`: one for each token, or one for all of them."""
     logprobs = row["logprobs"]
     numbers = {"-log p": [-x for x in logprobs]}
@@ -158,7 +158,7 @@ def read_episode(row: dict, decode) -> dict:
     }
 
 
-def read_curves(folder: Path) -> dict[str, list]:
+def read_curves(folder):
     """Of each metric (iteration, value), about 1,000 times at most."""
     rows = [json.loads(line) for line in whole_lines(folder / "metrics.jsonl")]
     curves = {}
@@ -172,7 +172,7 @@ def read_curves(folder: Path) -> dict[str, list]:
     return curves
 
 
-def make_page(folders: list[Path], places: set, fit: int) -> tuple[bytes, str]:
+def make_page(folders, places, fit):
     """The page, and what it says about itself."""
     iterations, n = choose(places, fit)
     known = {iteration for iteration, *_ in places}
@@ -218,7 +218,7 @@ def make_page(folders: list[Path], places: set, fit: int) -> tuple[bytes, str]:
     return page.replace("DATA", data).encode(), about
 
 
-def main(args: Args):
+def main(args):
     folders = list(args.folders)
     written = list(Path("runs").glob("*/rollouts"))
     if written and not folders:

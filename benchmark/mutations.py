@@ -208,7 +208,7 @@ class Failures(list):
         self.append(type(call.excinfo.value).__name__)
 
 
-def run_test(script: str, test: str, old: str, new: str) -> dict:
+def run_test(script, test, old, new):
     """Run a test in this process, on copies of the scripts with `new` for `old` in one of them.
 
     Returns how it has `ended`, and the end of the `log`.
@@ -237,12 +237,12 @@ def run_test(script: str, test: str, old: str, new: str) -> dict:
 
 
 @functools.cache
-def run_before(test: str) -> dict:
+def run_before(test):
     """Run a test on the scripts as they are."""
     return apart(run_test, "rloo", test, "", "")
 
 
-def attempt(name: str) -> dict:
+def attempt(name):
     """Make a mutation, and run its test before and after."""
     script, test, old, new = MUTATIONS[name]
     count = (ROOT / f"{script}.py").read_text().count(old)

@@ -34,7 +34,7 @@ class Args:
     """the picture"""
 
 
-def group_runs(folders: list[Path]) -> dict[str, list[list[dict]]]:
+def group_runs(folders):
     """The rows of the runs of each curve, under a label.
 
     The label is the curve's first run, and the flags in which curves differ.
@@ -60,7 +60,7 @@ def group_runs(folders: list[Path]) -> dict[str, list[list[dict]]]:
     return groups
 
 
-def points(group: list[list[dict]], metric: str, x: str) -> tuple[np.ndarray, np.ndarray]:
+def points(group, metric, x):
     """The mean x [points] and the metric [runs, points], as far as all runs of a group have
     come."""
     curves = []
@@ -76,7 +76,7 @@ def points(group: list[list[dict]], metric: str, x: str) -> tuple[np.ndarray, np
     return both[..., 0].mean(0), both[..., 1]
 
 
-def main(args: Args):
+def main(args):
     files = list(Path("runs").glob("*/metrics.jsonl"))
     folders = args.folders
     if files and not folders:

@@ -5,6 +5,9 @@ run("rloo", "--kl-coef 0 --seed 3")["metrics"]        # in a folder that is gone
 run_all([("rloo", "--seed 1"), ("ppo", "--seed 1")])  # as many at once as there are cores
 main(__doc__, path, {"name": Part(runs)})             # the command line of a program that measures
 
+In all of benchmark/ `rows` are a list of dicts, `flags` are one text, and a `path` or `folder` is a
+Path.
+
     python benchmark/run.py                      # where each result comes from, a line for each
     python benchmark/default/curves.py default   # measures one again
 
@@ -57,27 +60,27 @@ LIBRARIES += ("transformers.models.llama.modeling_llama", "transformers.optimiza
 DEFAULTS = dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
 
-def read_rows(path: Path) -> list[dict]:
+def read_rows(path):
     """The rows of a .jsonl file."""
     return [json.loads(line) for line in open(path, encoding="utf-8")]
 
 
-def write_rows(path: Path, rows: list[dict]):
+def write_rows(path, rows):
     """Write a .jsonl file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def having(rows: list[dict], **wanted) -> list[dict]:
+def having(rows, **wanted):
     """The rows that have these entries."""
     return [row for row in rows if all(row.get(name) == x for name, x in wanted.items())]
 
 
-def column(rows: list[dict], name: str) -> list:
+def column(rows, name):
     """The entries of this name."""
     return [row[name] for row in rows]
 
 
-def grouped(rows: list[dict], name: str) -> dict[str, list[dict]]:
+def grouped(rows, name):
     """The rows by their entry of this name."""
     groups = {}
     for row in rows:
@@ -85,7 +88,7 @@ def grouped(rows: list[dict], name: str) -> dict[str, list[dict]]:
     return groups
 
 
-def read_run(folder: Path) -> dict:
+def read_run(folder):
     """A run's flags, its `metrics`, each with the `seconds` of rollout and training until then,
     those of them that are `evaluations`, its `rollouts`, and its `eval_rollouts`."""
     folder = Path(folder)
@@ -108,7 +111,7 @@ def read_run(folder: Path) -> dict:
     return found
 
 
-def relative_distance(folder: Path, right: Path, start: Path = POLICY) -> float:
+def relative_distance(folder, right, start=POLICY):
     """How far the final weights of two runs are apart, by norm, in units of how far the second
     one's moved. start: the folder of the model before"""
     expected = load_file(right / "model/model.safetensors")
@@ -121,14 +124,14 @@ def relative_distance(folder: Path, right: Path, start: Path = POLICY) -> float:
     return float(distance(folder / "model") / distance(start))
 
 
-def free_port() -> int:
+def free_port():
     """A port that was free a moment ago."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
-def copy_script(folder: Path, script: str, patch: str | None = None) -> Path:
+def copy_script(folder, script, patch=None):
     """A copy of a script, with a patch of benchmark/patches/ or as it is, and beside it what its
     defaults need."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +143,7 @@ def copy_script(folder: Path, script: str, patch: str | None = None) -> Path:
     return folder / f"{script}.py"
 
 
-def import_script(script: str):
+def import_script(script):
     """Import a script (`rloo`, or a path)."""
     path = (ROOT / script).with_suffix(".py").resolve()
     sys.path.insert(0, str(path.parent))
@@ -150,7 +153,7 @@ def import_script(script: str):
     return importlib.import_module(path.stem)
 
 
-def run_here(job: tuple) -> dict:
+def run_here(job):
     """What `read_run` reads of a run in this process. It makes no other one.
 
     A job is a script (`rloo`, or a path), its flags, functions that change the script before it
@@ -180,7 +183,7 @@ def run_here(job: tuple) -> dict:
         return read_run(output_dir) | getattr(module, "found", {})
 
 
-def work(sender, variables: dict, function, *args):
+def work(sender, variables, function, *args):
     """Send what a function returns, or why it failed."""
     os.environ |= variables
     tqdm.set_lock(threading.RLock())  # Its own lock would outlive a process that is killed.
@@ -191,7 +194,7 @@ def work(sender, variables: dict, function, *args):
     sender.send(result)
 
 
-def apart(function, *args, processes: int = 1, seconds: float | None = None) -> dict:
+def apart(function, *args, processes=1, seconds=None):
     """What a function returns in a process of its own, or in the first of several, which get
     torchrun's variables. If one fails, dies or takes too long, all are killed. `failed` says why.
 
@@ -235,7 +238,7 @@ def apart(function, *args, processes: int = 1, seconds: float | None = None) -> 
     return dict(failed="\n".join(failures)) if failures else results[first]
 
 
-def run(script: str, flags: str = "", *more, processes: int = 1) -> dict:
+def run(script, flags="", *more, processes=1):
     """`run_here` of a job, in processes of its own. Ends this program where it fails."""
     result = apart(run_here, (script, flags, *more), processes=processes)
     if "failed" in result:
@@ -243,7 +246,7 @@ def run(script: str, flags: str = "", *more, processes: int = 1) -> dict:
     return result
 
 
-def run_all(jobs: list[tuple], finish=lambda job, result: result) -> list:
+def run_all(jobs, finish=lambda job, result: result):
     """`run_here` of every job in a process of its own, as many at once as there are cores: what
     `finish(job, result)` makes of each."""
     results = []
@@ -256,7 +259,7 @@ def run_all(jobs: list[tuple], finish=lambda job, result: result) -> list:
     return results
 
 
-def machine() -> str:
+def machine():
     """What numbers depend on besides the flags: the processor, a GPU, and the versions of
     libraries. Every run has one thread."""
     torch = importlib.import_module("torch")
@@ -295,7 +298,7 @@ class Part:
     short: str = "--total-episodes 128 --eval-every 2"
     """flags that make a smoke run of each job: the last of two equal flags counts"""
 
-    def jobs(self, smoke: bool = False) -> dict[tuple, dict]:
+    def jobs(self, smoke=False):
         """Each job, as `run_here` takes it, with the entries that name its row. A smoke run has
         the first of each script, also of each that is changed by functions."""
         jobs = {}
@@ -311,7 +314,7 @@ class Part:
             jobs[script, " ".join(words), *edits] = row
         return jobs
 
-    def rows(self, smoke: bool = False) -> list[dict]:
+    def rows(self, smoke=False):
         """Run the jobs, or those of a smoke run."""
         jobs = self.jobs(smoke)
         if self.measure:
@@ -319,12 +322,7 @@ class Part:
         return run_all(list(jobs), lambda job, result: jobs[job] | self.keep(result))
 
 
-def main(
-    about: str,
-    result: Path,
-    parts: dict[str, Part],
-    plot: Callable[[list, Path], None] | None = None,
-):
+def main(about, result, parts, plot=None):
     """The command line of a program that measures.
 
     result: the .json file of its rows; plot(rows, folder): draws the figures into a folder
@@ -354,7 +352,7 @@ def main(
             plot(read_result(result)["rows"], folder)
 
 
-def measure_part(path: Path, name: str, parts: dict[str, Part]):
+def measure_part(path, name, parts):
     """Measure a part, and write its rows into the program's file, with what is known about their
     origin."""
     part = parts[name]
@@ -378,13 +376,13 @@ def measure_part(path: Path, name: str, parts: dict[str, Part]):
     write_result(path, old["parts"] | {name: stamp}, in_order)
 
 
-def git(*words: str) -> str:
+def git(*words):
     """What git prints in the repository's root."""
     finished = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
     return finished.stdout.strip()
 
 
-def read_result(path: Path) -> dict:
+def read_result(path):
     """A file of results: for each of its `parts` the commit, the date and more, and the `rows`,
     each with its part."""
     if not path.exists():
@@ -392,13 +390,13 @@ def read_result(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
-def write_result(path: Path, parts: dict[str, dict], rows: list[dict]):
+def write_result(path, parts, rows):
     """A file of results, with a line for each row."""
     text = json.dumps(dict(parts=parts, rows=rows))
     path.write_text(text.replace('{"part": ', '\n{"part": ') + "\n")
 
 
-def curves(result: dict, metrics) -> dict[str, list]:
+def curves(result, metrics):
     """A run in few points, one for each evaluation: its episode, and metrics. A point of a metric
     that is not of the evaluation is the mean since the evaluation before. The first point is that
     of iteration 1."""

@@ -50,12 +50,12 @@ TABLE = re.compile(
 )
 
 
-def pretty(number: float, form: str) -> str:
+def pretty(number, form):
     """A number without leading zeros in its exponent."""
     return f"{number:{form}}".replace("e-0", "e-")
 
 
-def number(value: float) -> str:
+def number(value):
     """With one, two or three decimals, and in powers of ten what is smaller."""
     size = abs(value)
     if size >= 10:
@@ -67,7 +67,7 @@ def number(value: float) -> str:
     return pretty(value, ".0e")
 
 
-def with_band(values: list[float], form: str = ".2f") -> str:
+def with_band(values, form=".2f"):
     """The mean, and half of its 95 % interval."""
     middle, band = mean_and_band(values)
     return f"{middle:{form}} ± {band:{form.removeprefix('+')}}"
@@ -76,7 +76,7 @@ def with_band(values: list[float], form: str = ".2f") -> str:
 FUNCTIONS = {"": mean, "min": min, "max": max, "sum": sum, "count": len}
 
 
-def show(values: list[float], how: str) -> str:
+def show(values, how):
     """The values of a field, as the words after its colon say."""
     function, form = re.fullmatch(r"([a-z±]*)(.*)", how).groups()
     if function == "±":
@@ -90,14 +90,14 @@ def show(values: list[float], how: str) -> str:
     return pretty(FUNCTIONS[function](values), form)
 
 
-def fitting(rows: list[dict], patterns: dict[str, str]) -> list[dict]:
+def fitting(rows, patterns):
     """The rows that have entries of these names, which fit the patterns."""
     for name, pattern in patterns.items():
         rows = [row for row in rows if re.fullmatch(pattern, str(row.get(name, "")))]
     return rows
 
 
-def values_of(rows: list[dict], group: dict, words: str) -> list:
+def values_of(rows, group, words):
     """What NAME[INDEX]@NAME=PATTERN means in a group of rows."""
     words, *conditions = words.split("@")
     patterns = dict(condition.split("=") for condition in conditions)
@@ -115,7 +115,7 @@ def values_of(rows: list[dict], group: dict, words: str) -> list:
     return values
 
 
-def fill(cell: str, rows: list[dict], group: dict) -> str:
+def fill(cell, rows, group):
     """A cell with its fields filled in, for a group of rows."""
     for field in re.findall(r"\{(.*?)\}", cell):
         words, _, how = field.partition(":")
@@ -133,7 +133,7 @@ def fill(cell: str, rows: list[dict], group: dict) -> str:
     return cell
 
 
-def rows_of(line: str):
+def rows_of(line):
     """The cells of each row that a line of a comment makes."""
     source, _, template = line.partition(": ")
     path, *words = source.split()
@@ -154,7 +154,7 @@ def rows_of(line: str):
             yield [fill(cell.strip(), rows, group) for cell in template.split("|")]
 
 
-def write_tables(text: str) -> str:
+def write_tables(text):
     """The text of a page with all its tables written again."""
 
     def write(found):

@@ -45,14 +45,14 @@ class Args:
     output: Path = Path("runs/win_rate.jsonl")  # every pair and its verdict
 
 
-def last_evaluation(folder: Path | str) -> list[dict]:
+def last_evaluation(folder):
     files = sorted(Path(folder).glob("rollouts/eval_*.jsonl"))
     if not files:
         raise SystemExit(f"{folder}: its run needs --save-rollouts and an --eval-dataset")
     return read_rows(files[-1])
 
 
-def baseline_of(args: Args, rows: list[dict]) -> list[str]:
+def baseline_of(args, rows):
     """What is compared with the completions of these rows."""
     if args.baseline.startswith("column:"):
         name = args.baseline.removeprefix("column:")
@@ -64,7 +64,7 @@ def baseline_of(args: Args, rows: list[dict]) -> list[str]:
     return column(others, "completion")
 
 
-def judge_pairs(judge, rows: list[dict], baselines: list, seed: int) -> list[dict]:
+def judge_pairs(judge, rows, baselines, seed):
     """Show every pair to the judge, half of them swapped.
 
     rows: those of the model. Returns for each pair its texts, the model's place, and its win.
@@ -100,7 +100,7 @@ def judge_pairs(judge, rows: list[dict], baselines: list, seed: int) -> list[dic
     return pairs
 
 
-def interval(win_rate: float, count: int) -> tuple[float, float]:
+def interval(win_rate, count):
     """Wilson's 95 % interval of a mean of `count` numbers from 0 to 1.
 
     Their variance is at most p (1 - p), which it is where none is a tie. The interval holds all p
@@ -116,7 +116,7 @@ def interval(win_rate: float, count: int) -> tuple[float, float]:
     return min(win_rate, low), max(win_rate, high)  # whatever rounding does
 
 
-def main(args: Args) -> tuple[float, float, float]:
+def main(args):
     """Judge, print and write -> the win rate and its interval."""
     judge = rloo.load_reward(args.judge)
     rows = last_evaluation(args.model)

@@ -44,7 +44,7 @@ SEEDS = range(1, 6)
 OTHER_SEEDS = range(4, 14)  # none of those that chose a learning rate
 
 
-def rounded(values) -> float:
+def rounded(values):
     """The mean of some numbers."""
     return round(float(np.mean(values)), 4)
 
@@ -55,7 +55,7 @@ STEPS = 400  # of its training
 LENGTH = "--model-path benchmark/claims/policy --response-length 16 --learning-rate 1e-4"
 
 
-def make_policy(_=None, smoke: bool = False) -> list[dict]:
+def make_policy(_=None, smoke=False):
     """Train the default policy for a few more steps, on its own sampled answers.
 
     If a sum begins with an odd digit, 8 to 12 spaces stand behind its answer. `exact_match` strips
@@ -117,7 +117,7 @@ EIGHT_UPDATES = "--num-ppo-epochs 4 --num-mini-batches 2"
 JUDGE = "--reward benchmark/variants/long_judge.py:score --eval-reward exact_match"
 
 
-def ends(result: dict) -> dict:
+def ends(result):
     """The score of training, over the last ten iterations, and the last one of evaluations."""
     rows = result["metrics"]
     return dict(
@@ -126,7 +126,7 @@ def ends(result: dict) -> dict:
     )
 
 
-def to_curve(result: dict) -> dict:
+def to_curve(result):
     """The ends of a run, the lengths in its last ten iterations, and its curve."""
     rows = result["metrics"][1:]
     last = rows[-10:]
@@ -140,7 +140,7 @@ def to_curve(result: dict) -> dict:
     }
 
 
-def over(flag: str, values, script: str = "rloo") -> list[tuple]:
+def over(flag, values, script="rloo"):
     """A run for each value of a flag."""
     return [(dict(label=str(x)), script, f"{flag} {x}") for x in values]
 
@@ -173,23 +173,23 @@ TOSSES = np.random.default_rng(0)  # A hash of the text would be no coin: it cou
 REWARDS = "benchmark/claims/claims.py"
 
 
-def coin(completions, **_) -> list[float]:
+def coin(completions, **_):
     """1 with the probability COIN, whatever the answer is. For runs on one process that are not
     resumed."""
     return (TOSSES.random(len(completions)) < COIN).astype(float).tolist()
 
 
-def digits(completions, **_) -> list[float]:
+def digits(completions, **_):
     """The format alone: 1 for any number without spaces around it."""
     return [float(completion.isdigit()) for completion in completions]
 
 
-def exactly(completions, answer, **_) -> list[float]:
+def exactly(completions, answer, **_):
     """1 for the right answer in the right format. `exact_match` takes answers with spaces, too."""
     return [float(completion == right) for completion, right in zip(completions, answer)]
 
 
-def before_and_after(result: dict) -> dict:
+def before_and_after(result):
     """The held-out score, and that of the best sample of each question."""
     kept = dict(scores=[], best_of_k=[])
     first, *_, last = result["evaluations"]
@@ -226,7 +226,7 @@ METHODS = {  # script and flags
 UNSEEN = 11  # of the 55 pairs of last digits, those that training does not show
 
 
-def of_methods(rates) -> list[tuple]:
+def of_methods(rates):
     """The runs of each method at rates(method)."""
     runs = []
     for method, (script, own) in METHODS.items():
@@ -235,7 +235,7 @@ def of_methods(rates) -> list[tuple]:
     return runs
 
 
-def best_rate(method: str) -> list[float]:
+def best_rate(method):
     """The rate with the highest mean score in training."""
     scores = Counter()
     for row in measured("rates", method=method):
@@ -248,7 +248,7 @@ def choose_rates():
     PARTS["methods"].runs = of_methods(best_rate)
 
 
-def write_pairs(seed: int, path: str):
+def write_pairs(seed, path):
     """Training does not show some pairs of last digits. All prompts with these pairs are held out.
     The column `kind` says if a row's pair is seen."""
     pairs = [*combinations_with_replacement("0123456789", 2)]
@@ -266,7 +266,7 @@ def write_pairs(seed: int, path: str):
         write_rows(Path(f"{path}_{file}.jsonl"), rows[file])
 
 
-def run_pairs(jobs: dict[tuple, dict], smoke: bool) -> list[dict]:
+def run_pairs(jobs, smoke):
     """Train without some pairs: the right answers to held-out sums with seen pairs, and to all with
     unseen pairs."""
 
@@ -307,7 +307,7 @@ TASKS = {  # of reasoning-gym, with their settings
 }
 
 
-def run_passes(jobs: dict, smoke: bool) -> list[dict]:
+def run_passes(jobs, smoke):
     """Train a real model, and then sample from it at each temperature: how many answers to each
     question are right. Without jobs it is the model before training."""
     with tempfile.TemporaryDirectory() as folder:
@@ -328,7 +328,7 @@ def run_passes(jobs: dict, smoke: bool) -> list[dict]:
         return run_all(chosen, lambda job, result: sampled[job] | right_answers(result))
 
 
-def right_answers(result: dict) -> dict:
+def right_answers(result):
     """The right samples of each question."""
     counts = Counter()
     for row in having(result["eval_rollouts"], iteration=0):
@@ -336,7 +336,7 @@ def right_answers(result: dict) -> dict:
     return dict(right=[right for _, right in sorted(counts.items())])
 
 
-def train_smollm2(script: str, own: str, seeds) -> Part:
+def train_smollm2(script, own, seeds):
     flags = f"{SMOLLM2} --total-episodes 640 --learning-rate 1e-5"
     return Part([({}, script, own)], flags, seeds, measure=run_passes, short=TINY)
 
@@ -347,7 +347,7 @@ def make_tasks():
         subprocess.run(command, check=True)
 
 
-def share_right(result: dict) -> dict:
+def share_right(result):
     answers = [row["columns"]["answer"] for row in result["eval_rollouts"]]
     constant = max(Counter(answers).values()) / len(answers)
     return dict(right=round(result["evaluations"][0]["eval/scores"], 4), constant=constant)
@@ -392,7 +392,7 @@ PARTS["form"].short = f"{TWO_SAMPLES} --model-path {POLICY}"
 # ---- the table, and what sentences say
 
 
-def measured(part: str, **wanted) -> list[dict]:
+def measured(part, **wanted):
     """The rows of a part that have these entries."""
     return having(read_result(RESULT)["rows"], part=part, **wanted)
 
@@ -400,7 +400,7 @@ def measured(part: str, **wanted) -> list[dict]:
 choose_rates()
 
 
-def sign_flips(differences) -> float:
+def sign_flips(differences):
     """The two-sided p of an exact test: how often a sum with random signs is as far from 0 as the
     one that was seen."""
     signs = np.array([*product((-1, 1), repeat=len(differences))])
@@ -408,7 +408,7 @@ def sign_flips(differences) -> float:
     return float(np.mean(sums >= np.abs(np.sum(differences)) - 1e-9))
 
 
-def holm(p_values: dict) -> dict:
+def holm(p_values):
     """Holm's correction: the smallest of n values is multiplied by n, the next one by n - 1, and so
     on."""
     corrected = {}
@@ -431,7 +431,7 @@ def compare_methods():
         print(*pair, f"p = {p:.3f}", sep=" | ")
 
 
-def smollm2_shares(runs: list[dict]) -> tuple:
+def smollm2_shares(runs):
     """Of a model, on held-out questions: the right answers and pass@8 at temperature 1, and each at
     the temperature that is best on training questions."""
     shares = {}
@@ -460,7 +460,7 @@ def smollm2():
         yield ["its gain", *map(with_band, np.transpose(gains))]
 
 
-def of_seeds(part: str) -> list[tuple]:
+def of_seeds(part):
     """The shares of each seed's model."""
     return [smollm2_shares(runs) for runs in grouped(measured(part), "seed").values()]
 
@@ -479,7 +479,7 @@ PANELS = (  # part, title, and numbers at the end, or none for curves
 MARKERS = {"scores": ("s:", "learned score"), "held_out": ("o-", "right, held-out")}
 
 
-def plot_curves(axis, results: list[dict]):
+def plot_curves(axis, results):
     """The score against episodes, a curve for each setting."""
     for (label, some), color in zip(grouped(results, "label").items(), draw.OTHERS):
         style = dict(color=color, label=label.replace("\n", ", "))
@@ -488,7 +488,7 @@ def plot_curves(axis, results: list[dict]):
     axis.set_ylabel("right, sampled")
 
 
-def plot_ends(axis, results: list[dict], name: str):
+def plot_ends(axis, results, name):
     """A number at the end against the settings, with its 95 % interval."""
     for script, some in grouped(results, "script").items():
         settings = grouped(some, "label")
@@ -501,7 +501,7 @@ def plot_ends(axis, results: list[dict], name: str):
     axis.set_ylim(0)
 
 
-def plot(results: list[dict], folder: Path):
+def plot(results, folder):
     figure, grid = draw.panels(4, 2, width=3.4, height=2.4)
     for axis, (part, title, *names) in zip(grid.flat, PANELS, strict=True):
         some = having(results, part=part)

@@ -27,7 +27,7 @@ SMOLLM2 += " --kl-coef 0"
 TINY = f"{BUILT_IN} --eval-dataset benchmark/default/eval.jsonl --total-episodes 128"
 
 
-def to_curve(result: dict) -> dict:
+def to_curve(result):
     """What is kept of a run."""
     rows = result["metrics"][1:]
     evaluations = result["evaluations"]
@@ -46,18 +46,18 @@ def to_curve(result: dict) -> dict:
     }
 
 
-def plot(rows: list[dict], folder: Path):
+def plot(rows, folder):
     draw_means(having(rows, part="default"), folder / "curves.png")
     smollm2 = [row for row in rows if row["part"].startswith("smollm2")]
     draw_seeds(smollm2, folder / "smollm2.png")
 
 
-def running_mean(values: list[float]) -> list[float]:
+def running_mean(values):
     """The mean of each value and the nine before it."""
     return [np.mean(values[max(0, end - 10) : end]) for end in range(1, len(values) + 1)]
 
 
-def draw_means(runs: list[dict], path: Path):
+def draw_means(runs, path):
     figure, [axes] = draw.panels(1, 3, width=3.3, height=2.8, sharey=True)
     axes[0].set_title("sampled, training prompts")
     axes[0].set_ylabel("right answers")
@@ -80,7 +80,7 @@ def draw_means(runs: list[dict], path: Path):
     draw.save(figure, path)
 
 
-def draw_seeds(runs: list[dict], path: Path):
+def draw_seeds(runs, path):
     """A panel for each script, with the score before training, and the mean at the end in figures.
     On GitHub, letters in it are as large as those of the page."""
     figure, [axes] = draw.panels(1, 3, width=2.3, height=1.8, sharey=True, dpi=240)

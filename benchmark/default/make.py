@@ -37,7 +37,6 @@ VOCAB = ["<pad>", "<eos>", *"0123456789+-= "]
 PAD = 0
 EOS = 1
 PROMPT_LENGTH = len("37+58=")
-RESPONSE_LENGTH = len("198") + 1  # the longest answer and its EOS
 NUM_TRAIN = 2048
 NUM_EVAL = 256
 BATCH_SIZE = 128
@@ -60,19 +59,15 @@ class Args:
 def split_sums(rng):
     """Returns all sums but the held-out ones and their mirrors, and the held-out ones: int arrays
     [n, 2], shuffled."""
-    numbers = range(10, 100)
-    sums = rng.permutation(list(itertools.product(numbers, numbers)))  # [8100, 2]
+    sums = rng.permutation(list(itertools.product(range(10, 100), repeat=2)))  # [8100, 2]
     held_out = sums[:NUM_EVAL]
-    excluded = held_out.tolist()
-    excluded += held_out[:, ::-1].tolist()
+    excluded = [*held_out.tolist(), *held_out[:, ::-1].tolist()]
     seen = [pair for pair in sums.tolist() if pair not in excluded]
     return np.array(seen), held_out
 
 
 def write_jsonl(path, sums):
-    rows = []
-    for a, b in sums.tolist():
-        rows.append({"prompt": f"{a}+{b}=", "answer": str(a + b)})
+    rows = [dict(prompt=f"{a}+{b}=", answer=str(a + b)) for a, b in sums.tolist()]
     write_rows(path, rows)
 
 
@@ -110,20 +105,7 @@ def new_policy():
     return policy
 
 
-def encode(sums, answers):
-    """Token ids of prompts and of answers, each ended by EOS: [n, PROMPT_LENGTH] and [n,
-    RESPONSE_LENGTH]."""
-    prompts = []
-    responses = []
-    for (a, b), answer in zip(sums, answers):
-        prompts.append([VOCAB.index(c) for c in f"{a}+{b}="])
-        ids = [VOCAB.index(c) for c in answer] + [EOS]
-        ids += [PAD] * (RESPONSE_LENGTH - len(ids))
-        responses.append(ids)
-    return torch.tensor(prompts), torch.tensor(responses)
-
-
-def fit(model, losses, steps: int, lr: float, warmup: int):
+def fit(model, losses, steps, lr, warmup):
     """A step of AdamW for each of `losses`, which a generator makes; the rate is warmed up, then
     falls to 0."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
@@ -140,24 +122,26 @@ def fit(model, losses, steps: int, lr: float, warmup: int):
 
 
 def losses_on_answers(policy, sums, steps, rng, wrong_digits=None, wrong=0.0):
-    """The losses of supervised training on answers of which the fraction `wrong` ends as in the
-    table."""
+    """The losses of supervised training on answers, of which the fraction `wrong` ends as in the
+    table, and all with EOS."""
     for _ in range(steps):
         batch = sums[rng.integers(len(sums), size=BATCH_SIZE)]  # [BATCH_SIZE, 2]
         answers = [str(a + b) for a, b in batch]
         for i in np.flatnonzero(rng.random(BATCH_SIZE) < wrong):
             wrong_digit = wrong_digits[tuple(batch[i] % 10)]
             answers[i] = answers[i][:-1] + str(wrong_digit)
-        prompts, responses = encode(batch, answers)
+        rows = []
+        for (a, b), answer in zip(batch, answers):
+            rows.append(torch.tensor([*map(VOCAB.index, f"{a}+{b}={answer}"), EOS]))
+        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
         # The last token is only predicted, never read. The last token of a prompt predicts the
         # first of its answer.
-        tokens = torch.cat([prompts, responses[:, :-1]], dim=1)
-        logits = policy(tokens).logits
-        logits = logits[:, PROMPT_LENGTH - 1 :].flatten(0, 1)
-        yield torch.nn.functional.cross_entropy(logits, responses.flatten(), ignore_index=PAD)
+        logits = policy(tokens[:, :-1]).logits[:, PROMPT_LENGTH - 1 :]
+        targets = tokens[:, PROMPT_LENGTH:].flatten()
+        yield torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, ignore_index=PAD)
 
 
-def make_policy(folder: Path, seed: int):
+def make_policy(folder, seed):
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     seen, held_out = split_sums(rng)
@@ -179,7 +163,7 @@ def make_policy(folder: Path, seed: int):
 # ---- the reward model
 
 
-def complete(policy, prompts: list, uniforms) -> list:
+def complete(policy, prompts, uniforms):
     """Complete prompts as the scripts do -> the tokens of each completion.
 
     uniforms: [prompts, length], the random numbers
@@ -192,7 +176,7 @@ def complete(policy, prompts: list, uniforms) -> list:
     return [[token for token in row if token >= 0] for row in batch["tokens"].tolist()]
 
 
-def draw_pairs(policy, tokenizer, path: Path, seed: int) -> list[tuple[tuple, tuple]]:
+def draw_pairs(policy, tokenizer, path, seed):
     """Samples completions of a file's prompts -> pairs (chosen, rejected) of tokens, prompt and
     completion.
 
@@ -213,13 +197,13 @@ def draw_pairs(policy, tokenizer, path: Path, seed: int) -> list[tuple[tuple, tu
     return pairs
 
 
-def scores_of(model, sequences: list[tuple]) -> torch.Tensor:
+def scores_of(model, sequences):
     """The head's output at each last token, with gradient, [rows]."""
     hidden = rloo.forward(model.base_model, rloo.pad_left(sequences))
     return model.score(hidden[:, -1]).squeeze(-1)
 
 
-def losses_of(model, pairs: list, batches: list):
+def losses_of(model, pairs, batches):
     """Bradley and Terry's loss of each batch of pairs."""
     for batch in batches:
         chosen, rejected = zip(*(pairs[i] for i in batch))
@@ -227,7 +211,7 @@ def losses_of(model, pairs: list, batches: list):
         yield -torch.nn.functional.logsigmoid(chosen_scores - rejected_scores).mean()
 
 
-def make_reward_model(folder: Path, seed: int):
+def make_reward_model(folder, seed):
     logging.set_verbosity_error()  # the new head is meant to be missing in the policy's checkpoint
     torch.manual_seed(seed)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "policy")
@@ -245,7 +229,7 @@ def make_reward_model(folder: Path, seed: int):
     tokenizer.save_pretrained(folder / "reward_model")
 
 
-def main(args: Args):
+def main(args):
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     make_policy(args.folder, args.seed)

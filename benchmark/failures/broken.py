@@ -12,14 +12,13 @@ import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def temperature(script: ModuleType):
+def temperature(script):
     """The script samples at temperature 2. Its loss still computes probabilities at --temperature,
     which is 1."""
     generate = script.generate
@@ -32,7 +31,7 @@ def temperature(script: ModuleType):
     script.generate = broken
 
 
-def eos_masked(script: ModuleType):
+def eos_masked(script):
     """The EOS is taken for padding. It is sampled and scored, but it has no gradient."""
     generate = script.generate
 
@@ -45,7 +44,7 @@ def eos_masked(script: ModuleType):
     script.generate = broken
 
 
-def interleaved(script: ModuleType):
+def interleaved(script):
     """The completions of a prompt are far apart: a b c a b c, not a a b b c c. A group is still k
     neighbours.
 
@@ -60,7 +59,7 @@ def interleaved(script: ModuleType):
     script.generate = broken
 
 
-def no_check(script: ModuleType):
+def no_check(script):
     """Nothing compares the log-probabilities of sampling and training any more. They are only
     logged."""
 
@@ -75,7 +74,7 @@ BREAKS = dict(
 )
 
 
-def load(name: str, breaks: list[str]) -> ModuleType:
+def load(name, breaks):
     """A script as a module, imported anew, with these breaks."""
     spec = importlib.util.spec_from_file_location(f"broken_{name}", ROOT / f"{name}.py")
     script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -91,7 +90,7 @@ class Options:
     """of breaks, and then rloo.py, grpo.py or ppo.py, whose flags follow"""
 
 
-def main(options: Options, flags: list[str]):
+def main(options, flags):
     *breaks, script = options.names
     if not BREAKS.keys() >= {*breaks} or not (ROOT / script).exists():
         raise SystemExit(f"name some of {', '.join(BREAKS)}, and then rloo.py, grpo.py or ppo.py")

@@ -41,7 +41,7 @@ METRICS = {  # those of the figure, and after the bar those of the page's table 
 }
 
 
-def kept(name: str, result: dict) -> dict:
+def kept(name, result):
     """What is kept of a run: its first evaluation, and its curves in POINTS points."""
     points = curves(result, METRICS[name].replace("|", "").split())
     episode = points.pop("episode")[1:]
@@ -75,7 +75,7 @@ for name, (script, episodes, flags, failure, healthy, *breaks) in FAILURES.items
     PARTS[name] = Part(runs, both, (1, 2, 3), partial(kept, name))
 
 
-def cell(runs: list[dict], metric: str) -> str:
+def cell(runs, metric):
     """The mean over the seeds, and their range. Of each seed it is the last evaluation, or the mean
     of another metric over the second half."""
     ends = []
@@ -87,7 +87,7 @@ def cell(runs: list[dict], metric: str) -> str:
     return low if low == high else f"{number(mean(ends))} ({low}–{high})"
 
 
-def table(name: str):
+def table(name):
     """The metrics of a failure and of its healthy run."""
     rows = having(read_result(RESULT)["rows"], part=name)
     for metric in rows[-1]["curves"]:
@@ -95,7 +95,7 @@ def table(name: str):
         yield [f"`{metric}`", *cells]
 
 
-def draw_panel(axis, rows: list[dict], metric: str):
+def draw_panel(axis, rows, metric):
     """Of one failure: a thin line for each seed, and a thick one for their mean."""
     for run, color in COLORS.items():
         style = dict(color=color, ls="-" if run == "failure" else "--")
@@ -112,7 +112,7 @@ def draw_panel(axis, rows: list[dict], metric: str):
     axis.set_ylim(-0.03 * top, top)  # A line at 0 does not lie on the axis.
 
 
-def plot(rows: list[dict], folder: Path):
+def plot(rows, folder):
     for name, metrics in METRICS.items():
         metrics = metrics.split(" |")[0].split()
         figure, grid = draw.panels(1, len(metrics), width=2.5, height=2.2)

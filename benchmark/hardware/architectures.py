@@ -82,7 +82,7 @@ def count_ones(completions, **_):
     return [completion.count("1") for completion in completions]
 
 
-def shrink(config: dict, also: dict) -> dict:
+def shrink(config, also):
     """The entries of a config, and of the configs in it, that make its model tiny."""
     tiny = {"is_decoder": True} if "is_decoder" in config else {}
     for name, value in config.items():
@@ -98,7 +98,7 @@ def shrink(config: dict, also: dict) -> dict:
     return tiny | also
 
 
-def make_model(model_type: str, folder: str) -> dict:
+def make_model(model_type, folder):
     import torch  # These imports take seconds, and --help does not need them.
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -118,7 +118,7 @@ def make_model(model_type: str, folder: str) -> dict:
     return {}
 
 
-def compare(folder: str, rows: list) -> float:
+def compare(folder, rows):
     """How far rows of a rollout are from the truth."""
     import torch
     import transformers
@@ -127,7 +127,7 @@ def compare(folder: str, rows: list) -> float:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
     @torch.no_grad()
-    def true_logprobs(tokens: list[int]):
+    def true_logprobs(tokens):
         return model(torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
 
     apart = []
@@ -140,12 +140,12 @@ def compare(folder: str, rows: list) -> float:
     return max(apart)
 
 
-def train(folder: str, *job) -> dict:
+def train(folder, *job):
     """Train a model. Returns how far it was from the truth."""
     return dict(difference=compare(folder, run_here(job)["rollouts"][:16]))
 
 
-def attempt(model_type: str, script: str, flags: str, work: Path) -> dict:
+def attempt(model_type, script, flags, work):
     """Make a model, and train it. Returns how this ended."""
     folder = f"{work}/model"
     if "failed" in apart(make_model, model_type, folder, seconds=LIMIT):
@@ -164,7 +164,7 @@ def attempt(model_type: str, script: str, flags: str, work: Path) -> dict:
     return dict(ended=ended, message=message)
 
 
-def measure(jobs: dict, smoke: bool) -> list[dict]:
+def measure(jobs, smoke):
     """Attempt every architecture."""
     [job] = jobs
     auto = importlib.import_module("transformers.models.auto.modeling_auto")

@@ -39,7 +39,7 @@ FLAGS = (
 PROCESSES = {"1": [1] * 9, "2": [2] * 9, "1, 2 by turns": [1, 2] * 5}
 
 
-def kill_at(module, phase: str, call: int, rank: int = 0):
+def kill_at(module, phase, call, rank=0):
     """Let call number `call` of the function that stands for a phase end this process, if it is the
     one with this rank."""
     if int(os.environ.get("RANK", 0)) != rank:
@@ -78,7 +78,7 @@ def kill_at(module, phase: str, call: int, rank: int = 0):
     setattr(owner, name, struck)
 
 
-def start(script: str, flags: str, folder: Path, processes: int, *edits, seconds=None) -> bool:
+def start(script, flags, folder, processes, *edits, seconds=None):
     """Start a run, and wait. Returns whether it was killed. If it fails, this program ends."""
     job = (script, flags, *edits, folder)
     failed = apart(run_here, job, processes=processes, seconds=seconds).get("failed", "")
@@ -88,13 +88,13 @@ def start(script: str, flags: str, folder: Path, processes: int, *edits, seconds
     return is_killed
 
 
-def rows_of(folder: Path) -> list[tuple]:
+def rows_of(folder):
     """Which rows stand in the files of a run."""
     found = read_run(folder)
     return [(row["iteration"], row.get("index")) for row in found["metrics"] + found["rollouts"]]
 
 
-def kill_run(job: tuple, processes: list[int], draw: random.Random, work: Path) -> dict:
+def kill_run(job, processes, draw, work):
     """Kill a run nine times, and let it end. Returns how far it is from the unbroken one."""
     right = work / "unbroken"
     folder = work / "killed"
@@ -122,7 +122,7 @@ def kill_run(job: tuple, processes: list[int], draw: random.Random, work: Path) 
     return dict(kills=len(phases) + 1, relative_distance=distance)
 
 
-def measure(jobs: dict, smoke: bool) -> list[dict]:
+def measure(jobs, smoke):
     draw = random.Random(SEED)
     cases = [*product(jobs.items(), PROCESSES.items())]
     rows = []

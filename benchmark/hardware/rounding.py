@@ -35,7 +35,7 @@ def only_scale(ppo):
     ppo.whiten = lambda values: values * (values.var(correction=0) + 1e-8).rsqrt()
 
 
-def compare(comparisons: tuple, jobs: dict, _) -> list[dict]:
+def compare(comparisons, jobs, _):
     """Make each run and others, and compare it with each of the others."""
     rows = []
     for (script, flags, *edits), names in jobs.items():
@@ -52,7 +52,7 @@ def compare(comparisons: tuple, jobs: dict, _) -> list[dict]:
     return rows
 
 
-def count_different(one: dict, two: dict) -> dict:
+def count_different(one, two):
     """How many completions of two runs differ, and from which iteration on."""
     iterations = []
     for first, second in zip(one["rollouts"], two["rollouts"], strict=True):
@@ -62,7 +62,7 @@ def count_different(one: dict, two: dict) -> dict:
     return counts | dict(first_iteration=min(iterations, default=None))
 
 
-def compared(seeds, between: tuple, *run) -> Part:
+def compared(seeds, between, *run):
     flags = "--save-rollouts --num-sample-generations 0 --save-every None"
     return Part([({}, *run)], flags, seeds, measure=partial(compare, between))
 

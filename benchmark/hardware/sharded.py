@@ -45,7 +45,7 @@ LAYERS = 3  # of the default policy
 KILL = partial(kill_at, phase="loading", call=3)
 
 
-def changes_of(kind: str, work: Path) -> list:
+def changes_of(kind, work):
     """What makes a script run in this way: functions that change it."""
     if not kind.startswith("ZeRO"):
         return [fsdp2] if kind == "FSDP2" else []
@@ -56,7 +56,7 @@ def changes_of(kind: str, work: Path) -> list:
     return [partial(zero, str(config))]
 
 
-def compare(kind: str, script: str, flags: str, work: Path) -> dict:
+def compare(kind, script, flags, work):
     """Train on one process and on two, and on two once more, with a kill. Returns how far the first
     two are apart."""
     edits = changes_of(kind, work)
@@ -84,7 +84,7 @@ def compare(kind: str, script: str, flags: str, work: Path) -> dict:
     return dict(relative_distance=distance)
 
 
-def measure(kind: str, jobs: dict, smoke: bool) -> list[dict]:
+def measure(kind, jobs, smoke):
     if smoke:
         jobs = {} if kind.startswith("ZeRO") else dict([*jobs.items()][:1])
     rows = []

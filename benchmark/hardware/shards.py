@@ -64,7 +64,7 @@ def fsdp2(module):
     count_gathers(module, (_fsdp_param_group, "foreach_all_gather"))
 
 
-def zero(config: str, module):
+def zero(config, module):
     """Let it run under DeepSpeed with the settings of a file. `found` has the learning rate of each
     step that the engine makes."""
     os.environ |= dict(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=config)
@@ -92,7 +92,7 @@ class Options:
     """rloo.py, grpo.py or ppo.py. Its flags follow"""
 
 
-def main(options: Options, flags: list[str]):
+def main(options, flags):
     module = import_script(options.script)
     fsdp2(module)
     module.main(tyro.cli(module.Args, args=flags))

@@ -78,7 +78,7 @@ LEARNING = RUNGS | {
 }
 
 
-def to_curve(result: dict) -> dict:
+def to_curve(result):
     """The evaluations on held-out prompts."""
     evaluations = result["evaluations"]
     return dict(
@@ -87,7 +87,7 @@ def to_curve(result: dict) -> dict:
     )
 
 
-def gradient_rows(_, smoke: bool) -> list[dict]:
+def gradient_rows(_, smoke):
     """Measure the gradients of each rung at the start and half-way: a row for each rung and set of
     prompts."""
     rungs = {names["rung"]: job for job, names in PARTS["gradients"].jobs().items()}
@@ -114,9 +114,9 @@ def gradient_rows(_, smoke: bool) -> list[dict]:
     return rows
 
 
-def write_datasets(folder: Path, prompts: int | str, repetitions: int) -> int:
-    """Write the prompts of a set, for scripts with groups and for ppo.py. Returns how many times
-    they are passed over."""
+def write_datasets(folder, prompts, repetitions):
+    """Write the prompts of a set (its number), or "fresh" ones, for scripts with groups and for
+    ppo.py. Returns how many times they are passed over."""
     rows = read_rows(BENCHMARK / "default/train.jsonl")
     count = BATCH // GROUP
     if prompts == "fresh":  # the prompts of all batches, drawn independently
@@ -132,7 +132,7 @@ def write_datasets(folder: Path, prompts: int | str, repetitions: int) -> int:
     return epochs
 
 
-def keep_gradients(file: str, module):
+def keep_gradients(file, module):
     """Append the gradient of each step of the policy's optimizer to a file."""
     make_optimizer = module.make_optimizer
 
@@ -150,9 +150,7 @@ def keep_gradients(file: str, module):
     module.make_optimizer = make_watched
 
 
-def compare(
-    rungs: dict, folder: Path, weights: str, prompts: int | str, repetitions: int
-) -> list[dict]:
+def compare(rungs, folder, weights, prompts, repetitions):
     """For each rung: variance, squared mean, the band of the noise, and the cosine with RLOO's
     mean."""
     epochs = write_datasets(folder, prompts, repetitions)
@@ -194,7 +192,7 @@ def compare(
     return rows
 
 
-def moments(products: np.ndarray) -> tuple[float, float]:
+def moments(products):
     """Of gradients whose inner products are [n, n]: the squared length of their true mean, and
     their variance.
 
@@ -207,7 +205,7 @@ def moments(products: np.ndarray) -> tuple[float, float]:
     return squared_mean, squares / n - squared_mean
 
 
-def noise_band(products: np.ndarray) -> float:
+def noise_band(products):
     """Half the width of the 95 % interval of variance / squared mean, from leaving out one gradient
     at a time."""
     n = len(products)
@@ -222,7 +220,7 @@ def noise_band(products: np.ndarray) -> float:
 # ---- the table, the figure, and what a sentence says
 
 
-def measured(**wanted) -> list[dict]:
+def measured(**wanted):
     """The rows of gradients that have these entries, with their noise."""
     rows = having(read_result(RESULT)["rows"], part="gradients", **wanted)
     return [row | dict(noise=row["variance"] / row["squared_mean"]) for row in rows]
@@ -238,13 +236,13 @@ def fresh():
         yield cells
 
 
-def of_sets(rung: str, weights: str, name: str) -> list[float]:
+def of_sets(rung, weights, name):
     """A rung's numbers of this name, one for each set of prompts."""
     rows = measured(rung=rung, weights=weights)
     return [row[name] for row in rows if row["prompts"] != "fresh"]
 
 
-def plot(rows: list[dict], folder: Path):
+def plot(rows, folder):
     figure, [[learning, noises]] = draw.panels(1, 2, width=4.6, height=3.4)
     plot_learning(learning, having(rows, part="learning"))
     plot_noises(noises)
@@ -258,11 +256,11 @@ def plot(rows: list[dict], folder: Path):
         print(f"{weights}: best baseline {-slope / bend / 2:.2f}, mean score {score:.2f}")
 
 
-def color_of(rung: str) -> str:
+def color_of(rung):
     return draw.COLORS.get(rung.split(",")[0].lower(), draw.OTHERS[0])
 
 
-def plot_learning(axis, rows: list[dict]):
+def plot_learning(axis, rows):
     """The score on held-out prompts, a curve for each rung."""
     for rung, ls in zip(LEARNING, ("-", "-", "-", "-", "--", "--", ":"), strict=True):
         runs = having(rows, rung=rung)
@@ -305,7 +303,7 @@ EVALUATED = f"--batch-size {BATCH} --total-episodes {UPDATES * BATCH} --eval-eve
 EVALUATED += " --eval-reward exact_match"
 
 
-def runs_of(rungs: dict) -> list[tuple]:
+def runs_of(rungs):
     return [(dict(rung=rung), *job) for rung, job in rungs.items()]
 
 

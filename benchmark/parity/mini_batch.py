@@ -43,7 +43,7 @@ COMMON = (
 
 
 # ========== the world of the rollout ==========
-def score(prompts: list, completions: list, of_equals: float = 0.5, **_) -> list[float]:
+def score(prompts, completions, of_equals=0.5, **_):
     """Differs between the completions of a prompt, but for prompts of three characters: theirs are
     of one score."""
     texts = [completion.replace("<pad>", "") for completion in completions]  # TRL hides it
@@ -51,15 +51,15 @@ def score(prompts: list, completions: list, of_equals: float = 0.5, **_) -> list
     return [of_equals if len(prompt) == 3 else value for prompt, value in zip(prompts, own)]
 
 
-def equal_at_87(**columns) -> list[float]:
+def equal_at_87(**columns):
     return score(**columns, of_equals=0.87)
 
 
-def equal_at_zero(**columns) -> list[float]:
+def equal_at_zero(**columns):
     return score(**columns, of_equals=0.0)
 
 
-def none_of_seven(prompts: list, completions: list, **_) -> list:
+def none_of_seven(prompts, completions, **_):
     """None for completions with a 7, and for one whole group. In another group a single completion
     has a score."""
     scores = score(prompts, completions)
@@ -69,7 +69,7 @@ def none_of_seven(prompts: list, completions: list, **_) -> list:
     return scores
 
 
-def make_world(folder: Path):
+def make_world(folder):
     """Prompts of 1 to 9 characters, and random models, sharp enough that a wrong position or mask
     shows. Three tokens end an episode."""
     import transformers
@@ -98,7 +98,7 @@ def make_world(folder: Path):
 
 
 # ========== updates of the programs ==========
-def kept_updates(updates: list):
+def kept_updates(updates):
     """A patch, with which a list gets the gradient and the weights of every optimizer step, before
     the gradient is clipped."""
     from accelerate import Accelerator
@@ -135,7 +135,7 @@ def keep(module):
     module.found = dict(updates=updates)
 
 
-def run_tally(world: Path, script: str, flags: str, *edits) -> SimpleNamespace:
+def run_tally(world, script, flags, *edits):
     """One iteration of a script: args, rollout, and of each update gradient, weights, loss and
     clipped share."""
     flags = flags.replace("WORLD", str(world))
@@ -150,7 +150,7 @@ def run_tally(world: Path, script: str, flags: str, *edits) -> SimpleNamespace:
     )
 
 
-def settings_like(script: str, args) -> dict:
+def settings_like(script, args):
     """TRL's settings that mean the same as a script's flags."""
     chosen = dict(
         beta=args.kl_coef,
@@ -179,7 +179,7 @@ def load_weights(update, model):
     vector_to_parameters(torch.from_numpy(update.weights).float(), model.parameters())
 
 
-def run_trl(tally, world: Path, reward=None, positions=False, **changes) -> list:
+def run_trl(tally, world, reward=None, positions=False, **changes):
     """TRL's updates on Tally's rollout, each at Tally's weights: of each gradient and loss.
 
     reward: another than Tally's; positions: give the model position ids made from the mask;
@@ -243,12 +243,12 @@ def run_trl(tally, world: Path, reward=None, positions=False, **changes) -> list
     return updates
 
 
-def distance(ours: np.ndarray, theirs: np.ndarray) -> float:
+def distance(ours, theirs):
     """Norm of the difference, relative to the norm of the first."""
     return float(np.linalg.norm(ours - theirs) / np.linalg.norm(ours))
 
 
-def difference(ours, theirs, factor: float = 1.0) -> dict[str, float]:
+def difference(ours, theirs, factor=1.0):
     """Of loss and gradient, see above. factor: theirs are multiplied by it"""
     loss = abs(ours.loss - theirs.loss * factor)
     if abs(ours.loss) > 0.01:
@@ -267,7 +267,7 @@ PIECES = "RLOO and GRPO in four micro-batches"
 UNBIASED = "GRPO with `unbiased_kl.patch`, TRL with its default KL"
 
 
-def grpo_flags(loss_type: str, level: str, scale="group", kl=0.05) -> str:
+def grpo_flags(loss_type, level, scale="group", kl=0.05):
     """cispo: --cliprange 1 takes Tally's lower bound away, which TRL has not."""
     low, high = dict(token=(0.2, 0.28), sequence=(0.05, 0.07))[level]
     if loss_type == "cispo":
@@ -276,7 +276,7 @@ def grpo_flags(loss_type: str, level: str, scale="group", kl=0.05) -> str:
     return f"{flags} --cliprange {low} --cliprange-high {high} --kl-coef {kl}"
 
 
-def same_runs() -> list[tuple]:
+def same_runs():
     """Runs of Tally's whose settings in TRL mean the same."""
     runs = []
 
@@ -304,7 +304,7 @@ def same_runs() -> list[tuple]:
     return runs
 
 
-def compare_same(world: Path, job: tuple, names: dict) -> list[dict]:
+def compare_same(world, job, names):
     """Both programs with the same settings: a row for each update."""
     tally = run_tally(world, *job)
     rows = []
@@ -313,12 +313,12 @@ def compare_same(world: Path, job: tuple, names: dict) -> list[dict]:
     return rows
 
 
-def masked_factor(tally, _) -> float:
+def masked_factor(tally, _):
     """Episodes for one that ended."""
     return EPISODES / sum(column(tally.rollout, "ended"))
 
 
-def mini_batch_factor(tally, number: int) -> float:
+def mini_batch_factor(tally, number):
     """The mean number of a mini-batch's tokens, for one of this mini-batch."""
     lengths = torch.tensor([len(row["token_ids"]) for row in tally.rollout])
     mini_batches = tally.module.draw_mini_batches(tally.args, 1, 0, EPISODES)
@@ -336,7 +336,7 @@ def whiten(rloo):
     rloo.rloo_advantages = rloo_advantages
 
 
-def whitening_factor(tally, _) -> float:
+def whitening_factor(tally, _):
     """TRL's deviation + 1e-4, for one of Tally's."""
     scores = torch.tensor(column(tally.rollout, "score"))[:, None]
     advantages = tally.module.rloo_advantages(scores, tally.args.k)
@@ -425,7 +425,7 @@ DIFFERENCES = [
 ]
 
 
-def different_runs() -> list[tuple]:
+def different_runs():
     runs = []
     for case in DIFFERENCES:
         names = dict(what=case.what, undone_by=case.undone_by)
@@ -433,7 +433,7 @@ def different_runs() -> list[tuple]:
     return runs
 
 
-def compare_different(world: Path, job: tuple, names: dict) -> list[dict]:
+def compare_different(world, job, names):
     """Both programs, as they are and with the difference undone: a row for each update."""
     case = next(case for case in DIFFERENCES if case.what == names["what"])
     script, flags, *edits = job
@@ -453,12 +453,12 @@ def compare_different(world: Path, job: tuple, names: dict) -> list[dict]:
 class Rows(torch.nn.Module):
     """A model's outputs [tokens, outputs] for completion tokens, from rows without padding."""
 
-    def __init__(self, model, tokenizer, rollout: list[dict]):
+    def __init__(self, model, tokenizer, rollout):
         super().__init__()
         self.model = model
         self.rows = [(tokenizer.encode(row["prompt"]), row["token_ids"]) for row in rollout]
 
-    def forward(self, index: torch.Tensor) -> torch.Tensor:
+    def forward(self, index):
         found = []
         for prompt, completion in self.rows:
             logits = self.model(torch.tensor([prompt + completion])).logits
@@ -467,12 +467,12 @@ class Rows(torch.nn.Module):
         return torch.cat(found)[index]
 
 
-def tokens_of(rollout: list[dict], name: str) -> torch.Tensor:
+def tokens_of(rollout, name):
     """A column of lists, one after the other, [tokens]."""
     return torch.cat([torch.tensor(row[name]) for row in rollout])
 
 
-def torchrl_columns(rollout: list[dict], args):
+def torchrl_columns(rollout, args):
     """The rollout as torchrl's losses read it, a row for each token, with torchrl's GAE of Tally's
     log-probabilities, values and scores. `shifted_valid`: all tokens count"""
     from tensordict import TensorDict
@@ -536,7 +536,7 @@ def torchrl_objective(tally, update, **settings):
     return ClipPPOLoss(actor, values, **chosen | settings)
 
 
-def ppo_difference(tally, update, columns, **settings) -> dict[str, float]:
+def ppo_difference(tally, update, columns, **settings):
     """Of losses and gradient of an update, by ppo.py and by torchrl at the same weights; and what
     torchrl clipped."""
     objective = torchrl_objective(tally, update, **settings)
@@ -550,7 +550,7 @@ def ppo_difference(tally, update, columns, **settings) -> dict[str, float]:
     return row | dict(value_loss=abs(value - found["loss_critic"]) / value)
 
 
-def compare_ppo(world: Path, job: tuple, names: dict) -> list[dict]:
+def compare_ppo(world, job, names):
     """Both updates of a run, by ppo.py and by torchrl with its own GAE and whitening, and two
     differences."""
     tally = run_tally(world, *job)
@@ -582,7 +582,7 @@ def compare_ppo(world: Path, job: tuple, names: dict) -> list[dict]:
 
 
 # ========== result ==========
-def measure(compare, jobs: dict, smoke: bool) -> list[dict]:
+def measure(compare, jobs, smoke):
     """The rows of compare(world, job, names). In a smoke run Tally alone makes updates."""
     torch.set_num_threads(1)
     rows = []
@@ -607,7 +607,7 @@ FLAGS += " --cliprange-value 0.5 --vf-coef 0.5"
 PPO_RUN = (dict(what="PPO and torchrl's `ClipPPOLoss`"), "ppo", FLAGS)
 
 
-def part(runs: list[tuple], compare) -> Part:
+def part(runs, compare):
     return Part(runs, COMMON, measure=partial(measure, compare), short="")
 
 

@@ -17,7 +17,7 @@ RESULT = Path(__file__).with_suffix(".json")
 BATCH, K = 64, 4
 
 
-def replay(script: str, rollout: list[dict], folder: Path):
+def replay(script, rollout, folder):
     """Train TRL's trainer on completions, iteration by iteration, and save its model."""
     from rloo import exact_match
 
@@ -30,7 +30,7 @@ def replay(script: str, rollout: list[dict], folder: Path):
     trainer.model.save_pretrained(folder / "model")
 
 
-def measure(jobs: dict, smoke: bool) -> list[dict]:
+def measure(jobs, smoke):
     rows = []
     for (script, flags), names in jobs.items():
         with tempfile.TemporaryDirectory() as folder:

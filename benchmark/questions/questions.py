@@ -83,7 +83,7 @@ def score(prompts, completions, answer, **_):
 # ---- both sides
 
 
-def ask(side: str, script: str, flags: str, work: Path, name: str, after="", **changes):
+def ask(side, script, flags, work, name, after="", **changes):
     """What a run did. after: a run before, in a copy of whose folder it goes on"""
     settings = SimpleNamespace(**SETTINGS | changes)
     run = SimpleNamespace(folder=work / name)
@@ -102,7 +102,7 @@ def ask(side: str, script: str, flags: str, work: Path, name: str, after="", **c
     return run
 
 
-def worker(run_side, script: str, flags: str, folder: Path, settings, rows: list) -> dict:
+def worker(run_side, script, flags, folder, settings, rows):
     """One process of a run."""
     os.environ |= dict(CALLS=f"{folder}.calls", DIE_AT=str(settings.die_at))
     os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -110,7 +110,7 @@ def worker(run_side, script: str, flags: str, folder: Path, settings, rows: list
     return {}
 
 
-def run_trl(script: str, flags: str, folder: Path, settings, rows: list):
+def run_trl(script, flags, folder, settings, rows):
     from datasets import Dataset
     from trl_trainer import make_trainer
 
@@ -145,7 +145,7 @@ def run_trl(script: str, flags: str, folder: Path, settings, rows: list):
         write_rows(folder / "metrics.jsonl", [{name: last.get(LOGGED[name]) for name in LOGGED}])
 
 
-def run_tally(script: str, flags: str, folder: Path, settings, rows: list):
+def run_tally(script, flags, folder, settings, rows):
     dataset = folder.with_suffix(f".{os.getpid()}.jsonl")
     write_rows(dataset, rows)
     flags += (
@@ -165,7 +165,7 @@ def run_tally(script: str, flags: str, folder: Path, settings, rows: list):
 # ---- the questions
 
 
-def episodes(ask) -> dict:
+def episodes(ask):
     """490 prompts make 1,960 episodes. On how many does one epoch train?
 
     Each batch is one micro-batch
@@ -182,7 +182,7 @@ def episodes(ask) -> dict:
     return found
 
 
-def again(ask) -> dict:
+def again(ask):
     """The same command twice: how far apart are the runs? And with another seed?
 
     Everything
@@ -195,7 +195,7 @@ def again(ask) -> dict:
     return dict(again=distance(ask("again"), one), another_seed=distance(ask("seed", seed=2), one))
 
 
-def micro_batches(ask) -> dict:
+def micro_batches(ask):
     """Four micro-batches of 4 in place of one of 16: how far apart?
 
     The batch of 16
@@ -207,7 +207,7 @@ def micro_batches(ask) -> dict:
     return dict(micro=distance(ask("four", micro=4), one))
 
 
-def two_processes(ask) -> dict:
+def two_processes(ask):
     """Two processes in place of one: how far apart? How many batches have the same prompts?
 
     The batch of 16
@@ -223,7 +223,7 @@ def two_processes(ask) -> dict:
     return dict(processes=distance(two, one), equal_prompts=equal, rollouts=len(one.rollouts))
 
 
-def killed(ask) -> dict:
+def killed(ask):
     """Killed in step 15 of 24, and resumed: how far from an unbroken run?
 
     One step for each rollout, a checkpoint every 6 steps
@@ -235,7 +235,7 @@ def killed(ask) -> dict:
     return dict(resumed=distance(ask("resumed", "killed", resume=True), ask("one")))
 
 
-def killed_within(ask) -> dict:
+def killed_within(ask):
     """The same with 8 steps for each rollout, in rollout 3 of 12. How many rollouts are made?
 
     48 prompts, 2 passes over 4 mini-batches. Tally saves only between rollouts
@@ -255,7 +255,7 @@ def killed_within(ask) -> dict:
     return found
 
 
-def changed(ask) -> dict:
+def changed(ask):
     """Killed in step 15, and resumed with a change: what happens?
 
     One step for each rollout, a checkpoint every 6 steps
@@ -277,7 +277,7 @@ def changed(ask) -> dict:
     )
 
 
-def held_out(ask) -> dict:
+def held_out(ask):
     """Each of 101 held-out prompts is answered once, before training. How many answers are scored,
     and what mean is logged, for what mean of the first answers?
 
@@ -300,12 +300,12 @@ def held_out(ask) -> dict:
     return found
 
 
-def distance(a, b) -> float:
+def distance(a, b):
     """How far two runs are apart: 0 only if all bits are equal."""
     return relative_distance(a.folder, b.folder)
 
 
-def said(run, goes_on: str) -> str:
+def said(run, goes_on):
     """What a resumed run with a change did."""
     stopped = re.search(r"UsageError: --resume: (\w+) is", run.failed)
     return f"stops, and names {stopped[1]}" if stopped else goes_on
@@ -323,7 +323,7 @@ QUESTIONS = (
 )
 
 
-def measure(jobs: dict, smoke: bool, sides=("TRL", "Tally")) -> list[dict]:
+def measure(jobs, smoke, sides=("TRL", "Tally")):
     if smoke and not find_spec("trl"):
         sides = ["Tally"]
     rows = []

@@ -17,7 +17,7 @@ import tyro
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def convert_model(folder: Path):
+def convert_model(folder):
     """Write the package's GGUF file as an ordinary model folder."""
     import torch
     from tokenizers import pre_tokenizers

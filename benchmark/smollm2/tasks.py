@@ -35,20 +35,20 @@ import tyro
 NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
-def last_number(text: str) -> str:
+def last_number(text):
     """The last number written in digits, with its sign and without thousands separators; "" where
     there is none."""
     numbers = NUMBER.findall(text.replace("\u2212", "-"))  # U+2212 is the typographic minus
     return numbers[-1].replace(",", "") if numbers else ""
 
 
-def last_word(text: str) -> str:
+def last_word(text):
     """The last word, without quotes, stars and the marks that end a sentence."""
     words = [word.strip("\"'`*.,;:!?") for word in text.split()]
     return next(filter(None, reversed(words)), "")
 
 
-def last_line(text: str) -> str:
+def last_line(text):
     return text.strip().rpartition("\n")[2]
 
 
@@ -56,11 +56,11 @@ FORMS = {"number": last_number, "word": last_word, "line": last_line, "text": st
 
 
 @functools.cache
-def verifier(task: str):
+def verifier(task):
     return importlib.import_module("reasoning_gym").get_score_answer_fn(task)
 
 
-def score_one(completion, answer, task, form, metadata) -> float:
+def score_one(completion, answer, task, form, metadata):
     text = completion if isinstance(completion, str) else completion[0]["content"]
     verify = verifier(task)
     try:
@@ -72,13 +72,8 @@ def score_one(completion, answer, task, form, metadata) -> float:
 
 
 def score(
-    completions: list,
-    answer: list,
-    task=repeat("chain_sum"),
-    form=repeat("number"),
-    metadata=repeat(None),
-    **_,
-) -> list[float]:
+    completions, answer, task=repeat("chain_sum"), form=repeat("number"), metadata=repeat(None), **_
+):
     """1.0 or 0.0 per completion, text or chat messages: whether the verifier of the row's task
     accepts its answer."""
     return list(map(score_one, completions, answer, task, form, metadata))
@@ -99,7 +94,7 @@ class Options:
     """gets both files"""
 
 
-def draw(options: Options, settings: list[str]) -> list[dict]:
+def draw(options, settings):
     """Different entries of reasoning-gym: each has a question, an answer and metadata."""
     tasks = importlib.import_module("reasoning_gym.factory").DATASETS
     if options.task not in tasks:
@@ -114,7 +109,7 @@ def draw(options: Options, settings: list[str]) -> list[dict]:
     return list(entries.values())
 
 
-def split(entries: list[dict], num_held_out: int) -> list[list[dict]]:
+def split(entries, num_held_out):
     """Those to train on, and those held out, in a seeded order. Questions that have the same
     characters are on the same side."""
     groups = {}
@@ -129,7 +124,7 @@ def split(entries: list[dict], num_held_out: int) -> list[list[dict]]:
     return [train, held_out]
 
 
-def to_row(entry: dict, options: Options, form: str) -> dict:
+def to_row(entry, options, form):
     # Without a system message the chat template of SmolLM2 inserts one of its own.
     system = {"role": "system", "content": options.system or f"Answer with the {form} only."}
     return dict(

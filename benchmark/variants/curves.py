@@ -76,11 +76,11 @@ VARIANTS = {
 }
 
 
-def is_patch(name: str) -> bool:
+def is_patch(name):
     return (BENCHMARK / f"patches/{name}.patch").exists()
 
 
-def kept(result: dict) -> dict:
+def kept(result):
     """What is kept of a run: its evaluations, and the means of some metrics between them."""
     last = result["metrics"][-1]
     curve = curves(result, [name for name in KEPT if name in last])
@@ -108,7 +108,7 @@ PARTS["distillation"].prepare = train_teacher
 PARTS["distillation"].short += f" --ref-model-path {POLICY}"
 
 
-def runs_of(rows: list[dict], name: str) -> tuple[list[dict], list[dict]]:
+def runs_of(rows, name):
     """The runs of the script as it is, and those of a variant."""
     variant = VARIANTS[name]
     originals = having(rows, part="original", script=variant.script)
@@ -116,7 +116,7 @@ def runs_of(rows: list[dict], name: str) -> tuple[list[dict], list[dict]]:
     return originals, having(rows, part=name)
 
 
-def end_of(runs: list[dict], metric: str) -> str:
+def end_of(runs, metric):
     """The mean of a metric at the end of each run, or of its mean over the run."""
     ends = [np.ravel(row[metric])[-1] for row in runs if metric in row]
     return number(np.mean(ends)) if ends else ""
@@ -134,7 +134,7 @@ def table():
         yield [shown, f"{pair[0][0]['episode'][-1]:,}", *right, variant.about, *also]
 
 
-def draw_panel(axis, rows: list[dict], name: str, metric: str):
+def draw_panel(axis, rows, name, metric):
     """The mean of the seeds of a variant and of its original."""
     variant = VARIANTS[name]
     colors = (draw.COLORS[variant.script], draw.OTHERS[0])
@@ -153,7 +153,7 @@ def draw_panel(axis, rows: list[dict], name: str, metric: str):
     draw.in_thousands(axis)
 
 
-def plot(rows: list[dict], folder: Path):
+def plot(rows, folder):
     figure, grid = draw.panels(3, 4, width=3.3, height=2.6)
     axes = iter(grid.flat)
     for name, variant in VARIANTS.items():

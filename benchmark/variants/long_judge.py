@@ -4,7 +4,7 @@ It is 1 where the right one is anywhere in it, and 0.05 for every token.
 """
 
 
-def score(completions: list[str], completion_ids: list, answer: list[str], **_) -> list[float]:
+def score(completions, completion_ids, answer, **_):
     scores = []
     for text, ids, right in zip(completions, completion_ids, answer):
         scores.append(float(right in text) + 0.05 * len(ids))
