@@ -98,7 +98,7 @@ def test_more_processes_than_episodes(script, same_on, tmp_path):
     """Three processes and two episodes in each iteration give the run of one process. No reward
     function is called with an empty list."""
     flags = dict(k=2, batch_size=2, num_ppo_epochs=2, dataset=3, kl_coef=0.1)
-    same_on(script, 3, flags, reward="probe.py:probe")
+    same_on(script, 3, flags, reward="probe")
     calls = read_jsonl(tmp_path / "calls.jsonl")
     assert column(calls, "world_size") == [3, 3, 3]
     assert column(calls, "count") == [2, 2, 2]
@@ -160,7 +160,7 @@ def test_lora_on_two_processes(script, run, world, tmp_path):
 @mark.slow
 def test_a_failing_process_ends_the_launch(script, world, tmp_path):
     """A reward raises on one of two processes. The launch ends without a model."""
-    flags = base_flags(world, dict(reward="probe.py:fails_on_rank_1", output_dir="out"))
+    flags = base_flags(world, dict(reward="fails_on_rank_1", output_dir="out"))
     finished = launch(script, 2, tmp_path, flags)
     assert finished.returncode != 0
     assert "ValueError: only here" in finished.stderr
@@ -173,7 +173,7 @@ def test_a_failing_process_ends_the_launch(script, world, tmp_path):
 def test_processes_that_think_they_are_alone_are_refused(script, world, tmp_path):
     """torchrun is started without ACCELERATE_USE_CPU on a machine without GPUs. Then the run has
     two processes that see each other, or it is refused."""
-    flags = base_flags(world, dict(reward="probe.py:probe", output_dir="out"))
+    flags = base_flags(world, dict(reward="probe", output_dir="out"))
     finished = launch(script, 2, tmp_path, flags, ACCELERATE_USE_CPU="false")
     if finished.returncode == 0:
         calls = read_jsonl(tmp_path / "calls.jsonl")
