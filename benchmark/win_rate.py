@@ -72,13 +72,8 @@ def judge_pairs(judge, rows, baselines, seed):
     count = len(rows)
     rng = rloo.keyed_rng(seed, rloo.PROMPT_ORDER, 0)
     swapped = rng.permutation(count) < count // 2
-    shown = []
-    for row, baseline, swap in zip(rows, baselines, swapped):
-        pair = (row["completion"], baseline)
-        if swap:
-            pair = pair[::-1]
-        shown.append(pair)
-    first, second = zip(*shown)
+    pairs = zip(column(rows, "completion"), baselines)
+    first, second = zip(*(pair[::-1] if swap else pair for pair, swap in zip(pairs, swapped)))
     columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
     verdicts = judge(prompts=column(rows, "prompt"), first=first, second=second, **columns)
     if len(verdicts) != count:

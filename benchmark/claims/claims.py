@@ -51,7 +51,6 @@ def rounded(values):
 
 # ---- a policy whose answers have very different lengths
 SPACES = RESULT.with_name("policy")
-STEPS = 400  # of its training
 LENGTH = "--model-path benchmark/claims/policy --response-length 16 --learning-rate 1e-4"
 
 
@@ -69,24 +68,17 @@ def make_policy(_=None, smoke=False):
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
     policy = AutoModelForCausalLM.from_pretrained(POLICY)
-    steps = STEPS
+    steps, count = (4, 64) if smoke else (400, None)
     texts = 4 * column(read_rows(BENCHMARK / "default/train.jsonl"), "prompt")
-    if smoke:
-        steps = 4
-        texts = texts[:64]
-    prompts = tokenizer(texts)["input_ids"]
+    prompts = tokenizer(texts[:count])["input_ids"]
     rng = np.random.default_rng([1, 0])
-    uniforms = rng.random((len(prompts), 4))
-    complete = import_script(BENCHMARK / "default/make.py").complete
-    answers = complete(policy, prompts, uniforms)
+    make = import_script(BENCHMARK / "default/make.py")
+    answers = make.complete(policy, prompts, rng.random((len(prompts), 4)))
     space = tokenizer.convert_tokens_to_ids(" ")
     rows = []  # prompt, answer, spaces, EOS
     for text, prompt, answer in zip(texts, prompts, answers):
-        count = int(rng.integers(8, 13))
-        if int(text[0]) % 2 == 0:
-            count = 0
-        row = prompt + answer[:-1] + [space] * count + answer[-1:]
-        rows.append(torch.tensor(row))
+        spaces = [space] * int(rng.integers(8, 13)) * (int(text[0]) % 2)
+        rows.append(torch.tensor(prompt + answer[:-1] + spaces + answer[-1:]))
     tokens = pad_sequence(rows, batch_first=True)
     labels = pad_sequence(rows, batch_first=True, padding_value=-100)
     labels[:, : len(prompts[0])] = -100  # only the answers are learned
@@ -203,9 +195,10 @@ def before_and_after(result):
 JUDGES = {"exact_match": "exact_match"}
 for name in ("coin", "digits", "exactly"):
     JUDGES[name] = f"{REWARDS}:{name}"
-COINS = []
-for script, reward in product(("rloo", "grpo"), ("exact_match", "coin")):
-    COINS.append((dict(reward=reward), script, f"--reward {JUDGES[reward]}"))
+COINS = [
+    (dict(reward=reward), script, f"--reward {JUDGES[reward]}")
+    for script, reward in product(("rloo", "grpo"), ("exact_match", "coin"))
+]
 FORMS = []
 for reward, judge in product(("digits", "exactly"), ("exact_match", "exactly")):
     flags = f"--reward {JUDGES[reward]} --eval-reward {JUDGES[judge]}"

@@ -4,8 +4,8 @@
     python benchmark/default/curves.py --plot                         # only the figures again
 
 curves.png shows the score of sampled training completions, mean of ten iterations, and that of
-held-out prompts at temperature 0, against episodes and against seconds of rollout and training.
-smollm2.png has the score of held-out prompts, a line for each seed.
+held-out prompts at temperature 0. smollm2.png has the score of held-out prompts, a line for each
+seed.
 """
 
 import sys
@@ -58,13 +58,11 @@ def running_mean(values):
 
 
 def draw_means(runs, path):
-    figure, [axes] = draw.panels(1, 3, width=3.3, height=2.8, sharey=True)
+    figure, [axes] = draw.panels(1, 2, width=3.6, height=2.8, sharey=True)
     axes[0].set_title("sampled, training prompts")
     axes[0].set_ylabel("right answers")
     axes[0].set_ylim(0, 1.02)
-    for axis in axes[1:]:
-        axis.set_title("greedy, held-out prompts")
-    axes[2].set_xlabel("seconds of one core")
+    axes[1].set_title("greedy, held-out prompts")
     for script in SCRIPTS:
         some = having(runs, script=script)
         style = dict(color=draw.COLORS[script], label=f"{script}.py")
@@ -72,9 +70,7 @@ def draw_means(runs, path):
         draw.curve(axes[0], some[0]["episode"], sampled, **style)
         greedy = column(some, "eval/scores")
         draw.curve(axes[1], some[0]["eval_episode"], greedy, marker=".", **style)
-        seconds = np.mean(column(some, "eval_seconds"), 0)
-        draw.curve(axes[2], seconds, greedy, marker=".", **style)
-    for axis in axes[:2]:
+    for axis in axes:
         draw.in_thousands(axis)
     axes[0].legend(frameon=False, loc="lower right")
     draw.save(figure, path)

@@ -18,7 +18,6 @@ One thread and seeded generators write the same bytes again on the same machine.
 
 import itertools
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -48,12 +47,6 @@ EPOCHS = 2
 # what its random numbers are for
 SAMPLES = 0
 PAIR_ORDER = 2
-
-
-@dataclass
-class Args:
-    seed: int = 1
-    folder: Path = FOLDER
 
 
 def split_sums(rng):
@@ -229,12 +222,12 @@ def make_reward_model(folder, seed):
     tokenizer.save_pretrained(folder / "reward_model")
 
 
-def main(args):
+def main(seed: int = 1, folder: Path = FOLDER):
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    make_policy(args.folder, args.seed)
-    make_reward_model(args.folder, args.seed)
+    make_policy(folder, seed)
+    make_reward_model(folder, seed)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    tyro.cli(main, description=__doc__)

@@ -7,8 +7,10 @@ sharded.py does so with DeepSpeed, too. Both leave in `found` of the script's mo
 weights were gathered, in all and while completions were sampled.
 """
 
+import json
 import os
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,10 +66,17 @@ def fsdp2(module):
     count_gathers(module, (_fsdp_param_group, "foreach_all_gather"))
 
 
-def zero(config, module):
-    """Let it run under DeepSpeed with the settings of a file. `found` has the learning rate of each
-    step that the engine makes."""
-    os.environ |= dict(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=config)
+def zero(stage, module):
+    """Let it run under DeepSpeed with this ZeRO stage. `found` has the learning rate of each step
+    that the engine makes."""
+    # With another threshold ZeRO-3 would not shard weights as small as these.
+    settings = dict(stage=stage, stage3_param_persistence_threshold=0)
+    config = Path(tempfile.mkdtemp(), "zero.json")
+    config.write_text(
+        json.dumps(dict(train_micro_batch_size_per_gpu=1, zero_optimization=settings))
+    )
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(config)
     os.environ.pop("ACCELERATE_USE_CPU", None)  # With it accelerate would ignore these.
     from accelerate import PartialState
     from deepspeed.runtime.engine import DeepSpeedEngine

@@ -607,15 +607,13 @@ FLAGS += " --cliprange-value 0.5 --vf-coef 0.5"
 PPO_RUN = (dict(what="PPO and torchrl's `ClipPPOLoss`"), "ppo", FLAGS)
 
 
-def part(runs, compare):
-    return Part(runs, COMMON, measure=partial(measure, compare), short="")
-
-
-PARTS = {
-    "same": part(same_runs(), compare_same),
-    "ppo": part([PPO_RUN], compare_ppo),
-    "different": part(different_runs(), compare_different),
-}
+PARTS = {}
+for name, runs, compare in (
+    ("same", same_runs(), compare_same),
+    ("ppo", [PPO_RUN], compare_ppo),
+    ("different", different_runs(), compare_different),
+):
+    PARTS[name] = Part(runs, COMMON, measure=partial(measure, compare), short="")
 
 if __name__ == "__main__":
     main(__doc__, RESULT, PARTS)
