@@ -77,7 +77,7 @@ SEQUENCE = dict(importance_sampling_level="sequence")
 MASKED = dict(mask_truncated_completions=True)
 UPDATES = {
     "rloo": {},
-    "grpo": dict(cliprange_high=0.05, scale_rewards="batch"),
+    "grpo": dict(cliprange_high=0.5, scale_rewards="batch"),
     "grpo sequence": SEQUENCE | MASKED,
     "grpo dapo": dict(loss_type="dapo", scale_rewards="none"),
     "grpo dr_grpo": dict(loss_type="dr_grpo") | MASKED,
@@ -160,7 +160,7 @@ def test_equal_rewards_give_no_advantage(script):
     copy may have, the tokens at one place of a group's completions are compared."""
     torch.manual_seed(1)
     rewards = torch.randn(9, 2)
-    rewards[:3] = 0.1
+    rewards[:3] = 1000.1  # The mean of three in float32 is another number.
     rewards[4:6] = math.nan  # This group has one score.
     of_script = getattr(script, f"{script.__name__}_advantages")
     for scale in [()] if script.__name__ == "rloo" else [("batch",), ("none",), ("group",)]:
