@@ -46,6 +46,7 @@ import contextlib
 import copy
 import hashlib
 import importlib.util
+import inspect
 import json
 import logging
 import os
@@ -299,12 +300,12 @@ def main(args):
     if args.plan is not None:
         return
 
-    output_dir, settings = choose_output_dir(args, prompts)  # A finished run stops here.
+    output_dir = choose_output_dir(args)  # A finished run stops here.
     # The most tokens that a prompt with its completion may have.
     longest_row = max(len(p.token_ids) for p in prompts + eval_prompts) + args.response_length
     policy = load_policy(args, tokenizer, longest_row)
     reference = load_reference(args, policy, longest_row)  # None: there is no KL
-    reward_functions, eval_reward_functions = load_rewards(args, policy)
+    reward_functions, eval_reward_functions = load_rewards(args, policy, longest_row)
 
     size = args.per_device_train_batch_size  # of a micro-batch, in episodes
     optimizer = make_optimizer(args, policy)
@@ -316,8 +317,8 @@ def main(args):
     policy, optimizer = accelerator.prepare(policy, optimizer)
     check_sampling(args, policy, prompts + eval_prompts)
     # What one iteration hands to the next. With --resume, a checkpoint has it.
-    state = {"iteration": 0, "step": 0} | start_run(args, output_dir, settings)
-    announce(args, settings, policy, prompts)
+    state = {"iteration": 0, "step": 0} | start_run(args, output_dir, prompts)
+    announce(args, state["settings"], policy, prompts)
     # The bar counts optimizer steps. disable=None: there is a bar only in a terminal.
     progress = tqdm(
         total=plan.steps, initial=state["step"], disable=not accelerator.is_main_process or None
@@ -673,6 +674,8 @@ def start_accelerator(args):
         project_dir=args.output_dir or "runs",
         cpu=torch.mps.is_available(),  # Apple's GPUs have no float64, which sampling needs.
     )
+    if args.log_with is not None and not accelerator.log_with:
+        raise UsageError(f"--log-with {args.log_with} is not installed")
     accelerate.utils.set_seed(args.seed)  # New modules, if any, begin equal in all processes.
     # Inside of `autocast()`, forward passes compute in --dtype.
     is_bfloat16 = args.dtype == "bfloat16"
@@ -861,22 +864,21 @@ def load_prompts(args, path, reward, tokenizer):
                 raise ValueError("--model-path has no embedding of a token, or of --stop-token-id")
             if reward == "exact_match" and row.get("answer") is None:
                 raise ValueError("exact_match needs an `answer`")
-            prompts.append(Prompt(number - 1, row, text, token_ids))
+            if len(token_ids) <= (args.max_prompt_length or inf):
+                prompts.append(Prompt(number - 1, row, text, token_ids))
     except Exception as error:
         raise UsageError(
             f"{path}:{number}: {error!r}. --dataset and --eval-dataset are a .jsonl file, or a Hub"
             " dataset NAME:SPLIT. A row has a `prompt`: text, or messages with a `role`"
         ) from error
+    if not prompts:
+        raise UsageError(f"{path}: has no rows, or none within --max-prompt-length")
+    if len(prompts) < number:
+        dropped = f"{path}: {number - len(prompts)} of {number} prompts dropped"
+        accelerator.print(f"{dropped}, over --max-prompt-length", file=sys.stderr)
     # A column that only some rows have is None in the others.
     columns = dict.fromkeys(name for prompt in prompts for name in prompt.row)
-    longest = args.max_prompt_length or inf
-    kept = [p._replace(row=columns | p.row) for p in prompts if len(p.token_ids) <= longest]
-    if not kept:
-        raise UsageError(f"{path}: has no rows, or none within --max-prompt-length")
-    if len(kept) < len(prompts):
-        dropped = f"{path}: {len(prompts) - len(kept)} of {len(prompts)} prompts dropped"
-        accelerator.print(f"{dropped}, over --max-prompt-length", file=sys.stderr)
-    return kept
+    return [prompt._replace(row=columns | prompt.row) for prompt in prompts]
 
 
 def tokenize(tokenizer, row, **settings):
@@ -939,14 +941,14 @@ def exact_match(completions, answer, **_):
     return [float(text.strip() == str(right).strip()) for text, right in zip(texts, answer)]
 
 
-def load_rewards(args, policy):
+def load_rewards(args, policy, longest_row):
     """The reward functions of training, and of evaluations. The scores that they give are added."""
     for spec in (args.reward, args.eval_reward or ""):
         file, _, _ = spec.rpartition(".py:")
         sys.modules.pop(Path(file).name, None)  # In a notebook a file may change between two runs.
     functions = [load_reward(args.reward)]
     if args.reward_model_path is not None:
-        functions.append(load_reward_model(args, policy))
+        functions.append(load_reward_model(args, policy, longest_row))
     if args.eval_reward is None:
         return functions, functions
     return functions, [load_reward(args.eval_reward)]
@@ -968,10 +970,10 @@ def load_reward(spec):
         found = importlib.util.find_spec(module)
         if found is None or found.origin != str(file):
             raise UsageError(f"--reward {spec}: no such file, or another module has its name")
-    module = importlib.import_module(module)
-    if not hasattr(module, function):
-        raise UsageError(f"--reward {spec}: no such function")
-    return getattr(module, function)
+    reward = getattr(importlib.import_module(module), function, None)
+    if reward is None or inspect.iscoroutinefunction(reward):
+        raise UsageError(f"--reward {spec}: no such function, or an async one")
+    return reward
 
 
 def score_episodes(batch, reward_functions, where):
@@ -1023,13 +1025,15 @@ def score_episodes(batch, reward_functions, where):
     return torch.tensor(scores, dtype=torch.double), parts
 
 
-def load_reward_model(args, policy):
+def load_reward_model(args, policy, longest_row):
     """A classifier with one label, as a reward function. It reads token ids, the EOS included."""
     path = args.reward_model_path
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     auto_class = transformers.AutoModelForSequenceClassification
-    model = load_model(path, args.dtype, 0, auto_class, num_labels=1)
     same_vocabulary = tokenizer.get_vocab() == policy.tokenizer.get_vocab()
+    # It reads the last token, too. How long a row of another vocabulary is, is not known yet.
+    longest = longest_row + 1 if same_vocabulary else 0
+    model = load_model(path, args.dtype, longest, auto_class, num_labels=1)
 
     @torch.no_grad()
     def reward_model(prompts, completions, completion_ids, **columns):
@@ -1308,11 +1312,11 @@ def write_jsonl(path, records, mode="w"):
     if not accelerator.is_main_process:
         return
     path.parent.mkdir(exist_ok=True)
-    with open(path, mode, encoding="utf-8", errors="backslashreplace") as file:
+    with open(path, mode) as file:
         for record in records:
-            text = json.dumps(record, default=str)
-            record = json.loads(text, parse_constant=lambda _: None)  # JSON has null, and no NaN.
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            # JSON has null, and no NaN.
+            record = json.loads(json.dumps(record, default=str), parse_constant=lambda _: None)
+            file.write(json.dumps(record) + "\n")
 
 
 def rollout_metrics(batch, scores):
@@ -1412,16 +1416,15 @@ def episode_records(batch, iteration, tensors, parts):
     tensors: [episodes] or [episodes, response], by name; None is null
     """
     records = []
-    for i, (prompt, token_ids) in enumerate(zip(batch.prompts, batch.token_ids)):
+    for i, prompt in enumerate(batch.prompts):
         record = dict(iteration=iteration, index=i, row=prompt.number, prompt=prompt.text)
-        record |= dict(completion=batch.completions[i], token_ids=token_ids)
+        record |= dict(completion=batch.completions[i], token_ids=batch.token_ids[i])
         record["columns"] = {name: prompt.row[name] for name in prompt.row if name != "prompt"}
-        records.append(record | parts[i])
-    for name, tensor in ({"ended": batch.ended} | tensors).items():
-        values = [None] * len(records) if tensor is None else tensor.tolist()
-        for record, value in zip(records, values):
+        for name, tensor in ({"ended": batch.ended} | tensors).items():
+            value = None if tensor is None else tensor[i].tolist()
             is_list = isinstance(value, list)  # a number for each token, and then padding
-            record[name] = value[: len(record["token_ids"])] if is_list else value
+            record[name] = value[: len(batch.token_ids[i])] if is_list else value
+        records.append(record | parts[i])
     return records
 
 
@@ -1443,44 +1446,29 @@ def show_samples(args, plan, episode, records):
             tracker.log_table("samples", columns=names, data=samples, step=episode)
 
 
-def sha_256(text):
-    return f"SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+def choose_output_dir(args):
+    """The folder of the run, the same on all processes. Only --resume may use one that holds a run.
 
-
-def choose_output_dir(args, prompts):
-    """The folder of the run, the same on all processes, and what its args.yaml will hold.
-
-    Only --resume may use a folder that holds a run, and no flag or row may make it another run. If
-    the run is finished, the program ends here.
+    If the run is finished, the program ends here.
     """
     name = f"runs/{Path(__file__).stem}__{args.seed}__{int(time.time())}__{os.getpid()}"
     # The clocks of two processes may differ.
     output_dir = Path(gather_object([args.output_dir or name])[0]).absolute()
     accelerator.project_configuration.logging_dir = str(output_dir)
-    # Without the addresses of objects, such as images.
-    rows = re.sub(r" at 0x\w+", "", repr([prompt.row for prompt in prompts]))
-    settings = vars(args) | {
-        "output_dir": str(output_dir),
-        "dataset_rows": sha_256(rows),
-        "prompt_tokens": sha_256(repr([prompt.token_ids for prompt in prompts])),
-    }
-    if any((output_dir / name).exists() for name in ("metrics.jsonl", "checkpoints")):
-        if not args.resume:
-            raise UsageError(f"--output-dir {output_dir} holds a run; --resume continues it")
-        theirs = yaml.safe_load((output_dir / "args.yaml").read_text())
-        for name in theirs | settings:
-            mine, its = settings.get(name, "unknown"), theirs.get(name, "unknown")
-            if name not in FREE_FLAGS and its != mine:
-                raise UsageError(f"--resume: {name} is {mine}, but {its} in {output_dir}")
+    if (output_dir / "metrics.jsonl").exists() and not args.resume:
+        raise UsageError(f"--output-dir {output_dir} holds a run; --resume continues it")
     if (output_dir / "model").exists():  # It is written last of all.
         accelerator.print(f"nothing to do: the run in {output_dir} is finished")
         accelerator.end_training()
         sys.exit()
-    return output_dir, settings
+    return output_dir
 
 
-def start_run(args, output_dir, settings):
-    """Lock the folder, write its args.yaml, and load its newest checkpoint. Returns its state."""
+def start_run(args, output_dir, prompts):
+    """Lock the folder, and load its newest checkpoint. Returns its state.
+
+    No flag or row may make it another run.
+    """
     if accelerator.is_main_process:
         output_dir.mkdir(parents=True, exist_ok=True)
         # A killed process gives its lock back. A notebook may take its own again.
@@ -1492,23 +1480,30 @@ def start_run(args, output_dir, settings):
             raise UsageError(f"another run writes into {output_dir}") from None
         except OSError:  # Some network disks have no locks.
             pass
-        temporary = output_dir / "args.tmp"
-        temporary.write_text(yaml.safe_dump(settings, sort_keys=False))
-        temporary.replace(output_dir / "args.yaml")
+    # Without the addresses of objects, such as images.
+    rows = re.sub(r" at 0x\w+", "", repr([(prompt.row, prompt.token_ids) for prompt in prompts]))
+    settings = vars(args) | {
+        "output_dir": str(output_dir),
+        "prompts": f"SHA-256 {hashlib.sha256(rows.encode()).hexdigest()[:12]}",
+    }
     state = {"metrics_bytes": 0}
     newest = sorted(output_dir.glob("checkpoints/iteration_*/state.json"))[-1:]
     for file in gather_object([newest])[0]:  # as the main process sees it
         state = json.loads(file.read_text())
+        for name in settings | state["settings"]:
+            mine, its = settings.get(name), state["settings"].get(name)
+            if name not in FREE_FLAGS and mine != its:
+                raise UsageError(f"--resume: {name} is {mine}, but {its} in {output_dir}")
         accelerator.load_state(str(file.parent))
         accelerator.print(f"resuming after iteration {state['iteration']}")
     if args.resume and not newest:
         accelerator.print("no checkpoint, starting at 0")
-    metrics = output_dir / "metrics.jsonl"
     if accelerator.is_main_process:
-        shutil.rmtree(output_dir / "checkpoints" / "unfinished", ignore_errors=True)
+        (output_dir / "args.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+        metrics = output_dir / "metrics.jsonl"
         if metrics.exists():  # Cut what came after the checkpoint.
             os.truncate(metrics, state["metrics_bytes"])
-    return state | {"saved": time.time()}
+    return state | {"settings": settings, "saved": time.time()}
 
 
 def announce(args, settings, policy, prompts):
@@ -1547,8 +1542,14 @@ def save_checkpoint(args, state, output_dir, is_last):
         (unfinished / "state.json").write_text(json.dumps(state))
         unfinished.rename(unfinished.with_name(f"iteration_{state['iteration']:08d}"))
         for old in sorted(unfinished.parent.glob("iteration_*"))[:-2]:
-            # A network disk may keep some of its files for a while.
-            shutil.rmtree(old.rename(unfinished), ignore_errors=True)
+            delete(old.rename(unfinished))
+
+
+def delete(folder):
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:  # A network disk may keep some of its files for a while.
+        warnings.warn(f"not deleted: {error}")
 
 
 def save_model(model, tokenizer, folder):
@@ -1566,7 +1567,7 @@ def save_result(policy, tokenizer, output_dir, plan):
     if accelerator.is_main_process:
         (output_dir / "model.tmp").rename(output_dir / "model")
         for folder in output_dir.glob("checkpoints/iteration_*"):
-            shutil.rmtree(folder, ignore_errors=True)
+            delete(folder)
     accelerator.print(
         f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs;"
         f" model in {output_dir / 'model'}"
@@ -1621,7 +1622,6 @@ def check_flags(args):
             raise ValueError(f"{flag} must not be negative")
         if name in ABOVE_ZERO and value == 0:
             raise ValueError(f"{flag} must be above 0")
-    trackers = [None, *map(str, accelerate.tracking.get_available_trackers())]
     faults = {  # a message, and whether it is true
         "--num-generations must be at least 2, to compare scores": args.num_generations < 2,
         "--dtype bfloat16 with more than one update per batch: rounding alone would clip nearly all"
@@ -1643,7 +1643,6 @@ def check_flags(args):
         ),
         "--eval-k needs an --eval-temperature": args.eval_k > 1 and args.eval_temperature == 0,
         "--resume needs the --output-dir of the run": args.resume and args.output_dir is None,
-        f"--log-with: {args.log_with} is none of {trackers}": args.log_with not in trackers,
     }
     for message, is_true in faults.items():
         if is_true:

@@ -106,7 +106,7 @@ CASES = [
     ("has .* positions", dict(ref_model_path=SHORT)),
     ("has .* positions", dict(value_model_path=SHORT)),
     # It reads the last token, too.
-    ("has .* positions", dict(reward_model_path=RIGHT, batch_size=21)),
+    ("has .* positions", dict(reward_model_path=RIGHT)),
     # A longer row would change its neighbours.
     ("has .* positions", dict(model_path=dict(rope_scaling=LONG))),
     ("rows with padding", dict(ref_model_path=dict(architecture="roberta"), dtype="bfloat16")),

@@ -205,12 +205,13 @@ def test_another_run_is_refused(script, run, killed_in, world, tmp_path, out, fl
     is_refused("--output-dir .* holds a run; --resume", resume=False)
     for flag, value in dict(seed=9, reward="exact_match", lora_r=2, weight_decay=0.5).items():
         is_refused(f"--resume: {flag} is ", **{flag: value})
+    state = out / "checkpoints" / "iteration_00000002" / "state.json"
     for file, old, new, message in (
-        (dataset, '"1"', '"2"', "dataset_rows is "),
+        (dataset, '"1"', '"2"', "prompts is SHA-256 "),
         # A template that writes the date makes other prompts of the same rows.
-        (out / "args.yaml", "prompt_tokens: SHA-256 ", "prompt_tokens: ", "prompt_tokens is "),
-        (out / "args.yaml", "weight_decay: 0.0\n", "", "weight_decay is 0.0, but unknown"),
-        (out / "args.yaml", "seed:", "old: 1\nseed:", "old is unknown, but 1"),
+        (state, '"prompts": "SHA-256 ', '"prompts": "', "prompts is SHA-256 "),
+        (state, '"weight_decay": 0.0, ', "", "weight_decay is 0.0, but None"),
+        (state, '"seed":', '"old": 1, "seed":', "old is None, but 1"),
     ):
         text = file.read_text()
         file.write_text(text.replace(old, new))

@@ -163,6 +163,7 @@ REWARD_FILES = {
     "neighbour.py": "VALUE = 7",
     "tabnanny.py": "raise AssertionError('not the library')",
     "json.py": "def score(): return 3",
+    "later.py": "async def score(): return 1",
     "pack/inner.py": "def score(): return 1",
 }
 
@@ -181,7 +182,7 @@ def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
 
     def load(spec):
         args = SimpleNamespace(reward=spec, eval_reward=spec, reward_model_path=None)
-        [reward], [same] = script.load_rewards(args, None)
+        [reward], [same] = script.load_rewards(args, None, 0)
         assert reward is same
         return pickle.loads(pickle.dumps(reward))
 
@@ -190,6 +191,9 @@ def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
         Path("mine.py").write_text("def score(): return 17")
         assert load("mine.py:score")() == 17
         assert load("pack.inner:score")() == 1
+        for spec in ("pack.inner:nothing", "later.py:score"):
+            with raises(script.UsageError, match="no such function, or an async one"):
+                load(spec)
         for spec in ("json.py:score", "nothing.py:score"):
             with raises(script.UsageError, match="no such file, or another module has its name"):
                 load(spec)
