@@ -46,15 +46,7 @@ try:
 except ImportError:
     coverage = None
 
-SUMS = {
-    "17+13=": 30,
-    "25+48=": 73,
-    "60+19=": 79,
-    "85+46=": 131,
-    "38+57=": 95,
-    "12+7=": 19,
-    "9+3=": 12,
-}
+SUMS = "17+13=30 25+48=73 60+19=79 85+46=131 38+57=95 12+7=19 9+3=12"
 # Six iterations. With four updates, each mini-batch has 5 episodes, or 3 in the last iteration: two
 # processes share them as 3 and 2, or as 2 and 1.
 FLAGS = (
@@ -209,13 +201,16 @@ def main(args, flags):
     with tempfile.TemporaryDirectory(prefix="check_copy_") as work:
         os.environ["TMPDIR"] = work  # A process that is killed removes nothing.
         data, lines = f"{work}/prompts.jsonl", f"{work}/lines"
-        rows = [dict(prompt=prompt, answer=answer) for prompt, answer in SUMS.items()]
+        rows = [
+            dict(prompt=f"{asked}=", answer=right)
+            for asked, right in re.findall(r"(\S+)=(\d+)", SUMS)
+        ]
         write_rows(Path(data), rows)
         is_right = True
-        for updates, count in dict(one=1, four=4).items():
-            print(f"with {updates} update{'s' * (count > 1)} for each batch")
+        for count in (1, 4):
+            print(f"updates for each batch: {count}")
             words = f"{FLAGS} --dataset {data} --eval-dataset {data} --num-mini-batches {count}"
-            is_right &= check(path, " ".join([words, *flags]), Path(work, updates), lines)
+            is_right &= check(path, " ".join([words, *flags]), Path(work, str(count)), lines)
         never = changed_lines(texts) & not_executed(path, lines) if coverage else set()
     for number in sorted(never):
         print(f"not executed, line {number}: {texts[number - 1].strip()}")

@@ -1,6 +1,5 @@
 """How every figure looks: one colour for each algorithm, and curves as means in 95 % bands."""
 
-
 import matplotlib
 import numpy as np
 

@@ -140,19 +140,17 @@ def read_episode(row, decode):
             column = rounded(column)
         if column is not None:
             shown[name] = column
-    notes = []
-    if row.get("ended") is False:
-        notes.append("⚠ truncated")
-    if not row["completion"].strip():
-        notes.append("⚠ empty")
-    if row["score"] is None:
-        notes.append("⚠ no score")
+    notes = {
+        "⚠ truncated": row.get("ended") is False,
+        "⚠ empty": not row["completion"].strip(),
+        "⚠ no score": row["score"] is None,
+    }
     return {
         "score": rounded(row["score"], digits=8),  # Scores that are equal on the page are equal.
         "parts": {name[7:]: rounded(row[name]) for name in row if name.startswith("reward/")},
         "advantage": rounded(advantage),
         "kl": rounded(kl),
-        "notes": notes,
+        "notes": [note for note in notes if notes[note]],
         "texts": token_texts(decode, row["token_ids"]),
         "numbers": shown,
     }

@@ -45,16 +45,13 @@ def group_runs(folders):
         flags = run["args"]
         settings.append({name: flags[name] for name in flags if name not in NOT_THE_RUN})
     differing = []
-    for name in settings[0]:
-        values = [flags[name] for flags in settings if name in flags]
-        if len(values) == len(runs) and any(value != values[0] for value in values):
+    for name in set.intersection(*map(set, settings)):
+        if any(flags[name] != settings[0][name] for flags in settings):
             differing.append(name)
     labels = {}
     groups = {}
     for folder, flags, run in zip(folders, settings, runs):
-        words = [folder.name]
-        for name in differing:
-            words.append(f"{name} {flags[name]}")
+        words = [folder.name, *(f"{name} {flags[name]}" for name in sorted(differing))]
         label = labels.setdefault(json.dumps(flags), ", ".join(words))
         groups.setdefault(label, []).append(run["metrics"])
     return groups
@@ -65,11 +62,7 @@ def points(group, metric, x):
     come."""
     curves = []
     for rows in group:
-        curve = []
-        for row in rows:
-            if row.get(metric) is not None:
-                curve.append((row[x], row[metric]))
-        curves.append(curve)
+        curves.append([(row[x], row[metric]) for row in rows if metric in row])
     length = min(map(len, curves))
     both = np.array([curve[:length] for curve in curves])
     both = both.reshape(len(curves), length, 2)
@@ -97,9 +90,7 @@ def main(args):
     for axis, metric in zip(axes[0], metrics):
         for label, group in groups.items():
             x, values = points(group, metric, args.x)
-            marker = None
-            if len(x) < 10:
-                marker = "."
+            marker = "." if len(x) < 10 else None
             draw.curve(axis, x, values, label=label, marker=marker)
         axis.set_title(metric)
         axis.set_xlabel(args.x)

@@ -414,17 +414,14 @@ def curves(result, metrics):
 
 
 # The programs that measure. The data of each lies beside it.
-PROGRAMS = []
-for path in sorted(BENCHMARK.glob("*/*.json")):
-    if path.with_suffix(".py").exists():
-        PROGRAMS.append(path.relative_to(BENCHMARK).with_suffix(".py"))
+FILES = [path for path in sorted(BENCHMARK.glob("*/*.py")) if path.with_suffix(".json").exists()]
+PROGRAMS = [path.relative_to(BENCHMARK) for path in FILES]
 
 
 def list_results():
     for program in PROGRAMS:
         for name, stamp in read_result(BENCHMARK / program.with_suffix(".json"))["parts"].items():
-            about = ", ".join(f"{entry} {value}" for entry, value in stamp.items())
-            print(f"{program} {name}: {about}")
+            print(program, name, *stamp.values(), sep=" | ")
 
 
 if __name__ == "__main__":

@@ -137,10 +137,14 @@ def over(flag, values, script="rloo"):
     return [(dict(label=str(x)), script, f"{flag} {x}") for x in values]
 
 
-EPOCHS = []
-for epochs, batches in ((1, 1), (2, 1), (4, 1), (1, 4)):
-    flags = f"--num-ppo-epochs {epochs} --num-mini-batches {batches}"
-    EPOCHS.append((dict(label=f"{epochs} x {batches}"), "ppo", flags))
+EPOCHS = [
+    (
+        dict(label=f"{epochs} x {batches}"),
+        "ppo",
+        f"--num-ppo-epochs {epochs} --num-mini-batches {batches}",
+    )
+    for epochs, batches in ((1, 1), (2, 1), (4, 1), (1, 4))
+]
 LOSSES = []
 for pair in ("grpo group", "grpo batch", "grpo none", "dapo group", "dr_grpo none", "cispo group"):
     loss, scaling = pair.split()
@@ -199,10 +203,14 @@ COINS = [
     (dict(reward=reward), script, f"--reward {JUDGES[reward]}")
     for script, reward in product(("rloo", "grpo"), ("exact_match", "coin"))
 ]
-FORMS = []
-for reward, judge in product(("digits", "exactly"), ("exact_match", "exactly")):
-    flags = f"--reward {JUDGES[reward]} --eval-reward {JUDGES[judge]}"
-    FORMS.append((dict(reward=reward, judge=judge), "rloo", flags))
+FORMS = [
+    (
+        dict(reward=reward, judge=judge),
+        "rloo",
+        f"--reward {JUDGES[reward]} --eval-reward {JUDGES[judge]}",
+    )
+    for reward, judge in product(("digits", "exactly"), ("exact_match", "exactly"))
+]
 SAMPLED = f"{NO_KL} --eval-temperature 1 --eval-k 16"
 
 

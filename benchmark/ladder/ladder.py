@@ -25,6 +25,7 @@ from run import (
     BENCHMARK,
     Part,
     column,
+    curves,
     grouped,
     having,
     main,
@@ -80,11 +81,8 @@ LEARNING = RUNGS | {
 
 def to_curve(result):
     """The evaluations on held-out prompts."""
-    evaluations = result["evaluations"]
-    return dict(
-        episode=column(evaluations, "episode"),
-        held_out=[round(score, 4) for score in column(evaluations, "eval/scores")],
-    )
+    points = curves(result, ["eval/scores"])
+    return dict(episode=points["episode"], held_out=points["eval/scores"])
 
 
 def gradient_rows(_, smoke):

@@ -88,8 +88,6 @@ class Options:
     """questions of both files, or fewer if ten times as many draws do not find so many"""
     held_out: float = 0.3
     """the share of the second file"""
-    system: str | None = None
-    """the system message; None: "Answer with the number only.", or word, line, text"""
     folder: Path = Path(__file__).resolve().parents[2] / "runs"
     """gets both files"""
 
@@ -126,7 +124,7 @@ def split(entries, num_held_out):
 
 def to_row(entry, options, form):
     # Without a system message the chat template of SmolLM2 inserts one of its own.
-    system = {"role": "system", "content": options.system or f"Answer with the {form} only."}
+    system = {"role": "system", "content": f"Answer with the {form} only."}
     return dict(
         prompt=[system, {"role": "user", "content": entry["question"]}],
         answer=entry["answer"],

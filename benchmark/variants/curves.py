@@ -22,8 +22,7 @@ from run import BENCHMARK, POLICY, ROOT, Part, column, curves, having, main, rea
 from tables import number, with_band
 
 RESULT = Path(__file__).with_suffix(".json")
-KEPT = ("eval/scores", "eval/best_of_8", "response_length_mean", "policy/entropy_avg")
-KEPT += ("objective/kl",)
+KEPT = "eval/scores eval/best_of_8 response_length_mean policy/entropy_avg objective/kl".split()
 DRAWN = {  # metrics, how they are called, and where their axis ends
     "eval/scores": ("right answers", 1.02),
     "response_length_mean": ("tokens", 8.2),
