@@ -217,11 +217,8 @@ def make_page(folders, places, fit):
 
 
 def main(args):
-    folders = list(args.folders)
-    written = list(Path("runs").glob("*/rollouts"))
-    if written and not folders:
-        newest = max(written, key=lambda rollouts: rollouts.stat().st_mtime)
-        folders = [newest.parent]
+    written = sorted(Path("runs").glob("*/rollouts"), key=lambda folder: folder.stat().st_mtime)
+    folders = args.folders or [rollouts.parent for rollouts in written[-1:]]
     if not folders:
         raise SystemExit("look.py: no run in runs/ has rollouts; make one with --save-rollouts")
     size = 0

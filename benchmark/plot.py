@@ -70,12 +70,8 @@ def points(group, metric, x):
 
 
 def main(args):
-    files = list(Path("runs").glob("*/metrics.jsonl"))
-    folders = args.folders
-    if files and not folders:
-        newest = max(files, key=lambda file: file.stat().st_mtime)
-        folders = [newest.parent]
-        print(f"the newest run: {newest.parent}")
+    files = sorted(Path("runs").glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
+    folders = args.folders or [file.parent for file in files[-1:]]
     if not folders:
         raise SystemExit("plot.py: no run in runs/; name the --output-dir of one")
     groups = group_runs(folders)
@@ -97,7 +93,7 @@ def main(args):
     if len(groups) > 1:
         lines = axes[0, 0].get_legend_handles_labels()
         figure.legend(*lines, loc="outside lower center", frameon=False)
-    print(f"{len(folders)} runs as {len(groups)} curves: ", end="")
+    print(f"{', '.join(map(str, folders))} as {len(groups)} curves: ", end="")
     draw.save(figure, args.output)
 
 

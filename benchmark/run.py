@@ -304,14 +304,14 @@ class Part:
         jobs = {}
         seen = set()
         for seed, (names, script, own, *edits) in product(self.seeds, self.runs):
-            words = f"{self.flags} {own} --seed {seed}".split()
+            flags = f"{self.flags} {own} --seed {seed}"
             if smoke:
-                words += self.short.split()
+                flags += f" {self.short}"
                 if (script, *edits) in seen:
                     continue
                 seen.add((script, *edits))
             row = dict(script=script, flags=own.strip(), seed=seed) | names
-            jobs[script, " ".join(words), *edits] = row
+            jobs[script, flags, *edits] = row
         return jobs
 
     def rows(self, smoke=False):

@@ -77,11 +77,11 @@ def show(values, how):
     if function == "±":
         return with_band(values, form)
     if function in ("range", "apart"):
-        values = sorted(values)
-        texts = [pretty(value, form) for value in values]
+        ends = (min(values), max(values))
+        texts = [pretty(value, form) for value in ends]
         if function == "apart":
-            texts = [number(value) if value else "same bits" for value in values]
-        return " to ".join(dict.fromkeys((texts[0], texts[-1])))
+            texts = [number(value) if value else "same bits" for value in ends]
+        return " to ".join(dict.fromkeys(texts))
     return pretty(FUNCTIONS[function](values), form)
 
 

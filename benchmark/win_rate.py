@@ -82,9 +82,10 @@ def judge_pairs(judge, rows, baselines, seed):
     for i, verdict in enumerate(verdicts):
         prompt = rows[i]["prompt"]
         if verdict not in (0, 0.5, 1, None):
-            pair = f"pair {i}, {first[i]!r} and {second[i]!r} for {prompt!r}"
-            expected = "0, 1, or for a tie 0.5 or None"
-            raise ValueError(f"{pair}: the judge said {verdict!r}, not {expected}")
+            raise ValueError(
+                f"pair {i}, {first[i]!r} and {second[i]!r} for {prompt!r}: the judge said"
+                f" {verdict!r}, not 0, 1, or for a tie 0.5 or None"
+            )
         win = 0.5 if verdict is None else float(verdict)
         place = "second"
         if not swapped[i]:

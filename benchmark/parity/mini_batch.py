@@ -199,8 +199,10 @@ def run_trl(tally, world, reward=None, positions=False, **changes):
             load_weights(tally.updates[state.global_step], model)
 
     def permuted(columns):  # what TRL's rollout is made of, in Tally's order of the episodes
-        is_column = {name: isinstance(x, torch.Tensor) and x.dim() for name, x in columns.items()}
-        return {name: x[order] if is_column[name] else x for name, x in columns.items()}
+        for name, values in columns.items():
+            if isinstance(values, torch.Tensor) and values.dim():
+                columns[name] = values[order]
+        return columns
 
     chosen = dict(
         batch=args.per_device_train_batch_size,
