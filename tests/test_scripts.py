@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import fnmatch
 import io
 import itertools
 import json
@@ -12,28 +13,21 @@ import subprocess
 import sys
 import tokenize
 
-import accelerate
-import pytest
-import transformers
 import tyro
 import yaml
 from conftest import (
     HERE,
     MODULES,
     SCRIPTS,
-    TIMES,
     base_flags,
-    distance,
     group_flag,
     launched,
     one_text,
     option,
     read_jsonl,
-    record_calls,
     result_of,
-    weights_of,
 )
-from pytest import mark, raises
+from pytest import approx, mark, raises
 
 # What has the same name in two scripts is the same text in both, comments included. This table
 # lists the exceptions, each with its reason. If you need another one, add a line.
@@ -113,11 +107,11 @@ def test_the_banner_names_what_the_lecture_calls(name):
     """A `*` there stands for the rest of a name."""
     lecture, _, machinery = source_of(name).partition("= MACHINERY =")
     banner = machinery.split("\n\n")[0]
-    listed = "|".join(re.findall(r"[\w*]+", banner)).replace("*", ".*")
-    used = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(ast.parse(lecture))}
-    below = re.findall(r"^(?:def |class |)(\w+)(?=[:(].*:$| = )", machinery, re.MULTILINE)
-    missing = [name for name in used.intersection(below) if not re.fullmatch(listed, name)]
-    assert not missing, f"the banner must say what {sorted(missing)} are"
+    below = re.findall(r"^(?:def |class )(\w+)", machinery, re.MULTILINE)
+    missing = {name for name in below if re.search(rf"\b{name}[(,)]", lecture)}
+    for word in re.findall(r"[\w*]+", banner):
+        missing -= {*fnmatch.filter(missing, word)}
+    assert not missing, f"the banner must say what {missing} are"
 
 
 def letters_of(text):
@@ -129,18 +123,16 @@ def test_help_documents_every_flag(script, capsys, monkeypatch):
     """Each flag has a comment in its line or a docstring below it, and --help shows it. The script
     reads each flag."""
     monkeypatch.setenv("COLUMNS", "200")
-    with raises(SystemExit) as stopped:
+    with raises(SystemExit):
         tyro.cli(script.Args, args=["--help"], description=script.__doc__)
-    assert stopped.value.code == 0
     text = capsys.readouterr().out
     source = source_of(script.__name__)
     for name in script.Args.__dataclass_fields__:
         found = re.search(
             rf'\n    {name}: .*?(?:  # |\n    """)(.+?)(?:"""|\n    [a-z#])', source, re.S
         )
-        comment = found[1]
-        assert len(comment.split()) >= 3, f"{name}: what does it do?"
-        assert letters_of(comment) in letters_of(text), name
+        assert len(found[1].split()) >= 3, f"{name}: what does it do?"
+        assert letters_of(found[1]) in letters_of(text), name
         assert option(name) in text
         assert re.search(rf"\b(args|self)\.{name}\b", source), f"nothing reads args.{name}"
 
@@ -300,9 +292,9 @@ def test_every_logged_metric_is_documented_and_not_always_zero(script, run):
     assert logged == documented, "docs/metrics.md has a row for each"
 
 
-def test_what_a_run_writes(script, run, world, capsys):
-    """A run writes args.yaml, metrics, rollouts and a model, which training has changed. It prints
-    a few samples with the parts of their scores, and a last line that sums the run up."""
+def test_what_a_run_writes(script, run, capsys):
+    """A run writes args.yaml, metrics, rollouts and a model. It prints scores, a few samples with
+    the parts of their scores, and a last line that sums the run up."""
     flags = dict(num_train_epochs=2, num_sample_generations=2, share_prompts=False)
     ran = run(script, batch_size=6, reward="parts", **flags)
     printed = capsys.readouterr().out
@@ -319,54 +311,47 @@ def test_what_a_run_writes(script, run, world, capsys):
     written = yaml.safe_load((ran.folder / "args.yaml").read_text())
     assert re.fullmatch("SHA-256 \\w+", written.pop("prompts"))
     assert written == vars(script.check_flags(ran.args))
-    model = ran.folder / "model"
-    assert distance(weights_of(world.llama), weights_of(model)) > 1e-4
-    assert transformers.AutoTokenizer.from_pretrained(model).get_vocab()
     for row in ran.metrics:
-        assert min(row[name] for name in TIMES) > 0
         # Without a terminal there is a line in place of a bar.
         line = f"episode {row['episode']}: objective/scores {row['objective/scores']:.3f}"
         assert line in printed
     closing = printed.strip().splitlines()[-1]
     assert f"{row['episode']} episodes, {row['step']} steps, 2 epochs" in closing
-    assert str(model) in closing
+    assert str(ran.folder / "model") in closing
     for sample in ran.rows_of(row["iteration"])[:: ran.args.k][:4]:
-        names = ("prompt", "completion", "score", "reward/length", "reward/ones")
-        lines = [f"{name}: {sample[name]}" for name in names]
-        title = f"---- a sample of episode {row['episode']}"
-        assert "\n".join([title, *lines]) in printed
+        lines = [f"---- a sample of episode {row['episode']}"]
+        for name in ("prompt", "completion", "score", "reward/length", "reward/ones"):
+            lines.append(f"{name}: {sample[name]}")
+        assert "\n".join(lines) in printed
     assert len(set(re.findall(r"a sample of episode \d+", printed))) == 2
 
 
-def test_trackers_get_every_metric(script, run, monkeypatch):
+@one_text
+def test_tensorboard(script, run):
     """--log-with tensorboard writes the numbers of metrics.jsonl into the run's folder. Its steps
-    are episodes. wandb's variables for the project and the run's name count."""
+    are episodes."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setenv("WANDB_PROJECT", "sums")
-    started = record_calls(monkeypatch, accelerate.Accelerator, "init_trackers")
     ran = run(script, batch_size=6, eval_dataset=3, log_with="tensorboard")
-    _, _, config, names = started[0].args
-    assert config["output_dir"] == str(ran.folder)
-    assert names["wandb"] == names["trackio"] == {"name": ran.folder.name}
-    [file] = ran.folder.glob("**/sums/events.out.tfevents.*")
+    [file] = ran.folder.glob("**/tally/events.out.tfevents.*")
     events = EventAccumulator(str(file))
     events.Reload()
     for name in ("objective/scores", "grad_norm", "eval/scores"):
         logged = {event.step: event.value for event in events.Scalars(name)}
         expected = {row["episode"]: row[name] for row in ran.metrics if name in row}
-        assert logged == pytest.approx(expected, rel=1e-5)
+        assert logged == approx(expected, rel=1e-5)
 
 
 @one_text
 @mark.slow
 def test_wandb_offline(script, world, tmp_path):
-    """--log-with wandb without network keeps flags, metrics and tables of samples."""
+    """--log-with wandb without network keeps flags, metrics and tables of samples. wandb's variable
+    for the project counts. The run has the name of its folder."""
     flags = base_flags(world, dict(log_with="wandb", total_episodes=12))
-    launched(script, 1, tmp_path, flags, WANDB_MODE="offline")
+    launched(script, 1, tmp_path, flags, WANDB_MODE="offline", WANDB_PROJECT="sums")
     [file] = tmp_path.glob("**/wandb/offline-run-*/*.wandb")
     [row] = read_jsonl(tmp_path / "out/metrics.jsonl")
-    for text in ("total_episodes", json.dumps(row["objective/scores"])):
+    for text in ("total_episodes", json.dumps(row["objective/scores"]), "\4sums", "\3out"):
         assert text.encode() in file.read_bytes()
     assert list(file.parent.glob("**/samples*.table.json"))
 
