@@ -226,19 +226,15 @@ def test_corrections_of_the_sampler(name, flags, weight_of, load, run, world, mo
 
 
 def test_unbiased_kl(load, run):
-    """The mean of the loss over all four tokens, weighted by p_old, is KL(p_new, p_ref), and so is
-    its gradient."""
+    """Of a token that is e times as likely as before, and e^2 times as likely as the reference
+    says. The gradient is that of the KL: p / p_old (log p - log p_ref)."""
     module = load("grpo unbiased_kl.patch")
-    run(module, ref_model_path="reference", num_ppo_epochs=2)
-    draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 4, generator=draw, dtype=torch.float64, requires_grad=True)
-    new, old, ref = logits.log_softmax(1)
-    old = old.detach()
-    ref = ref.detach()
-    losses = old.exp() * module.k3_kl(new, ref, new - old)
-    difference = (losses - new.exp() * (new - ref)).sum()
-    [gradient] = torch.autograd.grad(difference, logits)
-    assert max(abs(difference), gradient.abs().max()) < 1e-9
+    run(module, num_ppo_epochs=2)
+    logprob = torch.tensor(-1.0, requires_grad=True)
+    kl = module.k3_kl(logprob, torch.tensor(-3.0), logprob + 2)
+    kl.backward()
+    expected = [np.e * (np.exp(-2) + 1), np.e * 2]
+    assert [kl.item(), logprob.grad.item()] == approx(expected, rel=1e-5)
 
 
 def test_entropy_bonus(load, run, world, updates):
@@ -359,24 +355,8 @@ def test_an_engine_with_old_weights_stops_the_run(engine, run, monkeypatch):
         run(module, **ENGINE_FLAGS)
 
 
-@mark.parametrize(
-    "name, breaks, metric",
-    [
-        ("ppo", "temperature", "policy/clipfrac_avg"),
-        ("rloo", "eos_masked", "val/sampling_logprob_difference"),
-        ("grpo", "interleaved", "group/equal_scores_fraction"),
-    ],
-)
-def test_a_broken_function_shows_its_symptom(name, breaks, metric, run):
-    """The healthy script has no symptom. The script notices the breaks that its check can see."""
-
-    def measure(module):
-        flags = dict(reward="seldom", kl_coef=0.0, num_ppo_epochs=2)
-        return run(module, **flags).metrics[0][metric]
-
-    if breaks != "interleaved":
-        module = broken.load(name, [breaks])
-        with raises(module.UsageError, match=REFUSED):
-            measure(module)
-    symptom = measure(broken.load(name, [breaks, "no_check"]))
-    assert abs(symptom - measure(MODULES[name])) > 0.1
+@mark.parametrize("name, breaks", [("ppo", "temperature"), ("rloo", "eos_masked")])
+def test_a_script_notices_that_it_is_broken(name, breaks, run):
+    module = broken.load(name, [breaks])
+    with raises(module.UsageError, match=REFUSED):
+        run(module, num_ppo_epochs=2)

@@ -327,31 +327,23 @@ def test_what_a_run_writes(script, run, capsys):
 
 
 @one_text
-def test_tensorboard(script, run):
-    """--log-with tensorboard writes the numbers of metrics.jsonl into the run's folder. Its steps
-    are episodes."""
+@mark.slow
+def test_trackers(script, world, tmp_path):
+    """--log-with writes the numbers of metrics.jsonl. In tensorboard the steps are episodes. wandb
+    without network has flags and tables of samples, too, and its variable for the project counts.
+    The run has the name of its folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    ran = run(script, batch_size=6, eval_dataset=3, log_with="tensorboard")
-    [file] = ran.folder.glob("**/tally/events.out.tfevents.*")
-    events = EventAccumulator(str(file))
-    events.Reload()
-    for name in ("objective/scores", "grad_norm", "eval/scores"):
-        logged = {event.step: event.value for event in events.Scalars(name)}
-        expected = {row["episode"]: row[name] for row in ran.metrics if name in row}
-        assert logged == approx(expected, rel=1e-5)
-
-
-@one_text
-@mark.slow
-def test_wandb_offline(script, world, tmp_path):
-    """--log-with wandb without network keeps flags, metrics and tables of samples. wandb's variable
-    for the project counts. The run has the name of its folder."""
-    flags = base_flags(world, dict(log_with="wandb", total_episodes=12))
+    flags = base_flags(world, dict(log_with="all", total_episodes=24))
     launched(script, 1, tmp_path, flags, WANDB_MODE="offline", WANDB_PROJECT="sums")
+    rows = read_jsonl(tmp_path / "out/metrics.jsonl")
+    [events] = tmp_path.glob("out/sums/events.out.tfevents.*")
+    events = EventAccumulator(str(events))
+    events.Reload()
+    logged = {event.step: event.value for event in events.Scalars("objective/scores")}
+    assert logged == approx({row["episode"]: row["objective/scores"] for row in rows})
     [file] = tmp_path.glob("**/wandb/offline-run-*/*.wandb")
-    [row] = read_jsonl(tmp_path / "out/metrics.jsonl")
-    for text in ("total_episodes", json.dumps(row["objective/scores"]), "\4sums", "\3out"):
+    for text in ("total_episodes", json.dumps(rows[0]["grad_norm"]), "\4sums", "\3out"):
         assert text.encode() in file.read_bytes()
     assert list(file.parent.glob("**/samples*.table.json"))
 
