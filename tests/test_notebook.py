@@ -224,15 +224,12 @@ def printed(outputs):
     return kept
 
 
-def kinds_and_numbers(cell):
-    """The kinds of a cell's outputs, and the numbers in their text."""
-    kinds = []
-    numbers = []
+def numbers_in(cell):
+    """Those in the text of a cell's outputs."""
+    text = ""
     for output in cell.get("outputs", []):
-        kinds.append([output["output_type"], *output.get("data", {})])
-        text = "".join(output.get("text", output.get("data", {}).get("text/plain", [])))
-        numbers += map(float, re.findall(r"\d[\d.]*(?:e-?\d+)?", text))
-    return kinds, numbers
+        text += "".join(output.get("text", output.get("data", {}).get("text/plain", [])))
+    return list(map(float, re.findall(r"\d[\d.]*(?:e-?\d+)?", text)))
 
 
 def test_the_notebook_is_made_of_nano():
@@ -243,17 +240,12 @@ def test_the_notebook_is_made_of_nano():
 
 @mark.slow
 def test_the_notebook_runs():
-    """Each cell has outputs of the stored kinds. The first iteration has the stored numbers, too.
-    Few iterations follow."""
+    """No cell stops it. The first iteration has the stored numbers. Few iterations follow."""
     few = run_notebook("batches[1:]", "batches[1:4]")["cells"]
     stored = json.loads(STORED.read_text())["cells"]
     end = [cell["source"] for cell in few].index(["## The other iterations"])
-    for i, (ours, theirs) in enumerate(zip(few, stored, strict=True)):
-        kinds, numbers = kinds_and_numbers(ours)
-        stored_kinds, stored_numbers = kinds_and_numbers(theirs)
-        assert kinds == stored_kinds, theirs["source"]
-        if i < end:
-            assert numbers == approx(stored_numbers, abs=1e-3)
+    for ours, theirs in zip(few[:end], stored):
+        assert numbers_in(ours) == approx(numbers_in(theirs), abs=1e-3)
 
 
 if __name__ == "__main__":
