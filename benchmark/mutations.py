@@ -56,7 +56,7 @@ MUTATIONS = {
         "torch.arange(len(batch.prompts)).view(-1, batch.k)",
         "torch.arange(len(batch.prompts)).view(-1, 1)"),
     "FSDP2 gathers weights at each token": (
-        "rloo", "processes/fsdp2_is_the_run_of_one_process[rloo]",
+        "ppo", "processes/fsdp2_is_the_run_of_one_process[ppo]",
         "model.set_reshard_after_forward(False)",
         "pass"),
     # sampling

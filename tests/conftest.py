@@ -189,6 +189,7 @@ ARCHITECTURES = {  # what a config has beside SHAPE; its model_type is this name
     "qwen3": GROUPED,
     "neox": dict(model_type="gpt_neox", rotary_pct=1.0),
     "gpt2": dict(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1),  # absolute positions
+    "bloom": {},  # ALiBi takes positions from the mask.
     "phi": {},  # Its head has a bias.
     # Attention windows that are shorter than prompts.
     "mistral": dict(num_key_value_heads=1, sliding_window=4),
@@ -198,12 +199,11 @@ ARCHITECTURES = {  # what a config has beside SHAPE; its model_type is this name
     "roberta": dict(is_decoder=True),
     # The window counts from the end of the row, also where that is empty.
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=30),
-    "bloom": {},  # ALiBi takes positions from the mask.
     # It cannot go on from a shared prompt.
     "jamba": GROUPED
     | dict(attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False, num_experts=2),
 }
-USUAL = ["llama", "qwen3", "neox", "gpt2"]
+USUAL = ["llama", "qwen3", "neox", "gpt2", "bloom"]
 USUAL += [pytest.param(name, marks=mark.slow) for name in ("mistral", "gemma3")]
 
 
@@ -332,11 +332,6 @@ def probe(prompts, completions, **_):
     call = dict(count=len(prompts), world_size=accelerate.PartialState().num_processes)
     with open("calls.jsonl", "a") as file:
         file.write(json.dumps(call) + "\\n")
-    return letters(prompts, completions)
-
-def fails_on_rank_1(prompts, completions, **_):
-    if os.environ.get("RANK") == "1":
-        raise ValueError("only here")
     return letters(prompts, completions)
 '''
 
@@ -622,21 +617,6 @@ def launch(script, processes, folder, flags, program=None, **environment):
     )
 
 
-def changed_copy(script, folder, old, new):
-    """A copy of a script with another text in one place, in its own folder. `launch` takes it."""
-    source = Path(script.__file__).read_text()
-    assert source.count(old) == 1
-    path = folder / "copy" / f"{script.__name__}.py"
-    path.parent.mkdir()
-    path.write_text(source.replace(old, new))
-    return SimpleNamespace(__file__=str(path), __name__=script.__name__, Args=script.Args)
-
-
-# a `program` that shards the weights over CPU processes
-FSDP2 = HERE / "benchmark/hardware/shards.py"
-KILLS = HERE / "benchmark/hardware/kill_and_resume.py"
-
-
 def launched(script, processes, folder, flags, **more):
     """Start a run that must end well, and that writes into `out` in the folder. Returns what it
     printed."""
@@ -645,28 +625,10 @@ def launched(script, processes, folder, flags, **more):
     return finished.stdout
 
 
-@fixture
-def same_on(run, world, tmp_path):
-    """same_on(script, processes, flags, **own): fails unless a launch on so many processes, with
-    these flags and its own, gives the run of one process. Returns the metrics, and what the launch
-    printed. program: as `launch` takes it; copy: of the script, which is launched in its place."""
-
-    def same_on(script, processes, flags, program=None, copy=None, **own):
-        _, metrics, output_dir = run(script, **flags)
-        flags = base_flags(world, flags | own)
-        printed = launched(copy or script, processes, tmp_path, flags, program=program)
-        compare_runs(output_dir, tmp_path / "out")
-        return metrics, printed
-
-    return same_on
-
-
 def launch_twice(script, processes, folder, flags, **more):
-    """Start a run that its reward stops in the third call, and then start it again."""
+    """Start a run that its reward stops in the third call, and then as `launched` does."""
     (folder / "rewards.py").write_text(REWARDS)
-    flags = flags | dict(reward="rewards.py:stops_once", resume=True)
+    flags = flags | dict(reward="rewards.py:stops_once", resume=True, output_dir=folder / "out")
     stopped = launch(script, processes, folder, flags, **more)
     assert "KeyError: 'stopped'" in stopped.stderr, stopped.stderr
-    resumed = launch(script, processes, folder, flags, **more)
-    assert resumed.returncode == 0, resumed.stderr
-    return resumed
+    return launched(script, processes, folder, flags, **more)

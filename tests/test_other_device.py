@@ -4,16 +4,17 @@ import torch
 import yaml
 from conftest import (
     HERE,
-    MODULES,
     base_flags,
-    changed_copy,
     compare_runs,
     launch,
+    launch_twice,
+    launched,
     only,
     read_jsonl,
     read_rollouts,
 )
 from pytest import approx, mark
+from test_pages import changed
 
 NEEDED = "_setup_privateuseone_for_python_backend"
 LACKING = not hasattr(torch.utils.backend_registration, NEEDED) or not hasattr(torch._C, "_acc")
@@ -29,11 +30,8 @@ BUGS = {  # What goes to the device, or comes from it, does not.
 }
 
 
-def launch_on_device(script, world, folder, flags):
-    """A run with the flags of the fixture `run`, on the device. It writes into `out`."""
-    flags = base_flags(world, flags | dict(output_dir="out"))
-    program = HERE / "tests/simulated_device.py"
-    return launch(script, 1, folder, flags, program, ACCELERATE_USE_CPU="false")
+# for `launch`
+DEVICE = dict(program=HERE / "tests/simulated_device.py", ACCELERATE_USE_CPU="false")
 
 
 @only("ppo")
@@ -42,13 +40,10 @@ def test_float32(script, run, world, tmp_path):
     that never stopped."""
     flags = dict(batch_size=4, num_mini_batches=2, per_device_train_batch_size=4)
     flags |= dict(per_device_rollout_batch_size=8, eval_dataset=3, reward_model_path="classifier")
-    stops = flags | dict(reward="stops_once", save_every=1, resume=True)
-    stopped = launch_on_device(script, world, tmp_path, stops)
-    assert "KeyError: 'stopped'" in stopped.stderr
-    finished = launch_on_device(script, world, tmp_path, stops)
-    assert "\n1 x sim, float32, " in finished.stdout
-    assert "resuming after iteration " in finished.stdout
-    assert finished.returncode == 0, finished.stderr
+    resumed = base_flags(world, flags | dict(save_every=1))
+    printed = launch_twice(script, 1, tmp_path, resumed, **DEVICE)
+    assert "\n1 x sim, float32, " in printed
+    assert "resuming after iteration " in printed
     compare_runs(run(script, **flags).folder, tmp_path / "out")
 
 
@@ -57,8 +52,7 @@ def test_bfloat16(script, run, world, tmp_path):
     In training only the CPU shares prompts."""
     flags = dict(dtype="bfloat16", lora_r=4, total_episodes=12, model_path="mild")
     flags |= dict(reward_model_path="classifier", gradient_checkpointing=script.__name__ == "ppo")
-    finished = launch_on_device(script, world, tmp_path, flags)
-    assert finished.returncode == 0, finished.stderr
+    launched(script, 1, tmp_path, base_flags(world, flags), **DEVICE)
     expected = run(script, **flags)
     for folder, shares in ((tmp_path / "out", False), (expected.folder, script.__name__ != "ppo")):
         assert yaml.safe_load((folder / "args.yaml").read_text())["share_prompts"] == shares
@@ -75,7 +69,7 @@ def test_bfloat16(script, run, world, tmp_path):
 @mark.parametrize("text", BUGS)
 def test_tensors_on_two_devices_are_refused(text, world, tmp_path):
     """The device refuses bugs that a CPU does not show. Each is put into a copy of rloo.py."""
-    copy = changed_copy(MODULES["rloo"], tmp_path, text, BUGS[text])
-    finished = launch_on_device(copy, world, tmp_path, {})
+    copy = changed("rloo", tmp_path, texts={text: BUGS[text]})
+    finished = launch(copy, 1, tmp_path, base_flags(world), **DEVICE)
     error = finished.stderr.splitlines()[-1]
     assert error.startswith("RuntimeError: ") and "on the same device" in error

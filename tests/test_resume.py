@@ -13,11 +13,11 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import accelerate
-from conftest import KILLS, column, contents, import_file, one_text, only, result_of
+from conftest import HERE, column, contents, import_file, one_text, only, result_of
 from pytest import fixture, raises
 from safetensors.torch import load_file
 
-kill_at = import_file(KILLS).kill_at
+kill_at = import_file(HERE / "benchmark/hardware/kill_and_resume.py").kill_at
 
 
 @fixture

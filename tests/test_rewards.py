@@ -10,9 +10,12 @@ from conftest import (
     EOS,
     MANY_EOS,
     VOCAB,
+    base_flags,
     column,
+    compare_runs,
     encode,
     fresh_imports,
+    launched,
     make_prompts,
     make_tokenizer,
     one_text,
@@ -67,16 +70,17 @@ def score(prompts, completions, level, **_):
     for first in range(0, len(texts), 3):
         group = texts[first : first + 3]
         places += [sum(other < text for other in group) for text in group]
-    return [place + (own or 0) for place, own in zip(places, level)]
+    return [place * (own or 0) for place, own in zip(places, level)]
 """
 
 
 @one_text
 @mark.slow
-def test_processes_score_whole_groups_of_any_rows(script, same_on, tmp_path):
-    """A reward that compares the completions of a prompt gives the same scores on three processes,
-    also where one process has only texts, and another one only chats, with a column that texts
-    lack."""
+def test_processes_score_whole_groups_of_any_rows(script, run, world, tmp_path):
+    """A reward that compares the completions of a prompt gives the same run on three processes,
+    also where one has only texts, another one only chats, with a column that texts lack, and the
+    third one nothing. Scores of texts are equal: some updates have fewer episodes than there are
+    processes, and some have none."""
     chat = {"prompt": messages("22"), "level": 5}
     rows = [{"prompt": "1+1="}, chat, {"prompt": "3"}, chat]
     dataset = write_jsonl(tmp_path / "data.jsonl", rows)
@@ -86,13 +90,18 @@ def test_processes_score_whole_groups_of_any_rows(script, same_on, tmp_path):
         eval_dataset=dataset,
         reward=f"{tmp_path}/mine.py:score",
         batch_size=6,
+        num_train_epochs=4.0,
+        num_ppo_epochs=2,
         # A KL would be rounding at first, and so would the advantage of the middle place. Adam
         # would make it large.
         kl_coef=0.0,
         eval_k=3,
         eval_temperature=1.0,
     )
-    same_on(script, 3, flags)
+    alone = run(script, **flags)
+    assert {line["grad_norm"] == 0 for line in alone.metrics[1:]} == {True, False}
+    launched(script, 3, tmp_path, base_flags(world, flags))
+    compare_runs(alone.folder, tmp_path / "out")
 
 
 @one_text

@@ -78,6 +78,7 @@ def test_episodes_without_gradient_take_no_pass(
     ran = run(script, reward="seldom", per_device_train_batch_size=2, **flags)
     rows = ran.rollouts
     count = sum(row["advantage"] != 0 for row in rows)
+    assert ("objective/kl" in ran.metrics[0]) == bool(path)
     if path:  # RLOO's KL is in the reward, so here no advantage is 0.
         count = 24
     else:
