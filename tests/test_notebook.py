@@ -4,7 +4,6 @@ the outputs of its cells.
 python tests/test_notebook.py       # runs the notebook, and writes it again
 """
 
-import json
 import re
 import tempfile
 from pathlib import Path
@@ -13,6 +12,7 @@ from textwrap import dedent
 import nbclient
 import nbformat
 from conftest import HERE, launcher
+from nbformat import v4
 from pytest import approx, mark
 
 STORED = HERE / "docs/notebook.ipynb"
@@ -171,22 +171,18 @@ def notebook():
     nano = (HERE / "docs/nano/rloo.py").read_text(encoding="utf-8")
     _, program = nano.split('"""\n', 1)
     pieces = re.split(r"\n\n\n|\n+(?=    # ----|evaluate\(\))", program)
-    cells = []
+    kernel = dict(display_name="Python 3", language="python", name="python3")
+    page = v4.new_notebook(metadata=dict(kernelspec=kernel))
     for part in PAGE.split("\n%% ")[1:]:
         kind, _, text = part.partition("\n")
         kind, *numbers = kind.split()
         if numbers:
-            kind = "code"
             text = dedent("\n".join(pieces[int(number)] for number in numbers))
             # The first iteration has been made by hand.
             text = text.replace("(batches, start=1)", "(batches[1:], start=2)")
-        lines = text.strip().splitlines(keepends=True)
-        cell = dict(cell_type=kind, id=str(len(cells)), metadata={}, source=lines)
-        if kind == "code":
-            cell |= dict(execution_count=None, outputs=[])
-        cells.append(cell)
-    kernel = dict(display_name="Python 3", language="python", name="python3")
-    return dict(cells=cells, metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)
+        make = v4.new_markdown_cell if kind == "markdown" else v4.new_code_cell
+        page.cells.append(make(text.strip(), id=str(len(page.cells))))
+    return page
 
 
 def run_notebook(old="", new=""):
@@ -195,59 +191,59 @@ def run_notebook(old="", new=""):
     old, new: what is replaced in the cells that run
     """
     page = notebook()
+    ran = notebook()
+    for cell in ran.cells:
+        cell.source = cell.source.replace("%pip", "#").replace(old, new)
     with tempfile.TemporaryDirectory() as folder:
         launcher.copy_script(Path(folder), "rloo")
         Path(folder, "docs").mkdir()
-        text = json.dumps(page).replace("%pip", "#").replace(old, new)
-        ran = nbformat.reads(text, as_version=4)
         nbclient.execute(ran, cwd=f"{folder}/docs")
-        outputs = json.loads(nbformat.writes(ran).replace(f"{folder}/", ""))
-    for cell, done in zip(page["cells"], outputs["cells"]):
-        if cell["cell_type"] == "code":
-            cell["execution_count"] = done["execution_count"]
-            cell["outputs"] = printed(done["outputs"])
+    ran = nbformat.reads(nbformat.writes(ran).replace(f"{folder}/", ""), as_version=4)
+    for cell, done in zip(page.cells, ran.cells):
+        if cell.cell_type == "code":
+            cell.execution_count = done.execution_count
+            cell.outputs = printed(done.outputs)
     return page
 
 
 def printed(outputs):
     """What is stored: the printed text as one output, the first and last lines of many; and what is
     no text. Warnings and progress bars are not."""
-    kept = [output for output in outputs if output["output_type"] != "stream"]
-    lines = []
-    for output in outputs:
-        if output.get("name") == "stdout":
-            lines += output["text"]
+    text = "".join(output.text for output in outputs if output.get("name") == "stdout")
+    lines = text.splitlines(keepends=True)
     if len(lines) > 24:
         lines = [*lines[:12], "...\n", *lines[-12:]]
+    kept = [output for output in outputs if output.output_type != "stream"]
     if lines:
-        kept.insert(0, dict(output_type="stream", name="stdout", text=lines))
+        kept.insert(0, v4.new_output("stream", name="stdout", text="".join(lines)))
     return kept
 
 
 def numbers_in(cell):
     """Those in the text of a cell's outputs."""
-    text = ""
+    numbers = []
     for output in cell.get("outputs", []):
-        text += "".join(output.get("text", output.get("data", {}).get("text/plain", [])))
-    return list(map(float, re.findall(r"\d[\d.]*(?:e-?\d+)?", text)))
+        text = output.get("text") or output.get("data", {}).get("text/plain", "")
+        numbers += map(float, re.findall(r"\d[\d.]*(?:e-?\d+)?", text))
+    return numbers
 
 
 def test_the_notebook_is_made_of_nano():
-    cells = [cell["source"] for cell in json.loads(STORED.read_text())["cells"]]
-    ours = [cell["source"] for cell in notebook()["cells"]]
+    stored = nbformat.read(STORED, as_version=4)
+    cells = [cell.source for cell in stored.cells]
+    ours = [cell.source for cell in notebook().cells]
     assert cells == ours, "write it again: python tests/test_notebook.py"
 
 
 @mark.slow
 def test_the_notebook_runs():
     """No cell stops it. The first iteration has the stored numbers. Few iterations follow."""
-    few = run_notebook("batches[1:]", "batches[1:4]")["cells"]
-    stored = json.loads(STORED.read_text())["cells"]
-    end = [cell["source"] for cell in few].index(["## The other iterations"])
+    few = run_notebook("batches[1:]", "batches[1:4]").cells
+    stored = nbformat.read(STORED, as_version=4).cells
+    end = [cell.source for cell in few].index("## The other iterations")
     for ours, theirs in zip(few[:end], stored):
         assert numbers_in(ours) == approx(numbers_in(theirs), abs=1e-3)
 
 
 if __name__ == "__main__":
-    page = run_notebook()
-    STORED.write_text(json.dumps(page, indent=1, sort_keys=True) + "\n")
+    nbformat.write(run_notebook(), STORED)

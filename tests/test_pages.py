@@ -232,7 +232,6 @@ def run(tmp_path):
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
         ran = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, **pipes)
         assert ran.returncode == 0, ran.stdout
-        assert FEW not in command or "--plan" in command or "64 episodes, " in ran.stdout
         return ran.stdout
 
     return run
