@@ -291,7 +291,7 @@ def main(args):
     if args.plan is not None:
         return
 
-    output_dir = choose_output_dir(args)  # A finished run stops here.
+    output_dir, settings = choose_output_dir(args, prompts)  # A finished run stops here.
     # The most tokens that a prompt with its completion may have.
     longest_row = max(len(p.token_ids) for p in prompts + eval_prompts) + args.response_length
     policy = load_policy(args, tokenizer, longest_row)
@@ -313,8 +313,8 @@ def main(args):
     # What one iteration hands to the next. With --resume, a checkpoint has it.
     state = {"iteration": 0, "step": 0, "kl_coef": args.kl_coef}
     state |= {"score_count": 0, "score_mean": 0.0, "score_squares": 0.0}
-    state |= start_run(args, output_dir, prompts)
-    announce(args, state["settings"], policy, prompts)
+    state |= start_run(args, output_dir, settings)
+    announce(args, settings, policy, prompts)
     # The bar counts optimizer steps. disable=None: there is a bar only in a terminal.
     progress = tqdm(
         total=plan.steps, initial=state["step"], disable=not accelerator.is_main_process or None
@@ -1563,29 +1563,39 @@ def show_samples(args, plan, episode, records):
             tracker.log_table("samples", columns=names, data=samples, step=episode)
 
 
-def choose_output_dir(args):
-    """The folder of the run, the same on all processes. Only --resume may use one that holds a run.
+def choose_output_dir(args, prompts):
+    """The folder of the run, the same on all processes, and what its args.yaml will hold.
 
-    If the run is finished, the program ends here.
+    Only --resume may use a folder that holds a run, and no flag or row may make it another run. If
+    the run is finished, the program ends here.
     """
     name = f"runs/{Path(__file__).stem}__{args.seed}__{int(time.time())}__{os.getpid()}"
     # The clocks of two processes may differ.
     output_dir = Path(gather_object([args.output_dir or name])[0]).absolute()
     accelerator.project_configuration.logging_dir = str(output_dir)
-    if (output_dir / "metrics.jsonl").exists() and not args.resume:
-        raise UsageError(f"--output-dir {output_dir} holds a run; --resume continues it")
+    # Without the addresses of objects, such as images.
+    rows = re.sub(r" at 0x\w+", "", repr([(prompt.row, prompt.token_ids) for prompt in prompts]))
+    settings = vars(args) | {
+        "output_dir": str(output_dir),
+        "prompts": f"SHA-256 {hashlib.sha256(rows.encode()).hexdigest()[:12]}",
+    }
+    if (output_dir / "metrics.jsonl").exists():
+        if not args.resume:
+            raise UsageError(f"--output-dir {output_dir} holds a run; --resume continues it")
+        theirs = yaml.safe_load((output_dir / "args.yaml").read_text())
+        for name in settings | theirs:
+            mine, its = settings.get(name), theirs.get(name)
+            if name not in FREE_FLAGS and mine != its:
+                raise UsageError(f"--resume: {name} is {mine}, but {its} in {output_dir}")
     if (output_dir / "model").exists():  # It is written last of all.
         accelerator.print(f"nothing to do: the run in {output_dir} is finished")
         accelerator.end_training()
         sys.exit()
-    return output_dir
+    return output_dir, settings
 
 
-def start_run(args, output_dir, prompts):
-    """Lock the folder, and load its newest checkpoint. Returns its state.
-
-    No flag or row may make it another run.
-    """
+def start_run(args, output_dir, settings):
+    """Lock the folder, write its args.yaml, and load its newest checkpoint. Returns its state."""
     if accelerator.is_main_process:
         output_dir.mkdir(parents=True, exist_ok=True)
         # A killed process gives its lock back. A notebook may take its own again.
@@ -1597,30 +1607,21 @@ def start_run(args, output_dir, prompts):
             raise UsageError(f"another run writes into {output_dir}") from None
         except OSError:  # Some network disks have no locks.
             pass
-    # Without the addresses of objects, such as images.
-    rows = re.sub(r" at 0x\w+", "", repr([(prompt.row, prompt.token_ids) for prompt in prompts]))
-    settings = vars(args) | {
-        "output_dir": str(output_dir),
-        "prompts": f"SHA-256 {hashlib.sha256(rows.encode()).hexdigest()[:12]}",
-    }
+        temporary = output_dir / "args.tmp"
+        temporary.write_text(yaml.safe_dump(settings, sort_keys=False))
+        temporary.replace(output_dir / "args.yaml")
     state = {"metrics_bytes": 0}
     newest = sorted(output_dir.glob("checkpoints/iteration_*/state.json"))[-1:]
     for file in gather_object([newest])[0]:  # as the main process sees it
         state = json.loads(file.read_text())
-        for name in settings | state["settings"]:
-            mine, its = settings.get(name), state["settings"].get(name)
-            if name not in FREE_FLAGS and mine != its:
-                raise UsageError(f"--resume: {name} is {mine}, but {its} in {output_dir}")
         accelerator.load_state(str(file.parent))
         accelerator.print(f"resuming after iteration {state['iteration']}")
     if args.resume and not newest:
         accelerator.print("no checkpoint, starting at 0")
-    if accelerator.is_main_process:
-        (output_dir / "args.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
-        metrics = output_dir / "metrics.jsonl"
-        if metrics.exists():  # Cut what came after the checkpoint.
-            os.truncate(metrics, state["metrics_bytes"])
-    return state | {"settings": settings, "saved": time.time()}
+    metrics = output_dir / "metrics.jsonl"
+    if accelerator.is_main_process and metrics.exists():  # Cut what came after the checkpoint.
+        os.truncate(metrics, state["metrics_bytes"])
+    return state | {"saved": time.time()}
 
 
 def announce(args, settings, policy, prompts):

@@ -258,6 +258,9 @@ def squares(prompts, **_):
     """No score is the mean of its group."""
     return [float(i * i) for i in range(len(prompts))]
 
+def large(prompts, **_):
+    return [2.0**24 + i % 3 for i in range(len(prompts))]
+
 def number(number, **_):
     """The score says which prompt it is."""
     return [float(n) for n in number]

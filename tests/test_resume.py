@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import accelerate
+import torch
 from conftest import HERE, column, contents, import_file, one_text, only, result_of
 from pytest import fixture, raises
 from safetensors.torch import load_file
@@ -205,13 +206,12 @@ def test_another_run_is_refused(script, run, killed_in, world, tmp_path, out, fl
     is_refused("--output-dir .* holds a run; --resume", resume=False)
     for flag, value in dict(seed=9, reward="exact_match", lora_r=2, weight_decay=0.5).items():
         is_refused(f"--resume: {flag} is ", **{flag: value})
-    state = out / "checkpoints" / "iteration_00000002" / "state.json"
     for file, old, new, message in (
         (dataset, '"1"', '"2"', "prompts is SHA-256 "),
         # A template that writes the date makes other prompts of the same rows.
-        (state, '"prompts": "SHA-256 ', '"prompts": "', "prompts is SHA-256 "),
-        (state, '"weight_decay": 0.0, ', "", "weight_decay is 0.0, but None"),
-        (state, '"seed":', '"old": 1, "seed":', "old is None, but 1"),
+        (out / "args.yaml", "prompts: SHA-256 ", "prompts: ", "prompts is SHA-256 "),
+        (out / "args.yaml", "weight_decay: 0.0\n", "", "weight_decay is 0.0, but None"),
+        (out / "args.yaml", "seed:", "old: 1\nseed:", "old is None, but 1"),
     ):
         text = file.read_text()
         file.write_text(text.replace(old, new))
@@ -220,6 +220,7 @@ def test_another_run_is_refused(script, run, killed_in, world, tmp_path, out, fl
     # The same rows are the same dataset.
     flags["dataset"] = dataset.rename(tmp_path / "moved.jsonl")
     goes_on()
+    is_refused("--resume: seed is ", seed=9)  # though it is finished
 
 
 @only("grpo", "ppo")
@@ -250,6 +251,20 @@ def test_a_checkpoint_of_lora_holds_what_is_trained(killed_in, out, flags, goes_
     killed_in("loading", 3)
     for file in out.glob("checkpoints/iteration_00000002/model*.safetensors"):
         assert all(re.search("lora_|score", name) for name in load_file(file))
+    goes_on()
+
+
+@only("rloo")
+def test_any_schedule_goes_on(script, killed_in, goes_on, monkeypatch):
+    """A schedule of a changed script may have a state of its own. It is in the checkpoint."""
+    schedules = torch.optim.lr_scheduler
+
+    def two(name, optimizer, *counts):
+        rates = [schedules.ExponentialLR(optimizer, gamma) for gamma in (0.9, 0.5)]
+        return schedules.SequentialLR(optimizer, rates, milestones=[3])
+
+    monkeypatch.setattr(script.transformers, "get_scheduler", two)
+    killed_in("loading", 3)
     goes_on()
 
 

@@ -167,6 +167,14 @@ def score(prompts, **_):
     assert not (tmp_path / "model").exists()
 
 
+@only("rloo", "grpo")
+def test_large_scores_keep_their_differences(script, run):
+    """2^24, 2^24 + 1 and 2^24 + 2 are three scores. In float32 they would be two."""
+    rows = run(script, kl_coef=0, reward="large").rollouts
+    step = 1.5 if script.__name__ == "rloo" else 1 / 1.0001
+    assert [row["advantage"] for row in rows] == approx([-step, 0, step] * 7)
+
+
 REWARD_FILES = {
     "mine.py": "import neighbour, tabnanny\ndef score(): return neighbour.VALUE",
     "neighbour.py": "VALUE = 7",

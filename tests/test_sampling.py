@@ -47,7 +47,9 @@ def test_greedy_sampling_equals_generate(script, run, monkeypatch, tmp_path, arc
         if is_recorded:
             record_steps(monkeypatch, script)
         found = []
-        for row in run(script, **flags).eval_rollouts:
+        ran = run(script, **flags)
+        assert not (ran.folder / "model").exists()
+        for row in ran.eval_rollouts:
             found.append(row["token_ids"])
             assert found[-1] == greedy_tokens(model, row["prompt"], 12, eos_ids)
         assert len(set(map(tuple, found))) > 4, "the prompts must matter"
