@@ -288,6 +288,11 @@ def test_ppo_writes_its_value_model(script, run, refuses, tmp_path):
     refuses(script, "--value-model-path must have the vocabulary", value_model_path=other)
 
 
+def test_a_named_reference_is_measured_without_a_kl(script, run):
+    [row] = run(script, kl_coef=0.0, ref_model_path="reference", batch_size=21).metrics
+    assert abs(row["objective/kl"]) > 1e-3
+
+
 @only("ppo")
 @mark.parametrize("flag", ["target_kl", "ratio_threshold"])
 def test_ppo_counts_dropped_updates(script, run, updates, flag):
