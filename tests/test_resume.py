@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import accelerate
 import torch
 from conftest import HERE, column, contents, import_file, one_text, only, result_of
-from pytest import fixture, raises
+from pytest import fixture, raises, warns
 from safetensors.torch import load_file
 
 kill_at = import_file(HERE / "benchmark/hardware/kill_and_resume.py").kill_at
@@ -153,6 +153,15 @@ def test_only_the_runs_own_files_are_changed(killed_in, world, out, flags, goes_
     goes_on()
     assert "resuming after iteration 2\n" in capsys.readouterr().out
     assert os.listdir(checkpoints) == ["mine.txt"]
+
+
+@one_text
+def test_a_folder_that_stays_is_a_warning(script, run, flags, monkeypatch):
+    """A network disk may keep some files of a folder that is deleted."""
+    monkeypatch.setattr(script.shutil, "rmtree", Mock(side_effect=OSError("not empty")))
+    with warns(UserWarning, match="not deleted: not empty"):
+        folder = run(script, **flags).folder
+    assert (folder / "model").exists()
 
 
 @one_text
