@@ -1579,7 +1579,7 @@ def choose_output_dir(args, prompts):
         "output_dir": str(output_dir),
         "prompts": f"SHA-256 {hashlib.sha256(rows.encode()).hexdigest()[:12]}",
     }
-    if (output_dir / "metrics.jsonl").exists():
+    if any((output_dir / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         if not args.resume:
             raise UsageError(f"--output-dir {output_dir} holds a run; --resume continues it")
         theirs = yaml.safe_load((output_dir / "args.yaml").read_text())

@@ -212,6 +212,9 @@ def test_another_run_is_refused(script, run, killed_in, world, tmp_path, out, fl
         assert contents(out) == before
 
     is_refused("--output-dir .* holds a run; --resume", resume=False)
+    metrics = (out / "metrics.jsonl").rename(tmp_path / "metrics.jsonl")
+    is_refused("--output-dir .* holds a run; --resume", resume=False)  # Its checkpoints are there.
+    metrics.rename(out / "metrics.jsonl")
     for flag, value in dict(seed=9, reward="exact_match", lora_r=2, weight_decay=0.5).items():
         is_refused(f"--resume: {flag} is ", **{flag: value})
     for file, old, new, message in (
