@@ -74,6 +74,7 @@ from accelerate.utils import concatenate, gather_object, recursively_apply
 from torch import Tensor
 from tqdm import tqdm
 
+SCRIPT = Path(__file__).read_bytes()  # as it runs, whatever becomes of the file
 DEFAULT = Path(__file__).resolve().parent / "benchmark" / "default"
 
 
@@ -109,8 +110,8 @@ class Args:
     reward: str = "exact_match"  # or FILE.py:FUNCTION, package.module:FUNCTION, none
     reward_model_path: str | None = None  # one-label classifier; its score is added to --reward
     value_model_path: str | None = None
-    """the value model before training; None: a copy of the reward model if that has the policy's
-    vocabulary, else a copy of the policy with a new head"""
+    """the value model before training; it needs the policy's tokenizer. None: a copy of the reward
+    model, or without one of the policy, with a new head"""
     eval_dataset: str | None = None  # held-out prompts; None: only the built-in task has some
     eval_every: int | None = None  # iterations between evaluations; None: only at start and end
     eval_temperature: float = 0.0  # sampling temperature of evaluations; 0: the most likely token
@@ -295,7 +296,7 @@ def main(args):
     # The most tokens that a prompt with its completion may have.
     longest_row = max(len(p.token_ids) for p in prompts + eval_prompts) + args.response_length
     policy = load_policy(args, tokenizer, longest_row)
-    value_model = load_value_model(args, tokenizer, longest_row)
+    value_model = load_value_model(args, policy, longest_row)
     reference = load_reference(args, policy, longest_row)  # None: there is no KL
     reward_functions, eval_reward_functions = load_rewards(args, policy, longest_row)
 
@@ -327,6 +328,7 @@ def main(args):
 
     for iteration in range(state["iteration"] + 1, plan.iterations + 1):
         # ---- 4a  rollout: sample a completion of each drawn prompt, and compute its values
+        seed_libraries(args, iteration)
         rollout_start = time.perf_counter()
         is_last = iteration == plan.iterations
         num_episodes = plan.last_batch_size if is_last else args.batch_size
@@ -472,7 +474,7 @@ def main(args):
     # The end of the process group can hang while what `prepare` made exists.
     prepared = policy, value_model, optimizer, value_optimizer
     policy, value_model, optimizer, value_optimizer = accelerator.free_memory(*prepared)
-    accelerator.end_training()
+    end_run()
     return model, history
 
 
@@ -628,24 +630,39 @@ def token_logprobs(args, model, batch, episodes):
     if args.share_prompts:  # The completions of a group go on from one pass over their prompt.
         cache = KVCache()
         logits = run_prompts(model, prompts, cache)
+        logprobs = logprobs_of(args, logits, tokens[:, :1])
         if tokens.shape[1] > 1:
-            more = forward(model, rows, cache, slice(prompts.shape[1], None))
-            logits = torch.cat([logits, more], dim=1)
+            logits = forward(model, rows, cache, slice(prompts.shape[1], None))
+            logprobs = torch.cat([logprobs, logprobs_of(args, logits, tokens[:, 1:])], dim=1)
     else:
         logits = forward(model, rows, logits_to_keep=tokens.shape[1])
+        logprobs = logprobs_of(args, logits, tokens)
+    left_out = batch.tokens.shape[1] - tokens.shape[1]  # columns after the longest completion
+    return torch.nn.functional.pad(logprobs, (0, left_out)).cpu()
 
-    def logprobs_of(logits, tokens):  # of some tokens: [tokens, vocabulary], [tokens]
+
+def logprobs_of(args, logits, tokens):
+    """Log-probability of each token, given its logits. Returns [rows, columns].
+
+    With a large vocabulary, logits take most of the memory of a pass. So they are read in small
+    pieces, and what is computed of a piece is computed again in the backward pass.
+    logits: [rows, columns, vocabulary]; tokens: [rows, columns]
+    """
+
+    def of_piece(logits, tokens):  # [tokens, vocabulary], [tokens]
         return -torch.nn.functional.cross_entropy(
             logits.float() / args.temperature, tokens, ignore_index=-1, reduction="none"
         )
 
-    pieces = ceil(logits.numel() / LOGITS_AT_ONCE)
-    if pieces > 1:  # Each piece is computed again in the backward pass.
-        logprobs_of = partial(torch.utils.checkpoint.checkpoint, logprobs_of, use_reentrant=False)
-    inputs = zip(logits.flatten(0, 1).tensor_split(pieces), tokens.flatten().tensor_split(pieces))
-    logprobs = torch.cat([logprobs_of(*piece) for piece in inputs]).view_as(tokens)
-    left_out = batch.tokens.shape[1] - tokens.shape[1]  # columns after the longest completion
-    return torch.nn.functional.pad(logprobs, (0, left_out)).cpu()
+    size = max(1, LOGITS_AT_ONCE // logits.shape[2])  # tokens of a piece
+    pieces = zip(logits.flatten(0, 1).split(size), tokens.flatten().split(size))
+    once = partial(
+        torch.utils.checkpoint.checkpoint, of_piece, use_reentrant=False, preserve_rng_state=False
+    )
+    return torch.cat([once(*piece) for piece in pieces]).view_as(tokens)
+
+
+LOGITS_AT_ONCE = 2**22  # of a piece; 16 MiB of float32
 
 
 def token_values(model, batch, episodes):
@@ -658,9 +675,6 @@ def token_values(model, batch, episodes):
     values = forward(model, rows)[:, prompts.shape[1] - 1 :].float().squeeze(-1)
     left_out = batch.tokens.shape[1] - tokens.shape[1]
     return torch.nn.functional.pad(values * (tokens >= 0), (0, left_out)).cpu()
-
-
-LOGITS_AT_ONCE = 2**28  # in a training pass; a GiB of float32
 
 
 def forward(model, rows, cache=None, columns=slice(None), **settings):
@@ -681,7 +695,8 @@ def forward(model, rows, cache=None, columns=slice(None), **settings):
             use_cache=cache is not None,
             **settings,
         )
-    return outputs[0]
+    # By name: a mixture of experts may put its balancing loss first.
+    return outputs["logits" if "logits" in outputs else "last_hidden_state"]
 
 
 # =================================== MACHINERY ===================================
@@ -716,7 +731,7 @@ def start_accelerator(args):
     )
     if args.log_with is not None and not accelerator.log_with:
         raise UsageError(f"--log-with {args.log_with} is not installed")
-    accelerate.utils.set_seed(args.seed)  # New modules, if any, begin equal in all processes.
+    seed_libraries(args, 0)  # New modules, if any, begin equal in all processes.
     # Inside of `autocast()`, forward passes compute in --dtype.
     is_bfloat16 = args.dtype == "bfloat16"
     autocast = partial(torch.autocast, accelerator.device.type, torch.bfloat16, is_bfloat16)
@@ -728,7 +743,7 @@ def start_accelerator(args):
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1 + asked_for_more)):
         raise UsageError(
             "fewer processes than launched, or no GPU was found; without GPUs use"
-            " ACCELERATE_USE_CPU=true torchrun"
+            " ACCELERATE_USE_CPU=true torchrun. If one process is meant, unset MASTER_ADDR"
         )
     if accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2:
         raise UsageError("FSDP version 1 is not offered; the launcher needs fsdp_version: 2")
@@ -853,11 +868,18 @@ SAMPLING = 2
 EVALUATION = 3
 MINI_BATCHES = 4
 NEW_WEIGHTS = 5
+LIBRARIES = 6
 
 
 def keyed_rng(seed, purpose, *key):
     """A random generator that depends on its key alone, on no process and no earlier draw."""
     return np.random.default_rng([seed, purpose, *key])
+
+
+def seed_libraries(args, iteration):
+    """Set the generators of Python, numpy and torch by the seed and the iteration alone."""
+    rng = keyed_rng(args.seed, LIBRARIES, iteration)
+    accelerate.utils.set_seed(int(rng.integers(2**31)))
 
 
 def draw_prompts(seed, num_prompts, first, count):
@@ -887,6 +909,7 @@ def load_prompts(args, path, reward, tokenizer):
         return []
     config = transformers.AutoConfig.from_pretrained(args.model_path).get_text_config()
     prompts = []
+    columns = {}  # of all rows, each with None
     number = 0
     try:
         if path.endswith(".jsonl"):
@@ -897,13 +920,18 @@ def load_prompts(args, path, reward, tokenizer):
         for number, row in enumerate(dataset, start=1):
             if isinstance(row, bytes):
                 row = json.loads(row)
-            text, token_ids = tokenize(tokenizer, row, add_generation_prompt=True)
+            text, token_ids = tokenize(tokenizer, row)
             if not row["prompt"] or not token_ids:
                 raise ValueError("the prompt is empty")
+            columns |= dict.fromkeys(row)
+            if not columns.keys().isdisjoint(("prompts", "completions", "completion_ids")):
+                raise ValueError("no column may be named prompts, completions or completion_ids")
             if max(*token_ids, args.stop_token_id or 0) >= config.vocab_size:
                 raise ValueError("--model-path has no embedding of a token, or of --stop-token-id")
-            if reward == "exact_match" and row.get("answer") is None:
-                raise ValueError("exact_match needs an `answer`")
+            answer = row.get("answer")
+            can_match = type(answer) in (str, int) and str(answer).strip()
+            if reward == "exact_match" and not can_match:
+                raise ValueError("exact_match needs an `answer`: text, or an integer")
             if len(token_ids) <= (args.max_prompt_length or inf):
                 prompts.append(Prompt(number - 1, row, text, token_ids))
     except Exception as error:
@@ -917,24 +945,41 @@ def load_prompts(args, path, reward, tokenizer):
         dropped = f"{path}: {number - len(prompts)} of {number} prompts dropped"
         accelerator.print(f"{dropped}, over --max-prompt-length", file=sys.stderr)
     # A column that only some rows have is None in the others.
-    columns = dict.fromkeys(name for prompt in prompts for name in prompt.row)
     return [prompt._replace(row=columns | prompt.row) for prompt in prompts]
 
 
-def tokenize(tokenizer, row, **settings):
+def tokenize(tokenizer, row):
     """The `prompt` of a row as the model reads it, and its tokens: one BOS, and no EOS of ours."""
     text = row["prompt"]
     is_chat = isinstance(text, list)
     if is_chat:
         chosen = row.get("chat_template_kwargs") or {}
-        settings |= {name: value for name, value in chosen.items() if value is not None}
+        settings = {name: value for name, value in chosen.items() if value is not None}
+        settings = {"add_generation_prompt": True} | settings
         text = tokenizer.apply_chat_template(text, tokenize=False, **settings)
+        check_chat(row["prompt"], text, settings)
     # A template writes the special tokens itself.
     has_bos = is_chat or text.startswith(tokenizer.bos_token or "\0")
     token_ids = tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
     if token_ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
         token_ids.pop()  # The policy would go on after an end.
     return text, token_ids
+
+
+def check_chat(messages, text, settings):
+    """Refuse a chat that the model would not read whole, or that ends with an answer.
+
+    text: what the chat template made of it; settings: of the template
+    """
+    for message in messages:
+        role, content = message["role"], message.get("content")
+        # Templates cut an assistant's reasoning, and write a tool's JSON in their own way.
+        if role in ("assistant", "tool"):
+            continue
+        if not isinstance(content, str) or content.strip() not in text:
+            raise ValueError(f"the chat template does not show the {role}'s `content`, a text")
+    if role == "assistant" and not settings.get("continue_final_message"):
+        raise ValueError("the last message is the assistant's, without continue_final_message")
 
 
 def as_message(prompt, text):
@@ -983,9 +1028,6 @@ def exact_match(completions, answer, **_):
 
 def load_rewards(args, policy, longest_row):
     """The reward functions of training, and of evaluations. The scores that they give are added."""
-    for spec in (args.reward, args.eval_reward or ""):
-        file, _, _ = spec.rpartition(".py:")
-        sys.modules.pop(Path(file).name, None)  # In a notebook a file may change between two runs.
     functions = [load_reward(args.reward)]
     if args.reward_model_path is not None:
         functions.append(load_reward_model(args, policy, longest_row))
@@ -1028,6 +1070,9 @@ def score_episodes(batch, reward_functions, where):
     share = groups.tensor_split(accelerator.num_processes)[accelerator.process_index]
     share = share.flatten().tolist()  # the episodes of this process
     parts = [{} for _ in share]  # of the score of each episode
+    # Inside of a reward, processes draw different numbers. Afterwards they draw equal ones again.
+    seed = int(torch.randint(2**31, ()))
+    accelerate.utils.set_seed(seed + 1 + accelerator.process_index)
     for reward in reward_functions if share else []:
         # The function may change what it gets, so each episode has its own copy.
         rows = [copy.deepcopy(batch.prompts[i].row) for i in share]
@@ -1042,22 +1087,24 @@ def score_episodes(batch, reward_functions, where):
             )
         except SystemExit as error:  # The program would end as if all were well.
             raise RuntimeError("--reward has called sys.exit") from error
-        if not isinstance(scores, dict):
+        if not isinstance(scores, dict) or not scores:
             scores = {"": scores}
         for name, values in scores.items():
+            gave = f"{where}: --reward {name}".rstrip() + " gave"
+            if isinstance(values, (str, bytes, dict, type(None))):  # None: without a `return`
+                raise UsageError(f"{gave} {values!r:.60} in place of scores")
             values = list(values)
             if f"reward/{name}" in parts[0]:  # One of them would be lost.
                 raise UsageError(f"{where}: two parts of the score are named {name!r}")
             if len(values) != len(share):
-                raise UsageError(
-                    f"{where}: --reward gave {len(values)} scores for {len(share)} completions"
-                )
+                raise UsageError(f"{gave} {len(values)} scores for {len(share)} completions")
             for prompt, part, value in zip(prompts, parts, values):
                 if value is not None:
                     value = float(value)
                     if not abs(value) < 1e38:  # float32 holds it
-                        raise UsageError(f"{where}: --reward gave {value} for {prompt!r}")
+                        raise UsageError(f"{gave} {value} for {prompt!r}")
                 part[f"reward/{name}"] = value
+    accelerate.utils.set_seed(seed)
     parts = gather_object(parts)
     table = [[value for value in part.values() if value is not None] for part in parts]
     scores = [sum(values) if values else nan for values in table]
@@ -1068,35 +1115,19 @@ def score_episodes(batch, reward_functions, where):
 def load_reward_model(args, policy, longest_row):
     """A classifier with one label, as a reward function. It reads token ids, the EOS included."""
     path = args.reward_model_path
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     auto_class = transformers.AutoModelForSequenceClassification
-    same_vocabulary = tokenizer.get_vocab() == policy.tokenizer.get_vocab()
-    # It reads the last token, too. How long a row of another vocabulary is, is not known yet.
-    longest = longest_row + 1 if same_vocabulary else 0
-    model = load_model(path, args.dtype, longest, auto_class, num_labels=1)
+    # It reads the last token, too.
+    model = load_model(path, args.dtype, longest_row + 1, auto_class, num_labels=1)
+    check_vocabulary(path, model, policy)
 
     @torch.no_grad()
-    def reward_model(prompts, completions, completion_ids, **columns):
+    def reward_model(prompts, completion_ids, **columns):
         rows = []
         for i, token_ids in enumerate(completion_ids):
             row = {name: values[i] for name, values in columns.items()} | {"prompt": prompts[i]}
-            before = tokenize(policy.tokenizer, row, add_generation_prompt=True)[1]
-            tokens = before + token_ids
-            if not same_vocabulary:  # It reads the text, and its own EOS where the episode ended.
-                ended = policy.stopping_criteria(torch.tensor([token_ids]), None).item()
-                text = completions[i]
-                if isinstance(prompts[i], str):  # Alone, it may lose its first space.
-                    shown = without_end(policy.tokenizer, token_ids, ended)
-                    start = len(policy.tokenizer.decode(before))
-                    text = policy.tokenizer.decode(before + shown)[start:]
-                row["prompt"] = prompts[i] + text
-                tokens = tokenize(tokenizer, row)[1]
-                if ended and tokenizer.eos_token_id not in (None, tokens[-1]):
-                    tokens.append(tokenizer.eos_token_id)
-            rows.append(tuple(tokens))
+            rows.append((*tokenize(policy.tokenizer, row)[1], *token_ids))
         # Equal rows get one score. Computed twice, it would differ by rounding.
         different = sorted(set(rows), key=len)  # neighbours are of similar length: less padding
-        check_positions(path, model.config, len(different[-1]))
         scores = {}  # of each row
         size = args.per_device_train_batch_size
         for first in range(0, len(different), size):
@@ -1178,6 +1209,9 @@ def load_model(path, dtype, longest_row, auto_class=transformers.AutoModelForCau
         raise UsageError(f"{path}: weights do not fit the config: {sorted(wrong)}")
     check_positions(path, model.config, longest_row - 1)  # Its last token is no input.
     model = model.to(accelerator.device)
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        # The balancing loss of a mixture of experts is not trained, and does not know the KV cache.
+        model.forward = partial(model.forward, output_router_logits=False)
     # Some models compute padded rows otherwise, or have positions of their own. So two rows are run
     # together, and each alone, as transformers does it.
     rows = torch.tensor([[-1, -1, 1, 2], [3, 4, 5, 6]], device=accelerator.device)
@@ -1189,6 +1223,17 @@ def load_model(path, dtype, longest_row, auto_class=transformers.AutoModelForCau
     if not (padded - alone).std() < limit * alone.std():
         raise UsageError(f"{path} computes rows with padding otherwise than rows without")
     return model
+
+
+def check_vocabulary(path, model, policy):
+    """Refuse a reward or value model that cannot read all tokens of the policy."""
+    vocabulary = transformers.AutoTokenizer.from_pretrained(path).get_vocab()
+    rows, needed = [m.config.get_text_config().vocab_size for m in (model, policy)]
+    if vocabulary != policy.tokenizer.get_vocab() or rows < needed:
+        raise UsageError(
+            f"{path} must have the vocabulary of --model-path, and {needed} rows in its embedding,"
+            " not less. As a --reward, benchmark/reward_model.py:score takes other models"
+        )
 
 
 def check_positions(path, config, longest):
@@ -1236,7 +1281,7 @@ def zero_weights(model, module):
         torch.nn.init.zeros_(weight)
 
 
-def load_value_model(args, tokenizer, longest_row):
+def load_value_model(args, policy, longest_row):
     """The model with one output for each token, its value.
 
     It comes from --value-model-path, else the reward model, else the policy. A new head is 0.
@@ -1244,11 +1289,6 @@ def load_value_model(args, tokenizer, longest_row):
     if accelerator.distributed_type == "DEEPSPEED":
         raise UsageError("PPO trains two models, which DeepSpeed cannot do here; use FSDP2 or DDP")
     path = args.value_model_path or args.reward_model_path or args.model_path
-    vocabulary = transformers.AutoTokenizer.from_pretrained(path).get_vocab()
-    if vocabulary != tokenizer.get_vocab():
-        if args.value_model_path is not None:
-            raise UsageError("--value-model-path must have the vocabulary of --model-path")
-        path = args.model_path
     trunk = transformers.MODEL_MAPPING[type(transformers.AutoConfig.from_pretrained(path))]
     # AutoModelForTokenClassification would be the same, but knows only some kinds of models.
     bases = (transformers.modeling_layers.GenericForTokenClassification, trunk.__bases__[0])
@@ -1260,6 +1300,7 @@ def load_value_model(args, tokenizer, longest_row):
     }
     value_class = type("ValueModel", bases, settings)
     model = load_model(path, "float32", longest_row, value_class, num_labels=1)
+    check_vocabulary(path, model, policy)
     return prepare_for_training(args, model, 2, modules_to_save=["score"])
 
 
@@ -1512,12 +1553,12 @@ def mean_metrics(dicts):
 
 
 def write_metrics(output_dir, metrics, progress):
-    """Hand an iteration's metrics to the trackers, metrics.jsonl and the progress bar."""
+    """Hand an iteration's metrics to metrics.jsonl, the trackers and the progress bar."""
     metrics = recursively_apply(Tensor.item, metrics)
     # The mean of no episodes is nan, and a ratio can be inf. JSON knows neither.
     metrics = {name: value for name, value in metrics.items() if isfinite(value)}
-    accelerator.log(metrics, step=metrics["episode"])
     write_jsonl(output_dir / "metrics.jsonl", [metrics], mode="a")
+    track("log", metrics, step=metrics["episode"])
     progress.set_postfix(score=metrics.get("objective/scores"))
     for name in ("objective/scores", "eval/scores"):
         # Without a terminal there is no bar.
@@ -1525,6 +1566,24 @@ def write_metrics(output_dir, metrics, progress):
             with tqdm.external_write_mode():
                 accelerator.print(f"episode {metrics['episode']}: {name} {metrics[name]:.3f}")
     return metrics
+
+
+def track(method, *inputs, **settings):
+    """Call a method of the trackers that have it. One that fails gets no more calls."""
+    for tracker in list(accelerator.trackers):
+        try:
+            if hasattr(tracker, method):
+                getattr(tracker, method)(*inputs, **settings)
+        except Exception as error:  # The run is worth more than its plots.
+            warnings.warn(f"--log-with {tracker.name} fails, and gets nothing more: {error!r}")
+            accelerator.trackers.remove(tracker)
+
+
+def end_run():
+    """Close the trackers, and the connection of the processes."""
+    track("finish")
+    accelerator.trackers.clear()  # `end_training` would finish them again.
+    accelerator.end_training()
 
 
 def episode_records(batch, iteration, tensors, parts):
@@ -1558,9 +1617,7 @@ def show_samples(args, plan, episode, records):
         tqdm.write(f"---- a sample of episode {episode}")
         for name, value in zip(names, sample):
             tqdm.write(f"{name}: {value}")
-    for tracker in accelerator.trackers:
-        if hasattr(tracker, "log_table"):
-            tracker.log_table("samples", columns=names, data=samples, step=episode)
+    track("log_table", "samples", columns=names, data=samples, step=episode)
 
 
 def choose_output_dir(args, prompts):
@@ -1578,11 +1635,18 @@ def choose_output_dir(args, prompts):
     settings = vars(args) | {
         "output_dir": str(output_dir),
         "prompts": f"SHA-256 {hashlib.sha256(rows.encode()).hexdigest()[:12]}",
+        "versions": " ".join(
+            f"{library.__name__}=={library.__version__}"
+            for library in (torch, transformers, accelerate)
+        ),
     }
-    if any((output_dir / name).exists() for name in ("metrics.jsonl", "checkpoints")):
-        if not args.resume:
-            raise UsageError(f"--output-dir {output_dir} holds a run; --resume continues it")
-        theirs = yaml.safe_load((output_dir / "args.yaml").read_text())
+    file = output_dir / "args.yaml"
+    if any((output_dir / name).exists() for name in ("metrics.jsonl", "checkpoints", "model")):
+        if not (args.resume and file.exists()):
+            raise UsageError(
+                f"--output-dir {output_dir} holds a run, or a model; --resume continues a run"
+            )
+        theirs = yaml.safe_load(file.read_text())
         for name in settings | theirs:
             mine, its = settings.get(name), theirs.get(name)
             if name not in FREE_FLAGS and mine != its:
@@ -1607,14 +1671,17 @@ def start_run(args, output_dir, settings):
             raise UsageError(f"another run writes into {output_dir}") from None
         except OSError:  # Some network disks have no locks.
             pass
-        temporary = output_dir / "args.tmp"
-        temporary.write_text(yaml.safe_dump(settings, sort_keys=False))
-        temporary.replace(output_dir / "args.yaml")
+        keep_files(args, output_dir)
+        text = yaml.safe_dump(settings, sort_keys=False)
+        write_whole(output_dir / "args.yaml", text.encode())
     state = {"metrics_bytes": 0}
     newest = sorted(output_dir.glob("checkpoints/iteration_*/state.json"))[-1:]
     for file in gather_object([newest])[0]:  # as the main process sees it
-        state = json.loads(file.read_text())
-        accelerator.load_state(str(file.parent))
+        try:
+            state = json.loads(file.read_text())
+            accelerator.load_state(str(file.parent))
+        except Exception as error:
+            raise RuntimeError(f"cannot load {file.parent}; if it is damaged, remove it") from error
         accelerator.print(f"resuming after iteration {state['iteration']}")
     if args.resume and not newest:
         accelerator.print("no checkpoint, starting at 0")
@@ -1622,6 +1689,32 @@ def start_run(args, output_dir, settings):
     if accelerator.is_main_process and metrics.exists():  # Cut what came after the checkpoint.
         os.truncate(metrics, state["metrics_bytes"])
     return state | {"saved": time.time()}
+
+
+def keep_files(args, output_dir):
+    """Copy the script and the file of --reward. A run goes on only with the same files."""
+    files = {Path(__file__).name: SCRIPT}
+    module, is_file, _ = args.reward.rpartition(".py:")
+    if is_file:
+        path = Path(f"{module}.py")
+        files[path.name] = path.read_bytes()
+    for name, text in files.items():
+        kept = output_dir / name
+        if not kept.exists():
+            if (output_dir / "args.yaml").exists():
+                warnings.warn(f"{output_dir} had no copy of {name}; is this the same one?")
+            write_whole(kept, text)
+        elif kept.read_bytes() != text:
+            raise UsageError(
+                f"{name} differs from its copy in {output_dir}; copy it there to go on with it"
+            )
+
+
+def write_whole(path, content):
+    """Write a file. A kill leaves all of it, or what was there before."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_bytes(content)
+    temporary.replace(path)
 
 
 def announce(args, settings, policy, prompts):
@@ -1702,7 +1795,7 @@ RATES = {"built-in": 5e-5, "other": 3e-6, "LoRA": 1e-5}
 FREE_FLAGS = (
     "output_dir resume save_every plan share_prompts gradient_checkpointing log_with dataset"
     " eval_dataset eval_every eval_temperature eval_k eval_reward per_device_train_batch_size"
-    " per_device_rollout_batch_size num_sample_generations save_rollouts cuda_graphs"
+    " per_device_rollout_batch_size num_sample_generations save_rollouts cuda_graphs versions"
 ).split()  # Instead of the path --dataset, its rows are compared.
 
 # Numbers that may not be 0. No number may be negative.
@@ -1740,6 +1833,8 @@ def check_flags(args):
             raise ValueError(f"{flag} must not be negative")
         if name in ABOVE_ZERO and value == 0:
             raise ValueError(f"{flag} must be above 0")
+        if name != "max_grad_norm" and value == inf:
+            raise ValueError(f"{flag} must be finite")
     faults = {  # a message, and whether it is true
         "--gamma and --lam must be at most 1": max(args.gamma, args.lam) > 1,
         "--adaptive-kl needs a --kl-coef above 0 to start from": (
@@ -1758,6 +1853,9 @@ def check_flags(args):
         "--model-path has LoRA adapters; first merge them with peft: AutoPeftModelForCausalLM"
         ".from_pretrained(path).merge_and_unload().save_pretrained(folder)": (
             Path(args.model_path, "adapter_config.json").exists()
+        ),
+        "--lr-scheduler-type constant has no warm-up; constant_with_warmup has": (
+            args.lr_scheduler_type == "constant" and args.warmup_steps > 0
         ),
         "--eval-k needs an --eval-temperature": args.eval_k > 1 and args.eval_temperature == 0,
         "--resume needs the --output-dir of the run": args.resume and args.output_dir is None,
