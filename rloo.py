@@ -56,7 +56,7 @@ import shutil
 import sys
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, floor, inf, isfinite, isinf, nan
 from pathlib import Path
@@ -100,8 +100,8 @@ class Args:
     lora_r: int | None = None  # rank of LoRA adapters (arXiv 2106.09685); None: train all weights
     lora_alpha: int | None = None  # adapters are multiplied by this / rank; None: twice the rank
     share_prompts: bool | None = None
-    """in training, run a prompt once for all its completions; None: on a CPU. Not with
-    --gradient-checkpointing"""
+    """in training, run a prompt once for all its completions; None: on a CPU, but not with
+    --gradient-checkpointing, which excludes it"""
     gradient_checkpointing: bool = False  # compute activations again in the backward pass
     ref_model_path: str | None = None  # reference model of the KL; None: --model-path
     dataset: str | None = None
@@ -199,6 +199,16 @@ def rloo_advantages(rewards, k):
     return (differences.nansum(2) / others.clamp(min=1)).flatten(0, 1)
 
 
+def completion_kl(batch, ref_logprobs):
+    """sum_t [log p_old(y_it) - log p_ref(y_it)] of each completion, in nats. Returns [episodes, 1].
+
+    Two kinds of passes differ by rounding, and AdamW would make whole steps of it. So a token's
+    difference up to 1e-4 counts as 0, and equal completions of a group get the KL of the first.
+    """
+    differences = torch.nn.functional.hardshrink(batch.logprobs - ref_logprobs, 1e-4)
+    return differences.sum(1, keepdim=True)[first_equal(batch)]
+
+
 def rloo_loss(args, logprobs, old_logprobs, advantages):
     """The clipped loss of each action, the log of its ratio, and True where the clip acts.
 
@@ -230,8 +240,10 @@ def clipped_policy_loss(logratio, advantages, low, high):
 
 
 # ======================================== 4  training ========================================
-# The accelerator knows which process this is, and connects all of them. `main` starts it.
+# `start_accelerator` sets both. The accelerator knows which process this is, and connects all of
+# them. Inside of `autocast()`, forward passes compute in --dtype.
 accelerator = None
+autocast = None
 
 
 def main(args):
@@ -239,8 +251,8 @@ def main(args):
 
     Returns the policy, and the metrics of all rows that this call has written.
     """
-    args = check_flags(args)  # a copy, with all defaults filled in
-    start_accelerator(args)
+    args = check_flags(args)  # a copy, with defaults filled in
+    start_accelerator(args)  # The default of --share-prompts depends on the device.
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_path)
     prompts = load_prompts(args, args.dataset, args.reward, tokenizer)
     eval_prompts = load_prompts(args, args.eval_dataset, args.eval_reward or args.reward, tokenizer)
@@ -252,9 +264,10 @@ def main(args):
     output_dir, settings = choose_output_dir(args, prompts)  # A finished run stops here.
     # The most tokens that a prompt with its completion may have.
     longest_row = max(len(p.token_ids) for p in prompts + eval_prompts) + args.response_length
-    policy = load_policy(args, tokenizer, longest_row)
+    policy = load_policy(args, longest_row)
+    ends = completion_ends(args, policy, tokenizer)
     reference = load_reference(args, policy, longest_row)  # None: there is no KL
-    reward_functions, eval_reward_functions = load_rewards(args, policy, longest_row)
+    reward, eval_reward = load_rewards(args, policy, tokenizer, longest_row)
 
     size = args.per_device_train_batch_size  # of a micro-batch, in episodes
     optimizer = make_optimizer(args, policy)
@@ -264,10 +277,12 @@ def main(args):
     )
     accelerator.register_for_checkpointing(scheduler)
     policy, optimizer = accelerator.prepare(policy, optimizer)
-    check_sampling(args, policy, prompts + eval_prompts)
-    # What one iteration hands to the next. With --resume, a checkpoint has it.
-    state = {"iteration": 0, "step": 0} | start_run(args, output_dir, settings)
-    announce(args, settings, policy, prompts)
+    sampler = Sampler(policy, tokenizer, ends, is_recorded=can_record(args))
+    check_sampler(args, sampler, prompts + eval_prompts)
+    claim_output_dir(args, output_dir, settings)  # From here on, no other run may write into it.
+    state = {"iteration": 0, "step": 0}  # what one iteration hands to the next
+    load_checkpoint(args, state, output_dir)  # With --resume, it changes the state, too.
+    announce(args, settings, sampler, prompts)
     # The bar counts optimizer steps. disable=None: there is a bar only in a terminal.
     progress = tqdm(
         total=plan.steps, initial=state["step"], disable=not accelerator.is_main_process or None
@@ -275,24 +290,24 @@ def main(args):
     history = []  # the metrics of each row of metrics.jsonl
     if eval_prompts and state["iteration"] == 0:
         metrics = {"iteration": 0, "step": 0, "episode": 0, "epoch": 0.0}
-        metrics |= evaluate(args, policy, eval_prompts, eval_reward_functions, output_dir, 0)
+        metrics |= evaluate(args, sampler, eval_prompts, eval_reward, output_dir, 0)
         history.append(write_metrics(output_dir, metrics, progress))
 
     for iteration in range(state["iteration"] + 1, plan.iterations + 1):
         # ---- 4a  rollout: sample k completions of each drawn prompt
-        seed_libraries(args, iteration)
+        seed_libraries(args, iteration)  # for code that draws numbers by itself
         rollout_start = time.perf_counter()
         is_last = iteration == plan.iterations
         num_episodes = plan.last_batch_size if is_last else args.batch_size
         first = (iteration - 1) * plan.prompts_per_iteration  # prompts that were drawn before
         indices = draw_prompts(args.seed, len(prompts), first, num_episodes // args.k)
         drawn = [prompts[index] for index in indices]  # [groups]
-        rng = keyed_rng(args.seed, SAMPLING, iteration)
-        batch = generate(args, policy, drawn, args.k, rng, args.temperature)
+        rng = keyed_rng(args.seed, ROLLOUT, iteration)
+        batch = generate(args, sampler, drawn, args.k, rng, args.temperature)
 
         # ---- 4b  score
         # The score is the sum of its parts: of --reward, its dict's entries, and the reward model.
-        scores, parts = score_episodes(batch, reward_functions, f"iteration {iteration}")
+        scores, parts = score_episodes(args, batch, reward, f"iteration {iteration}")
         scores = scores - args.missing_eos_penalty * ~batch.ended  # [episodes]
         ref_logprobs = None
         if reference is not None:
@@ -302,10 +317,7 @@ def main(args):
         # ---- 4c  advantages
         rewards = scores[:, None]  # [episodes, 1]: a completion is one action
         if reference is not None:
-            # Two kinds of passes differ by rounding. A token's difference up to 1e-4 nats counts as
-            # 0, and equal completions of a group get one KL. AdamW would make whole steps of it.
-            kl = torch.nn.functional.hardshrink(batch.logprobs - ref_logprobs, 1e-4)
-            kl = kl.sum(1, keepdim=True)[first_equal(batch)]  # [episodes, 1], in nats
+            kl = completion_kl(batch, ref_logprobs)  # [episodes, 1]
             rewards = rewards - args.kl_coef * kl  # in float64, as scores are
         advantages = rloo_advantages(rewards, args.k)  # [episodes, 1]
 
@@ -324,7 +336,7 @@ def main(args):
                         losses, logratio, is_clipped = rloo_loss(
                             args, logprobs, batch.logprobs[episodes], advantages[episodes].float()
                         )
-                        # [episodes, actions]; a second loss is added here, its sum over tokens
+                        # A second loss is added here, as its sum over the tokens of each episode.
                         assert losses.shape == advantages[episodes].shape, (
                             "losses are [episodes, actions]: one for each action"
                         )
@@ -339,20 +351,12 @@ def main(args):
                 if not isfinite(grad_norm):
                     where = f"iteration {iteration}, step {state['step'] + 1}"
                     raise RuntimeError(f"{where}: gradient norm {grad_norm}")
-                # From here on, every process has what all processes computed.
-                computed = [tensor[to_train] for tensor in collect(passes, num_episodes)]
-                new_logprobs, losses, logratio, is_clipped = computed
-                update = {"loss/policy_avg": losses.sum() / len(mini_batch), "grad_norm": grad_norm}
-                if len(to_train) > 0:
-                    mask = batch.mask[to_train]
-                    update |= ratio_metrics(logratio, is_clipped, mask)
-                    if not updates:  # no step yet: trainer and sampler must agree up to rounding
-                        difference = new_logprobs - batch.logprobs[to_train]
-                        update |= compare_with_sampler(args, difference[mask])
+                # In the first update of a batch, the policy must agree with its sampler.
+                update = update_metrics(args, batch, mini_batch, to_train, passes, not updates)
+                updates.append(update | {"grad_norm": grad_norm})
                 learning_rate = optimizer.param_groups[0]["lr"]
                 optimizer.step()
                 scheduler.step()
-                updates.append(update)
                 state["step"] += 1
                 progress.update()
 
@@ -374,16 +378,11 @@ def main(args):
 
         # ---- 4f  evaluate and save
         if eval_prompts and (is_last or iteration % (args.eval_every or plan.iterations) == 0):
-            metrics |= evaluate(
-                args, policy, eval_prompts, eval_reward_functions, output_dir, iteration
-            )
+            metrics |= evaluate(args, sampler, eval_prompts, eval_reward, output_dir, iteration)
         history.append(write_metrics(output_dir, metrics, progress))
         columns = {"score": scores, "advantage": advantages.squeeze(1)}
         columns |= {"logprobs": batch.logprobs, "ref_logprobs": ref_logprobs}
-        records = episode_records(batch, iteration, columns, parts)
-        if args.save_rollouts:
-            write_jsonl(output_dir / "rollouts" / f"{iteration:08d}.jsonl", records)
-        show_samples(args, plan, episode, records)
+        save_episodes(args, plan, output_dir, metrics, batch, columns, parts)
         save_checkpoint(args, state, output_dir, is_last)
 
     progress.close()
@@ -391,7 +390,7 @@ def main(args):
         save_result(policy, tokenizer, output_dir, plan)
     model = accelerator.unwrap_model(policy)
     # The end of the process group can hang while what `prepare` made exists.
-    policy, optimizer = accelerator.free_memory(policy, optimizer)
+    policy, optimizer, sampler = accelerator.free_memory(policy, optimizer, sampler)
     end_run()
     return model, history
 
@@ -426,7 +425,17 @@ class Batch:
     lengths: Tensor  # [episodes], tokens of the prompt and of the group's longest completion
 
 
-def generate(args, policy, drawn, k, rng, temperature):
+@dataclass
+class Sampler:
+    """The policy, and what sampling from it needs."""
+
+    policy: torch.nn.Module  # as `prepare` returned it
+    tokenizer: transformers.PreTrainedTokenizerBase
+    ends: transformers.StoppingCriteriaList  # ends(tokens, None): which rows have ended
+    is_recorded: bool  # on a GPU: the pass over a new token is recorded once, and then replayed
+
+
+def generate(args, sampler, drawn, k, rng, temperature):
     """Sample k completions of every prompt. Each process samples a share, and then gets them all.
 
     An inference engine takes the place of `sample` here. First give it the new weights. It returns
@@ -438,53 +447,56 @@ def generate(args, policy, drawn, k, rng, temperature):
     prompt_lengths = (prompt_tokens >= 0).sum(1)
     # [episodes, response], a number for each token
     uniforms = torch.from_numpy(rng.random((len(prompts), args.response_length)))
-    model = accelerator.unwrap_model(policy)
 
     def one_pass(episodes):
-        return sample(model, trim(prompt_tokens[episodes]), uniforms[episodes], temperature)
+        return sample(sampler, trim(prompt_tokens[episodes]), uniforms[episodes], temperature)
 
-    with sampling(args, policy):
+    with ready_to_sample(args, sampler.policy):
         size = args.per_device_rollout_batch_size or args.batch_size
         samples = map_episodes(one_pass, prompt_lengths, size)
-    token_ids = [[token for token in row if token >= 0] for row in samples["tokens"].tolist()]
-    visible = map(partial(without_end, model.tokenizer), token_ids, samples["ended"].tolist())
+    mask = samples["tokens"] >= 0
+    token_ids = [row[row >= 0].tolist() for row in samples["tokens"]]
+    visible = map(partial(without_end, sampler.tokenizer), token_ids, samples["ended"].tolist())
     # All episodes of a group get the same length. So sorting by it keeps them together, and a pass
     # that holds them can run their prompt once.
-    lengths = (samples["tokens"] >= 0).sum(1)
-    longest = lengths.view(-1, k).amax(1).repeat_interleave(k)
+    longest = mask.sum(1).view(-1, k).amax(1).repeat_interleave(k)
     return Batch(
         k=k,
         prompts=prompts,
         prompt_tokens=prompt_tokens,
-        completions=model.tokenizer.batch_decode(list(visible)),
+        completions=sampler.tokenizer.batch_decode(list(visible)),
         token_ids=token_ids,
-        mask=samples["tokens"] >= 0,
+        mask=mask,
         lengths=prompt_lengths + longest,
         **samples,
     )
 
 
 @torch.no_grad()
-def sample(model, prompts, uniforms, temperature):
+def sample(sampler, prompts, uniforms, temperature):
     """Sample a completion of every prompt, token by token.
 
     prompts: [episodes, longest prompt]; uniforms: [episodes, response], one number per token;
     temperature: 0 takes the most likely token.
     Returns tokens, ended, logprobs and entropies, as in Batch.
     """
+    # Without what `prepare` added, a pass exchanges nothing with other processes.
+    model = accelerator.unwrap_model(sampler.policy)
     prompts = prompts.to(accelerator.device)
     uniforms = uniforms.to(accelerator.device)
     start = prompts.shape[1]  # the column of the first token of the completions
     response = uniforms.shape[1]
     rows = torch.nn.functional.pad(prompts, (0, response), value=-1)  # -1: there is no token yet
-    tokens = rows[:, start:]  # These are the same memory: `rows` gets what is sampled, too.
-    ended = torch.zeros_like(tokens[:, 0], dtype=torch.bool)
     logprobs = torch.zeros_like(uniforms, dtype=torch.float)
     entropies = torch.zeros_like(logprobs)
     running = torch.arange(len(rows), device=rows.device)  # the episodes that have not ended
+    ended = torch.zeros_like(running, dtype=torch.bool)
 
-    cache = new_cache(model, rows)
-    recorded_steps = record_steps(model, rows, cache)
+    if sampler.is_recorded:
+        cache = RecordedKVCache(model.config, rows.shape[1])
+        recorded_steps = record_steps(model, rows, cache)
+    else:
+        cache = KVCache(config=model.config)
     logits = run_prompts(model, prompts, cache)
     for t in range(response):
         log_p = torch.log_softmax(logits[:, -1].float() / (temperature or 1.0), dim=-1)
@@ -493,23 +505,23 @@ def sample(model, prompts, uniforms, temperature):
             picked = pick_tokens(p, uniforms[running, t])
         else:
             picked = log_p.argmax(-1)
-        tokens[running, t] = picked
+        rows[running, start + t] = picked
         logprobs[running, t] = log_p.gather(-1, picked[:, None]).squeeze(1)
         # Where p is 0, log_p may be -inf, and 0 * -inf would be nan. Below -104, p is always 0.
         entropies[running, t] = -p.mul_(log_p.clamp_(min=-104)).sum(-1)  # overwrites p and log_p
-        has_ended = model.stopping_criteria(tokens[running, : t + 1], None)
+        has_ended = sampler.ends(rows[running, start : start + t + 1], None)
         ended[running] = has_ended
         goes_on = (~has_ended).nonzero().squeeze(1)
         running = running[goes_on]  # Completions that have ended get no more tokens.
         if t + 1 == response or len(running) == 0:
             break
-        if model.is_recorded:
+        if sampler.is_recorded:  # The recorded pass reads the new tokens from `rows`.
             logits = next(recorded_steps)[running]
             continue
         if len(goes_on) < len(has_ended):
             cache.reorder_cache(goes_on)
         logits = forward(model, rows[running, : start + t + 1], cache, slice(-1, None))
-    samples = dict(tokens=tokens, ended=ended, logprobs=logprobs, entropies=entropies)
+    samples = dict(tokens=rows[:, start:], ended=ended, logprobs=logprobs, entropies=entropies)
     return {name: tensor.cpu() for name, tensor in samples.items()}
 
 
@@ -574,9 +586,7 @@ def logprobs_of(args, logits, tokens):
 
     size = max(1, LOGITS_AT_ONCE // logits.shape[2])  # tokens of a piece
     pieces = zip(logits.flatten(0, 1).split(size), tokens.flatten().split(size))
-    once = partial(
-        torch.utils.checkpoint.checkpoint, of_piece, use_reentrant=False, preserve_rng_state=False
-    )
+    once = partial(torch.utils.checkpoint.checkpoint, of_piece, use_reentrant=False)
     return torch.cat([once(*piece) for piece in pieces]).view_as(tokens)
 
 
@@ -607,18 +617,18 @@ def forward(model, rows, cache=None, columns=slice(None), **settings):
 
 # =================================== MACHINERY ===================================
 # You can skip everything below on a first reading. The lecture calls from it:
-#   check_flags, start_accelerator, load_prompts, load_policy, load_reference, load_rewards,
-#     make_optimizer: make what a run needs
-#   choose_output_dir, check_sampling, start_run, announce: its folder and its start
-#   keyed_rng, SAMPLING, draw_prompts, draw_mini_batches: random numbers, and what is drawn by them
+#   check_flags, start_accelerator, load_prompts, load_policy, completion_ends, load_reference,
+#     load_rewards, make_optimizer: make what a run needs
+#   choose_output_dir, claim_output_dir, load_checkpoint, announce, end_run: folder, start and end
+#   seed_libraries, keyed_rng, ROLLOUT, draw_*: random numbers, and what is drawn by them
 #   micro_batches: this process's share of some episodes, cut into passes
 #   map_episodes, collect: what the passes of all processes computed, for all episodes
 #   exchange_gradients: inside, the processes add up their gradients
-#   sampling, new_cache, record_steps: what makes a model sample fast
-#   KVCache, pad_left, trim, pass_tokens, without_end, autocast: inputs and types of passes
-#   score_episodes, evaluate: the scores of a batch, and of held-out prompts
-#   all_equal, first_equal, compare_with_sampler, episode_records, show_samples, *_metrics, write_*,
-#     save_*: measure, compare, log and save
+#   can_record, check_sampler, ready_to_sample, record_steps, RecordedKVCache: what makes sampling
+#     fast, and checks it
+#   KVCache, pad_left, trim, pass_tokens, without_end: inputs of passes, and texts
+#   score_episodes, evaluate, first_equal: the scores of a batch, and of held-out prompts
+#   all_equal, *_metrics, save_*: measure, log and save
 
 
 # ============================= 6  the processes, random numbers =============================
@@ -637,12 +647,11 @@ def start_accelerator(args):
     if args.log_with is not None and not accelerator.log_with:
         raise UsageError(f"--log-with {args.log_with} is not installed")
     seed_libraries(args, 0)  # New modules, if any, begin equal in all processes.
-    # Inside of `autocast()`, forward passes compute in --dtype.
     is_bfloat16 = args.dtype == "bfloat16"
     autocast = partial(torch.autocast, accelerator.device.type, torch.bfloat16, is_bfloat16)
     if args.share_prompts is None:  # A GPU runs a prompt again sooner than Python starts a pass.
         args.share_prompts = accelerator.device.type == "cpu" and args.k > 1
-    args.share_prompts &= not args.gradient_checkpointing  # which has no KV cache
+        args.share_prompts &= not args.gradient_checkpointing  # which has no KV cache
     # accelerate can start one process where several were asked for, or several that are alone.
     asked_for_more = {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys()
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1 + asked_for_more)):
@@ -655,10 +664,12 @@ def start_accelerator(args):
     if accelerator.distributed_type == "DEEPSPEED":
         # Its engine clips, casts and gathers by itself. `micro_batches` does the accumulation.
         config = accelerator.state.deepspeed_plugin.deepspeed_config
-        config["train_micro_batch_size_per_gpu"] = 1
-        config["gradient_accumulation_steps"] = 1
-        config["gradient_clipping"] = 0.0 if isinf(args.max_grad_norm) else args.max_grad_norm
-        config["torch_autocast"] = {"enabled": is_bfloat16, "dtype": "bfloat16"}
+        config |= {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0 if isinf(args.max_grad_norm) else args.max_grad_norm,
+            "torch_autocast": {"enabled": is_bfloat16, "dtype": "bfloat16"},
+        }
         config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
         # Otherwise transformers would shard every model that it loads, also the reference, which
         # has no engine to gather it.
@@ -727,7 +738,7 @@ def exchange_gradients(policy, now):
 
 
 @contextlib.contextmanager
-def sampling(args, model):
+def ready_to_sample(args, model):
     """Inside, a model samples. What would be done again for every token is done once.
 
     That is gathering sharded weights, and casting weights to bfloat16.
@@ -769,7 +780,7 @@ def set_checkpointing(model, now):
 # What a random number is for. numpy gives the keys (1, 2) and (1, 2, 0) the same numbers. So all
 # keys of one purpose are equally long.
 PROMPT_ORDER = 1
-SAMPLING = 2
+ROLLOUT = 2
 EVALUATION = 3
 MINI_BATCHES = 4
 NEW_WEIGHTS = 5
@@ -829,7 +840,7 @@ def load_prompts(args, path, reward, tokenizer):
             if not row["prompt"] or not token_ids:
                 raise ValueError("the prompt is empty")
             columns |= dict.fromkeys(row)
-            if not columns.keys().isdisjoint(("prompts", "completions", "completion_ids")):
+            if {"prompts", "completions", "completion_ids"} & row.keys():  # of the reward's call
                 raise ValueError("no column may be named prompts, completions or completion_ids")
             if max(*token_ids, args.stop_token_id or 0) >= config.vocab_size:
                 raise ValueError("--model-path has no embedding of a token, or of --stop-token-id")
@@ -867,7 +878,7 @@ def tokenize(tokenizer, row):
     has_bos = is_chat or text.startswith(tokenizer.bos_token or "\0")
     token_ids = tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
     if token_ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
-        token_ids.pop()  # The policy would go on after an end.
+        token_ids.pop()  # With an EOS, the prompt would end before its completion begins.
     return text, token_ids
 
 
@@ -877,11 +888,11 @@ def check_chat(messages, text, settings):
     text: what the chat template made of it; settings: of the template
     """
     for message in messages:
-        role, content = message["role"], message.get("content")
+        role = message["role"]
+        content = message.get("content")
         # Templates cut an assistant's reasoning, and write a tool's JSON in their own way.
-        if role in ("assistant", "tool"):
-            continue
-        if not isinstance(content, str) or content.strip() not in text:
+        is_shown = isinstance(content, str) and content.strip() in text
+        if not is_shown and role not in ("assistant", "tool"):
             raise ValueError(f"the chat template does not show the {role}'s `content`, a text")
     if role == "assistant" and not settings.get("continue_final_message"):
         raise ValueError("the last message is the assistant's, without continue_final_message")
@@ -931,14 +942,19 @@ def exact_match(completions, answer, **_):
     return [float(text.strip() == str(right).strip()) for text, right in zip(texts, answer)]
 
 
-def load_rewards(args, policy, longest_row):
-    """The reward functions of training, and of evaluations. The scores that they give are added."""
-    functions = [load_reward(args.reward)]
+def load_rewards(args, policy, tokenizer, longest_row):
+    """--reward and the reward model, which is None without one; and both of evaluations."""
+    model = None
     if args.reward_model_path is not None:
-        functions.append(load_reward_model(args, policy, longest_row))
+        path = args.reward_model_path
+        auto_class = transformers.AutoModelForSequenceClassification
+        # It reads the last token, too.
+        model = load_model(path, args.dtype, longest_row + 1, auto_class, num_labels=1)
+        check_vocabulary(path, model, policy, tokenizer)
+    reward = load_reward(args.reward), model
     if args.eval_reward is None:
-        return functions, functions
-    return functions, [load_reward(args.eval_reward)]
+        return reward, reward
+    return reward, (load_reward(args.eval_reward), None)
 
 
 def load_reward(spec):
@@ -963,22 +979,29 @@ def load_reward(spec):
     return reward
 
 
-def score_episodes(batch, reward_functions, where):
+def score_episodes(args, batch, reward, where):
     """Score the batch: every process scores a share of whole groups, and gets all.
 
-    A reward function is called as TRL does, by keywords. It gives a score for each completion, or
-    a dict of lists of them. None is no score.
+    reward: a function, which is called as TRL does, by keywords, and a reward model, or None. The
+    function gives a score for each completion, or a dict of lists of them. None is no score.
     Returns the scores [episodes] in float64, nan where there is none, and a dict for each episode:
     the named parts of its score.
     """
+    function, model = reward
+    parts = [{} for _ in batch.prompts]  # of the score of each episode
+    if model is not None:
+        one_pass = partial(reward_model_scores, model, batch)
+        scores = map_episodes(one_pass, batch.lengths, args.per_device_train_batch_size)
+        for part, score in zip(parts, scores[first_equal(batch)].tolist()):
+            part["reward/reward_model"] = score
     groups = torch.arange(len(batch.prompts)).view(-1, batch.k)
     share = groups.tensor_split(accelerator.num_processes)[accelerator.process_index]
     share = share.flatten().tolist()  # the episodes of this process
-    parts = [{} for _ in share]  # of the score of each episode
-    # Inside of a reward, processes draw different numbers. Afterwards they draw equal ones again.
+    parts = [parts[i] for i in share]
+    # In the function, processes draw different random numbers. Afterwards they draw equal ones.
     seed = int(torch.randint(2**31, ()))
     accelerate.utils.set_seed(seed + 1 + accelerator.process_index)
-    for reward in reward_functions if share else []:
+    if share:
         # The function may change what it gets, so each episode has its own copy.
         rows = [copy.deepcopy(batch.prompts[i].row) for i in share]
         columns = {name: [row[name] for row in rows] for name in rows[0]}
@@ -987,7 +1010,7 @@ def score_episodes(batch, reward_functions, where):
         completions = list(map(as_message, prompts, texts))
         token_ids = [list(batch.token_ids[i]) for i in share]
         try:
-            scores = reward(
+            scores = function(
                 prompts=prompts, completions=completions, completion_ids=token_ids, **columns
             )
         except SystemExit as error:  # The program would end as if all were well.
@@ -995,7 +1018,7 @@ def score_episodes(batch, reward_functions, where):
         if not isinstance(scores, dict) or not scores:
             scores = {"": scores}
         for name, values in scores.items():
-            gave = f"{where}: --reward {name}".rstrip() + " gave"
+            gave = f"{where}: {name or '--reward'} gave"
             if isinstance(values, (str, bytes, dict, type(None))):  # None: without a `return`
                 raise UsageError(f"{gave} {values!r:.60} in place of scores")
             values = list(values)
@@ -1017,32 +1040,23 @@ def score_episodes(batch, reward_functions, where):
     return torch.tensor(scores, dtype=torch.double), parts
 
 
-def load_reward_model(args, policy, longest_row):
-    """A classifier with one label, as a reward function. It reads token ids, the EOS included."""
-    path = args.reward_model_path
-    auto_class = transformers.AutoModelForSequenceClassification
-    # It reads the last token, too.
-    model = load_model(path, args.dtype, longest_row + 1, auto_class, num_labels=1)
-    check_vocabulary(path, model, policy)
+def reward_model_scores(model, batch, episodes):
+    """The score of some episodes by a classifier with one label: [episodes], on the CPU.
 
-    @torch.no_grad()
-    def reward_model(prompts, completion_ids, **columns):
-        rows = []
-        for i, token_ids in enumerate(completion_ids):
-            row = {name: values[i] for name, values in columns.items()} | {"prompt": prompts[i]}
-            rows.append((*tokenize(policy.tokenizer, row)[1], *token_ids))
-        # Equal rows get one score. Computed twice, it would differ by rounding.
-        different = sorted(set(rows), key=len)  # neighbours are of similar length: less padding
-        scores = {}  # of each row
-        size = args.per_device_train_batch_size
-        for first in range(0, len(different), size):
-            some = different[first : first + size]
-            hidden = forward(model.base_model, pad_left(some).to(accelerator.device))
-            # The last token is the last column, since padding is on the left.
-            scores |= zip(some, model.score(hidden[:, -1]).float().squeeze(-1).tolist())
-        return {"reward_model": [scores[row] for row in rows]}
+    It reads tokens, the EOS included, and scores the last one.
+    """
+    rows = pad_left([batch.prompts[i].token_ids + batch.token_ids[i] for i in episodes])
+    hidden = forward(model.base_model, rows.to(accelerator.device))
+    return model.score(hidden[:, -1]).float().squeeze(-1).cpu()  # The padding is on the left.
 
-    return reward_model
+
+def first_equal(batch):
+    """For each episode, the first one of its group that has the same completion: [episodes].
+
+    Two processes, or two passes, compute equal completions with other rounding.
+    """
+    first = {}
+    return [first.setdefault((i // batch.k, *ids), i) for i, ids in enumerate(batch.token_ids)]
 
 
 # ===================================== 8  loading models =====================================
@@ -1079,15 +1093,20 @@ def load_model(path, dtype, longest_row, auto_class=transformers.AutoModelForCau
     return model
 
 
-def check_vocabulary(path, model, policy):
+def check_vocabulary(path, model, policy, tokenizer):
     """Refuse a reward or value model that cannot read all tokens of the policy."""
     vocabulary = transformers.AutoTokenizer.from_pretrained(path).get_vocab()
-    rows, needed = [m.config.get_text_config().vocab_size for m in (model, policy)]
-    if vocabulary != policy.tokenizer.get_vocab() or rows < needed:
+    has_rows = embedding_rows(model) >= embedding_rows(policy)
+    if vocabulary != tokenizer.get_vocab() or not has_rows:
         raise UsageError(
-            f"{path} must have the vocabulary of --model-path, and {needed} rows in its embedding,"
-            " not less. As a --reward, benchmark/reward_model.py:score takes other models"
+            f"{path} needs the vocabulary of --model-path, and as many rows in its embedding. As a"
+            " --reward, benchmark/reward_model.py:score takes other models"
         )
+
+
+def embedding_rows(model):
+    """How many tokens a model knows. It may be more than its tokenizer has."""
+    return model.config.get_text_config().vocab_size
 
 
 def check_positions(path, config, longest):
@@ -1107,26 +1126,31 @@ def check_positions(path, config, longest):
         )
 
 
-def load_policy(args, tokenizer, longest_row):
+def load_policy(args, longest_row):
     """The model that is trained. longest_row: tokens of a prompt with its completion, at most"""
     # Trained weights are float32: bfloat16 rounds small updates away.
     dtype = "float32" if args.lora_r is None else args.dtype
     model = load_model(args.model_path, dtype, longest_row)
     if args.lora_r is None and getattr(model, "is_quantized", False):
         raise UsageError(f"{args.model_path} has quantized weights, which need --lora-r")
-    model = prepare_for_training(args, model, 1)
-    model.tokenizer = tokenizer
-    # What ends an episode: tokens of the generation config and tokenizer, and the two flags.
-    eos_ids = np.ravel(model.generation_config.eos_token_id).tolist()  # one, several, or None
-    model.eos_ids = sorted({*eos_ids, tokenizer.eos_token_id, args.stop_token_id} - {None})
-    ends = [transformers.EosTokenCriteria(model.eos_ids)]
+    return prepare_for_training(args, model, 1)
+
+
+def completion_ends(args, policy, tokenizer):
+    """What ends a completion, as `generate` of transformers takes it: the EOS tokens of the
+    generation config and of the tokenizer, --stop-token-id and --stop-string."""
+    eos_ids = np.ravel(policy.generation_config.eos_token_id).tolist()  # one, several, or None
+    eos_ids = sorted({*eos_ids, tokenizer.eos_token_id, args.stop_token_id} - {None})
+    ends = [transformers.EosTokenCriteria(eos_ids)]
     if args.stop_string is not None:
         ends.append(transformers.StopStringCriteria(tokenizer, [args.stop_string]))
-    model.stopping_criteria = transformers.StoppingCriteriaList(ends)
+    return transformers.StoppingCriteriaList(ends)
+
+
+def can_record(args):
+    """True if the passes of sampling can be CUDA graphs."""
     is_sharded = accelerator.distributed_type in ("FSDP", "DEEPSPEED")
-    is_gpu = accelerator.device.type == "cuda"
-    model.is_recorded = args.cuda_graphs and is_gpu and not is_sharded
-    return model
+    return args.cuda_graphs and accelerator.device.type == "cuda" and not is_sharded
 
 
 def prepare_for_training(args, model, index, **settings):
@@ -1154,6 +1178,7 @@ def prepare_for_training(args, model, index, **settings):
 
 
 def leave_out_frozen(model, state_dict, prefix, _):
+    """A hook of `state_dict`: what is not trained is not in it."""
     weights = model.named_parameters(remove_duplicate=False)
     frozen = tuple(f"{prefix}{name}." for name, weight in weights if not weight.requires_grad)
     for name in list(state_dict):  # A quantized weight has others below its name.
@@ -1162,6 +1187,7 @@ def leave_out_frozen(model, state_dict, prefix, _):
 
 
 def frozen_are_not_missing(model, keys):
+    """A hook of `load_state_dict`: only what is trained can be missing."""
     names = [name.removeprefix("module.") for name in keys.missing_keys]
     keys.missing_keys[:] = [name for name in names if model.get_parameter(name).requires_grad]
 
@@ -1182,8 +1208,7 @@ def load_reference(args, policy, longest_row):
         return None
     if args.lora_r is None or args.ref_model_path is not None:
         model = load_model(args.ref_model_path or args.model_path, args.dtype, longest_row)
-        vocabularies = {m.config.get_text_config().vocab_size for m in (model, policy)}
-        if len(vocabularies) > 1:
+        if embedding_rows(model) != embedding_rows(policy):
             raise UsageError("--ref-model-path must have the vocabulary of --model-path")
         return model
 
@@ -1215,76 +1240,66 @@ class RecordedKVCache(CastKeys, transformers.StaticCache):
         self.layers = [full(length) if layer.is_sliding else layer for layer in self.layers]
 
 
-def new_cache(model, rows):
-    """An empty KV cache for rows of tokens, [rows, tokens]."""
-    if model.is_recorded:
-        return RecordedKVCache(model.config, rows.shape[1])
-    return KVCache(config=model.config)
-
-
 def record_steps(model, rows, cache):
     """Record the pass over the newest token of all rows, for a GPU, which would wait for Python.
 
     A token is a thousand small kernels. A CUDA graph starts them together. No row leaves the cache.
-    rows: [rows, tokens], the prompts, and room for completions, which the caller fills
+    rows: [rows, tokens], the prompts, and room for completions. The caller writes new tokens into
+    this memory before it asks for a step.
     Yields the logits of all rows, [rows, 1, vocabulary], once for each token.
     """
-    counts = [layer.cumulative_length for layer in cache.layers]  # columns that the cache holds
-    step = partial(forward, model, rows, cache, counts[0][None])
+    # The column of the newest token is the number of those that the cache holds.
+    step = partial(forward, model, rows, cache, cache.layers[0].cumulative_length[None])
     torch.cuda.set_sync_debug_mode("error")  # What waits for the GPU cannot be recorded.
     try:
-        logits = step()  # This one counts. It also loads the kernels.
+        logits = step()  # The first step is not recorded. It also loads the kernels.
     finally:
         torch.cuda.set_sync_debug_mode("default")
     yield logits
     graph = torch.cuda.CUDAGraph()
     # Other threads, such as NCCL's, may use the GPU meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        logits = step()  # Memory for it. The replay computes it.
+        logits = step()  # This only reserves memory for the logits. A replay computes them.
     while True:
         graph.replay()
         yield logits
 
 
-def check_sampling(args, policy, prompts):
+def check_sampler(args, sampler, prompts):
     """Refuse a model whose sampler and training passes differ by more than rounding.
 
     The shortest and the longest prompt are sampled together, and then each is passed alone.
     """
-    model = accelerator.unwrap_model(policy)
     prompts = sorted((prompt.token_ids for prompt in prompts), key=len)
     prompts = pad_left([prompts[0], prompts[-1]])
     uniforms = torch.full((2, args.response_length), 0.5, dtype=torch.double)
     # Eight tokens are enough, in rows that are as wide as those of the run.
-    ends = model.stopping_criteria
-    eight = transformers.MaxLengthCriteria(8)
-    model.stopping_criteria = transformers.StoppingCriteriaList([eight])
-    with sampling(args, policy):
+    short = replace(sampler, ends=transformers.MaxLengthCriteria(8))
+    with ready_to_sample(args, sampler.policy):
         try:
-            samples = sample(model, prompts, uniforms, args.temperature)
+            samples = sample(short, prompts, uniforms, args.temperature)
         except Exception as error:
-            if not model.is_recorded:
+            if not sampler.is_recorded:
                 raise
             accelerator.print(f"sampling without CUDA graphs: {error}")
-            model.is_recorded = False
-            samples = sample(model, prompts, uniforms, args.temperature)
-    model.stopping_criteria = ends
+            short.is_recorded = sampler.is_recorded = False
+            samples = sample(short, prompts, uniforms, args.temperature)
     batch = SimpleNamespace(prompt_tokens=prompts, **samples)
     try:
         with torch.no_grad():
-            alone = torch.cat([token_logprobs(args, policy, batch, [i]) for i in range(2)])
+            alone = torch.cat([token_logprobs(args, sampler.policy, batch, [i]) for i in range(2)])
     except Exception as error:  # Such as a hybrid, which cannot go on from a prompt's cache.
         raise RuntimeError(f"{error}; does this model need --share-prompts False?") from error
     compare_with_sampler(args, alone - batch.logprobs)
 
 
 # ============================= 9  logging, samples, checkpoints =============================
-def evaluate(args, policy, prompts, reward_functions, output_dir, iteration):
+def evaluate(args, sampler, prompts, reward, output_dir, iteration):
     """The mean score of held-out prompts, and the mean of the best of their --eval-k scores."""
     k = args.eval_k
     rng = keyed_rng(args.seed, EVALUATION, iteration)
-    batch = generate(args, policy, prompts, k, rng, args.eval_temperature)
-    scores, parts = score_episodes(batch, reward_functions, f"evaluation {iteration}")
+    batch = generate(args, sampler, prompts, k, rng, args.eval_temperature)
+    scores, parts = score_episodes(args, batch, reward, f"evaluation {iteration}")
     if args.save_rollouts:
         columns = {"score": scores, "logprobs": batch.logprobs}
         records = episode_records(batch, iteration, columns, parts)
@@ -1330,6 +1345,23 @@ def all_equal(groups):
     return groups.nan_to_num(nan=-inf).amax(1) <= groups.nan_to_num(nan=inf).amin(1)
 
 
+def update_metrics(args, batch, mini_batch, to_train, passes, is_first):
+    """What an update logs. From here on, every process has what the passes of all computed.
+
+    is_first: the policy has not changed since it sampled, so both must agree up to rounding
+    """
+    computed = [tensor[to_train] for tensor in collect(passes, len(batch.prompts))]
+    logprobs, losses, logratio, is_clipped = computed
+    metrics = {"loss/policy_avg": losses.sum() / len(mini_batch)}
+    if len(to_train) > 0:
+        mask = batch.mask[to_train]
+        metrics |= ratio_metrics(logratio, is_clipped, mask)
+        if is_first:
+            difference = logprobs - batch.logprobs[to_train]
+            metrics |= compare_with_sampler(args, difference[mask])
+    return metrics
+
+
 def ratio_metrics(logratio, is_clipped, mask):
     """What an update logs of its ratios.
 
@@ -1346,15 +1378,6 @@ def ratio_metrics(logratio, is_clipped, mask):
         "val/ratio": ratio.mean(),
         "val/ratio_var": ratio.var(correction=0),
     }
-
-
-def first_equal(batch):
-    """For each episode, the first one of its group that has the same completion: [episodes].
-
-    Two processes, or two passes, compute equal completions with other rounding.
-    """
-    ids = batch.token_ids
-    return [ids.index(its, i - i % batch.k) for i, its in enumerate(ids)]  # from its group on
 
 
 def compare_with_sampler(args, difference):
@@ -1436,20 +1459,25 @@ def episode_records(batch, iteration, tensors, parts):
     return records
 
 
-def show_samples(args, plan, episode, records):
-    """Show an episode of each of four groups, --num-sample-generations times in a run."""
+def save_episodes(args, plan, output_dir, metrics, batch, columns, parts):
+    """Write all episodes with --save-rollouts. --num-sample-generations times, show one of each of
+    four groups. metrics: of the iteration; columns, parts: as in `episode_records`"""
+    iteration = metrics["iteration"]
     wanted = args.num_sample_generations
-    is_time = records[0]["iteration"] * wanted % plan.iterations < wanted  # at equal distances
-    if not is_time or not accelerator.is_main_process:
+    is_shown = iteration * wanted % plan.iterations < wanted  # at equal distances
+    if not accelerator.is_main_process or not (args.save_rollouts or is_shown):
         return
-    names = ["prompt", "completion", "score"]
-    names += [name for name in records[0] if name.startswith("reward/")]
-    samples = [[record.get(name) for name in names] for record in records[:: args.k][:4]]
-    for sample in samples:
-        tqdm.write(f"---- a sample of episode {episode}")
-        for name, value in zip(names, sample):
-            tqdm.write(f"{name}: {value}")
-    track("log_table", "samples", columns=names, data=samples, step=episode)
+    records = episode_records(batch, iteration, columns, parts)
+    if args.save_rollouts:
+        write_jsonl(output_dir / "rollouts" / f"{iteration:08d}.jsonl", records)
+    if is_shown:
+        names = ["prompt", "completion", "score", *parts[0]]
+        samples = [[record.get(name) for name in names] for record in records[:: args.k][:4]]
+        for sample in samples:
+            tqdm.write(f"---- a sample of episode {metrics['episode']}")
+            for name, value in zip(names, sample):
+                tqdm.write(f"{name}: {value}")
+        track("log_table", "samples", columns=names, data=samples, step=metrics["episode"])
 
 
 def choose_output_dir(args, prompts):
@@ -1467,10 +1495,8 @@ def choose_output_dir(args, prompts):
     settings = vars(args) | {
         "output_dir": str(output_dir),
         "prompts": f"SHA-256 {hashlib.sha256(rows.encode()).hexdigest()[:12]}",
-        "versions": " ".join(
-            f"{library.__name__}=={library.__version__}"
-            for library in (torch, transformers, accelerate)
-        ),
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__},"
+        f" accelerate {accelerate.__version__}",
     }
     file = output_dir / "args.yaml"
     if any((output_dir / name).exists() for name in ("metrics.jsonl", "checkpoints", "model")):
@@ -1478,11 +1504,11 @@ def choose_output_dir(args, prompts):
             raise UsageError(
                 f"--output-dir {output_dir} holds a run, or a model; --resume continues a run"
             )
-        theirs = yaml.safe_load(file.read_text())
-        for name in settings | theirs:
-            mine, its = settings.get(name), theirs.get(name)
-            if name not in FREE_FLAGS and mine != its:
-                raise UsageError(f"--resume: {name} is {mine}, but {its} in {output_dir}")
+        before = yaml.safe_load(file.read_text())
+        for name in settings | before:
+            new, old = settings.get(name), before.get(name)
+            if name not in FREE_FLAGS and new != old:
+                raise UsageError(f"--resume: {name} is {new}, but {old} in {output_dir}")
     if (output_dir / "model").exists():  # It is written last of all.
         accelerator.print(f"nothing to do: the run in {output_dir} is finished")
         accelerator.end_training()
@@ -1490,8 +1516,8 @@ def choose_output_dir(args, prompts):
     return output_dir, settings
 
 
-def start_run(args, output_dir, settings):
-    """Lock the folder, write its args.yaml, and load its newest checkpoint. Returns its state."""
+def claim_output_dir(args, output_dir, settings):
+    """Lock the folder, and write into it what the run is: script, reward and args.yaml."""
     if accelerator.is_main_process:
         output_dir.mkdir(parents=True, exist_ok=True)
         # A killed process gives its lock back. A notebook may take its own again.
@@ -1503,63 +1529,57 @@ def start_run(args, output_dir, settings):
             raise UsageError(f"another run writes into {output_dir}") from None
         except OSError:  # Some network disks have no locks.
             pass
-        keep_files(args, output_dir)
-        text = yaml.safe_dump(settings, sort_keys=False)
-        write_whole(output_dir / "args.yaml", text.encode())
-    state = {"metrics_bytes": 0}
-    newest = sorted(output_dir.glob("checkpoints/iteration_*/state.json"))[-1:]
-    for file in gather_object([newest])[0]:  # as the main process sees it
+        files = {Path(__file__).name: SCRIPT}
+        module, is_file, _ = args.reward.rpartition(".py:")
+        if is_file:
+            reward = Path(f"{module}.py")
+            files[reward.name] = reward.read_bytes()
+        for name, content in files.items():
+            kept = output_dir / name
+            if kept.exists() and kept.read_bytes() != content:
+                raise UsageError(
+                    f"{name} differs from its copy in {output_dir}; copy it there to go on with it"
+                )
+            if not kept.exists() and (output_dir / "args.yaml").exists():
+                warnings.warn(f"{output_dir} had no copy of {name}; was it the same?")
+        files["args.yaml"] = yaml.safe_dump(settings, sort_keys=False).encode()
+        for name, content in files.items():  # A kill leaves a whole file, or none.
+            temporary = output_dir / f"{name}.tmp"
+            temporary.write_bytes(content)
+            temporary.replace(output_dir / name)
+
+
+def load_checkpoint(args, state, output_dir):
+    """Load the newest checkpoint of the folder, if there is one, and change the state to its."""
+    checkpoints = sorted(output_dir.glob("checkpoints/iteration_*"))
+    checkpoints = gather_object([checkpoints])[0]  # as the main process sees them
+    if checkpoints:
+        newest = checkpoints[-1]
         try:
-            state = json.loads(file.read_text())
-            accelerator.load_state(str(file.parent))
+            state |= json.loads((newest / "state.json").read_text())
+            accelerator.load_state(str(newest))
         except Exception as error:
-            raise RuntimeError(f"cannot load {file.parent}; if it is damaged, remove it") from error
+            raise RuntimeError(f"cannot load {newest}; if it is damaged, remove it") from error
         accelerator.print(f"resuming after iteration {state['iteration']}")
-    if args.resume and not newest:
+    elif args.resume:
         accelerator.print("no checkpoint, starting at 0")
     metrics = output_dir / "metrics.jsonl"
     if accelerator.is_main_process and metrics.exists():  # Cut what came after the checkpoint.
-        os.truncate(metrics, state["metrics_bytes"])
-    return state | {"saved": time.time()}
+        os.truncate(metrics, state.get("metrics_bytes", 0))
+    state["saved"] = time.time()
 
 
-def keep_files(args, output_dir):
-    """Copy the script and the file of --reward. A run goes on only with the same files."""
-    files = {Path(__file__).name: SCRIPT}
-    module, is_file, _ = args.reward.rpartition(".py:")
-    if is_file:
-        path = Path(f"{module}.py")
-        files[path.name] = path.read_bytes()
-    for name, text in files.items():
-        kept = output_dir / name
-        if not kept.exists():
-            if (output_dir / "args.yaml").exists():
-                warnings.warn(f"{output_dir} had no copy of {name}; is this the same one?")
-            write_whole(kept, text)
-        elif kept.read_bytes() != text:
-            raise UsageError(
-                f"{name} differs from its copy in {output_dir}; copy it there to go on with it"
-            )
-
-
-def write_whole(path, content):
-    """Write a file. A kill leaves all of it, or what was there before."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
-
-
-def announce(args, settings, policy, prompts):
+def announce(args, settings, sampler, prompts):
     """Print what the run will do, and start the trackers."""
     accelerator.print(
         f"{accelerator.num_processes} x {accelerator.device.type}, {args.dtype}, learning rate"
         f" {args.learning_rate:g}, response length {args.response_length}; writing to"
         f" {settings['output_dir']}"
     )
-    model = accelerator.unwrap_model(policy)
-    ends = dict(zip(model.eos_ids, model.tokenizer.convert_ids_to_tokens(model.eos_ids)))
+    eos_ids = sampler.ends[0].eos_token_id.tolist()
+    ends = dict(zip(eos_ids, sampler.tokenizer.convert_ids_to_tokens(eos_ids)))
     accelerator.print(f"tokens that end a completion: {ends}; --stop-string: {args.stop_string!r}")
-    accelerator.print(f"the first prompt: {model.tokenizer.decode(prompts[0].token_ids)!r}")
+    accelerator.print(f"the first prompt: {sampler.tokenizer.decode(prompts[0].token_ids)!r}")
     # tensorboard takes no None
     config = {name: value for name, value in settings.items() if value is not None}
     name = {"name": os.environ.get("WANDB_NAME", Path(settings["output_dir"]).name)}
@@ -1589,6 +1609,7 @@ def save_checkpoint(args, state, output_dir, is_last):
 
 
 def delete(folder):
+    """Delete a folder, or warn."""
     try:
         shutil.rmtree(folder)
     except OSError as error:  # A network disk may keep some of its files for a while.
@@ -1644,7 +1665,7 @@ class UsageError(ValueError):
 
 
 def check_flags(args):
-    """A copy with all defaults filled in. Flags that contradict each other are refused."""
+    """A copy with defaults filled in. Flags that contradict each other are refused."""
     args = copy.copy(args)
     if args.dtype is None:
         launcher = os.environ.get("ACCELERATE_MIXED_PRECISION")
@@ -1686,6 +1707,9 @@ def check_flags(args):
             args.lr_scheduler_type == "constant" and args.warmup_steps > 0
         ),
         "--eval-k needs an --eval-temperature": args.eval_k > 1 and args.eval_temperature == 0,
+        "--share-prompts True needs a KV cache, which --gradient-checkpointing excludes": (
+            args.share_prompts and args.gradient_checkpointing
+        ),
         "--resume needs the --output-dir of the run": args.resume and args.output_dir is None,
     }
     for message, is_true in faults.items():

@@ -194,6 +194,7 @@ ARCHITECTURES = {  # what a config has beside SHAPE; its model_type is this name
     # Attention windows that are shorter than prompts.
     "mistral": dict(num_key_value_heads=1, sliding_window=4),
     "gemma3": GROUPED | dict(model_type="gemma3_text", sliding_window=4, sliding_window_pattern=2),
+    "mixtral": GROUPED | dict(num_local_experts=2, output_router_logits=True),
     # The others compute otherwise, each in its own way. The positions of this one skip padding, and
     # begin at another number.
     "roberta": dict(is_decoder=True),

@@ -5,6 +5,7 @@ The message names the flag, the model or the line. A clear error of a library is
 import dataclasses
 import io
 import json
+import math
 import runpy
 import sys
 from pathlib import Path
@@ -42,6 +43,8 @@ every script:
 - {eval_k: 2}
 - {resume: true}
 - {model_path: your/model}
+- {lr_scheduler_type: constant, warmup_steps: 2}
+- {share_prompts: true, gradient_checkpointing: true}
 rloo:
 - {k: 1}
 - {batch_size: 8, k: 3}
@@ -64,11 +67,13 @@ may be zero: >
 
 def test_bad_flags_are_refused_by_name(script):
     """`Args` raises a ValueError. That is before anything is loaded or written. No number may be
-    negative."""
+    negative, or infinite where no comment says what that means."""
     bad = BAD_FLAGS["every script"] + BAD_FLAGS[script.__name__]
     for field in dataclasses.fields(script.Args):
         if field.type in (int, float, int | None, float | None):
             bad.append({field.name: -1})
+            if field.name != "max_grad_norm":  # inf: no clipping
+                bad.append({field.name: math.inf})
             if field.name in BAD_FLAGS["may be zero"].split():
                 make_args(script, **{field.name: 0})
             else:
@@ -90,11 +95,45 @@ LONG = dict(
     long_factor=[4.0] * 4,
 )
 FEW_TOKENS = dict(vocab_size=len(VOCAB) - 1)
+OTHER_TOKENS = dict(tokenizer=make_tokenizer(vocab=VOCAB[::-1]))
+# Its chat template leaves out a system message, and roles that it does not know.
+USERS = make_tokenizer()
+USERS.chat_template = (
+    "{% for m in messages %}{{ m.content if m.role in ('user', 'assistant') }}{% endfor %}"
+)
+USERS = dict(tokenizer=USERS)
+
+
+def row(**columns):
+    return json.dumps({"prompt": "1"} | columns) + "\n"
+
+
+def chat(*messages, **settings):
+    """A dataset whose second row is a chat. messages: each a role and a content"""
+    messages = [dict(role=role, content=content) for role, content in messages]
+    return row() + row(prompt=messages, chat_template_kwargs=settings)
+
+
+PREFILL = dict(continue_final_message=True, add_generation_prompt=False)
 # What the message says, and of which flags. A dict is a model. Lines are a dataset.
 CASES = [
     ("data.jsonl:2: KeyError.*'prompt'", dict(dataset='{"prompt": "1"}\n{"text": "2"}\n')),
     ("data.jsonl:1: .*is empty", dict(dataset='{"prompt": ""}\n')),
-    ("needs an `answer`", dict(dataset='{"prompt": "1"}\n', reward="exact_match")),
+    *[
+        ("needs an `answer`", dict(dataset=row(answer=answer), reward="exact_match"))
+        for answer in (None, 2.0, ["2"], {}, True, " ")
+    ],
+    *[
+        ("no column may be named", dict(dataset=row(**{name: 1})))
+        for name in ("prompts", "completions", "completion_ids")
+    ],
+    # A text that the template does not show. A template may show "None".
+    ("data.jsonl:2: .*the user's `content`", dict(dataset=chat(("user", None)))),
+    ("the user's `content`", dict(dataset=chat(("user", [{"type": "text", "text": "1"}])))),
+    ("the human's", dict(dataset=chat(("user", "1"), ("human", "2")), model_path=USERS)),
+    ("the system's", dict(dataset=chat(("system", "2"), ("user", "1")), model_path=USERS)),
+    ("KeyError.*'role'", dict(dataset='{"prompt": [{"from": "human", "value": "1"}]}\n')),
+    ("last message is the assistant's", dict(dataset=chat(("user", "1"), ("assistant", "2")))),
     ("no embedding of a token", dict(dataset='{"prompt": "f"}\n', model_path=FEW_TOKENS)),
     ("--stop-token-id", dict(stop_token_id=len(VOCAB))),
     ("--max-prompt-length", dict(max_prompt_length=1)),
@@ -114,6 +153,11 @@ CASES = [
     (r"layers\.1\.", dict(model_path=dict(counted=1))),
     (r"layers\.2\.", dict(model_path=dict(counted=3))),
     (r"score\.weight", dict(reward_model_path="reference")),
+    *[
+        (f"{flag}.* needs the vocabulary .*benchmark/reward_model.py", {flag: model})
+        for flag in ("reward_model_path", "value_model_path")
+        for model in (FEW_TOKENS, OTHER_TOKENS)
+    ],
     ("vocabulary of --model-path", dict(ref_model_path=FEW_TOKENS)),
     ("--log-with aim is not installed", dict(log_with="aim")),
     ("merge_and_unload", dict(model_path=".")),
@@ -122,6 +166,13 @@ CASES = [
     (None, dict(model_path=SHORT | dict(rope_scaling=YARN))),
     (None, dict(reward_model_path=dict(return_dict=False))),
     (None, dict(value_model_path=RIGHT)),
+    (None, dict(reward_model_path=dict(vocab_size=len(VOCAB) + 1))),
+    (None, dict(dataset=chat(("user", " 1 "), ("tool", "2"), ("user", "1")), model_path=USERS)),
+    (None, dict(dataset=chat(("user", "1"), ("assistant", "2"), **PREFILL))),
+    (None, dict(seed=2**32 + 1)),
+    # A mixture of experts whose first output is its balancing loss.
+    (None, dict(model_path=dict(architecture="mixtral"))),
+    (None, dict(value_model_path=dict(architecture="mixtral"))),
 ]
 FEW = dict(total_episodes=3, batch_size=3)
 

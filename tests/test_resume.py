@@ -46,30 +46,33 @@ def out(tmp_path):
     return tmp_path / "out"
 
 
-def write_half(stem):
+def write_half(name):
     """Let the process end when it has written a half of a file whose name begins so."""
-    write_text = Path.write_text
 
-    def struck(path, text, **settings):
-        if path.stem == stem:
-            write_text(path, text[: len(text) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-        return write_text(path, text, **settings)
+    def strike(method):
+        def struck(path, content):
+            if path.name.startswith(name):
+                method(path, content[: len(content) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return method(path, content)
 
-    Path.write_text = struck
+        return struck
+
+    Path.write_text = strike(Path.write_text)
+    Path.write_bytes = strike(Path.write_bytes)
 
 
 @fixture
 def killed_in(script, run, out, flags):
     """killed_in(phase, call, **changed): the run in `out` is started in a forked process, and
-    killed in a phase. The phase "loading" is the start of an iteration. changed: flags that differ
-    from `flags`"""
+    killed in a phase. The phase "loading" is the start of an iteration. A file's name is a phase:
+    half of it is written. changed: flags that differ from `flags`"""
 
     def killed_in(phase, call=1, **changed):
         child = os.fork()
         if child == 0:
             try:
-                if phase in ("state", "args"):
+                if "." in phase:
                     write_half(phase)
                 else:
                     kill_at(script, phase, call)
@@ -98,16 +101,17 @@ def whole_checkpoints(output_dir):
     return [file.parent.name[-1] for file in sorted(output_dir.glob("checkpoints/*/state.json"))]
 
 
-def test_a_run_killed_in_every_phase(killed_in, goes_on):
+def test_a_run_killed_in_every_phase(script, killed_in, goes_on):
     """One command is killed in each phase, and started again each time.
 
     Bug: trl 1.16 (resumed, some prompts came twice)."""
     for phase, call in (
+        (f"{script.__name__}.py", 1),
         ("rollout", 1),  # of the first iteration
         ("training", 4),  # of the second iteration, which has made one of its two updates
         ("metrics", 2),
-        ("state", 1),  # Half of it is written.
-        ("args", 1),
+        ("state.json", 1),
+        ("args.yaml", 1),
         ("written", 1),
         ("loading", 1),
         ("removing", 1),
@@ -134,10 +138,12 @@ def test_a_folder_belongs_to_one_process(script, run, out, flags, goes_on, monke
 
 
 @only("rloo", "ppo")
-def test_only_the_runs_own_files_are_changed(killed_in, world, out, flags, goes_on, capsys):
+def test_only_the_runs_own_files_are_changed(
+    script, run, killed_in, world, out, flags, goes_on, capsys
+):
     """Lines that were written after the checkpoint are cut off, also a half line. What a kill left
-    unfinished goes, and so do checkpoints before the newest two. Other files stay. Without the
-    newest checkpoint the run goes on from the one before."""
+    unfinished goes, and so do checkpoints before the newest two. Other files stay. A damaged
+    checkpoint is named. Without it the run goes on from the one before."""
     out.mkdir()
     flags["dataset"] = shutil.copy(world.dataset(7), out / "train.jsonl")
     killed_in("loading", 4)
@@ -149,7 +155,11 @@ def test_only_the_runs_own_files_are_changed(killed_in, world, out, flags, goes_
         file.write('{"iteration": 4, "step": 7}\n{"iteration": 5, "st')
     killed_in("loading", 1)
     assert contents(out) == before
-    (checkpoints / "iteration_00000003").rename(checkpoints / "unfinished")
+    newest = checkpoints / "iteration_00000003"
+    (newest / "state.json").write_text("{")
+    with raises(RuntimeError, match=f"cannot load {newest}; if it is damaged, remove it"):
+        run(script, **flags, output_dir=out, resume=True)
+    newest.rename(checkpoints / "unfinished")
     goes_on()
     assert "resuming after iteration 2\n" in capsys.readouterr().out
     assert os.listdir(checkpoints) == ["mine.txt"]
@@ -198,8 +208,9 @@ def test_a_finished_run_makes_no_step(script, run, out, monkeypatch, capsys):
 @one_text
 def test_another_run_is_refused(script, run, killed_in, world, tmp_path, out, flags, goes_on):
     """A folder that holds a run needs --resume. With it a flag that would make another run is
-    refused by name, and so are other rows, and a run of other scripts. Nothing is changed. A start
-    that ends before its first metrics leaves the folder free."""
+    refused by name, and so are other rows, and another script or reward. Nothing is changed. A run
+    of an older script has no copies. A start that ends before its first metrics leaves the folder
+    free. A folder that holds only a model is no run."""
     killed_in("loading", learning_rate=1.0, eval_dataset=None)
     dataset = shutil.copy(world.dataset(7), tmp_path / "growing.jsonl")
     flags["dataset"] = dataset
@@ -211,27 +222,41 @@ def test_another_run_is_refused(script, run, killed_in, world, tmp_path, out, fl
             run(script, **dict(output_dir=out, resume=True) | flags | changed)
         assert contents(out) == before
 
-    is_refused("--output-dir .* holds a run; --resume", resume=False)
+    holds = "--output-dir .* holds a run, or a model; --resume"
+    is_refused(holds, resume=False)
     metrics = (out / "metrics.jsonl").rename(tmp_path / "metrics.jsonl")
-    is_refused("--output-dir .* holds a run; --resume", resume=False)  # Its checkpoints are there.
+    is_refused(holds, resume=False)  # Its checkpoints are there.
     metrics.rename(out / "metrics.jsonl")
+    (tmp_path / "mine/model").mkdir(parents=True)
+    for resume in (False, True):
+        is_refused(holds, output_dir=tmp_path / "mine", resume=resume)
     for flag, value in dict(seed=9, reward="exact_match", lora_r=2, weight_decay=0.5).items():
         is_refused(f"--resume: {flag} is ", **{flag: value})
     for file, old, new, message in (
-        (dataset, '"1"', '"2"', "prompts is SHA-256 "),
+        (dataset, '"1"', '"2"', "--resume: prompts is SHA-256 "),
         # A template that writes the date makes other prompts of the same rows.
-        (out / "args.yaml", "prompts: SHA-256 ", "prompts: ", "prompts is SHA-256 "),
-        (out / "args.yaml", "weight_decay: 0.0\n", "", "weight_decay is 0.0, but None"),
-        (out / "args.yaml", "seed:", "old: 1\nseed:", "old is None, but 1"),
+        (out / "args.yaml", "prompts: SHA-256 ", "prompts: ", "--resume: prompts is SHA-256 "),
+        (out / "args.yaml", "weight_decay: 0.0\n", "", "--resume: weight_decay is 0.0, but None"),
+        (out / "args.yaml", "seed:", "old: 1\nseed:", "--resume: old is None, but 1"),
+        (out / "rloo.py", "0.2", "0.3", f"rloo.py differs from its copy in {out}; copy it there"),
+        (out / "rewards.py", "0.3", "0.2", "rewards.py differs from its copy"),
     ):
         text = file.read_text()
         file.write_text(text.replace(old, new))
-        is_refused(f"--resume: {message}")
+        is_refused(message)
         file.write_text(text)
+    arguments = out / "args.yaml"
+    arguments.write_text(arguments.read_text().replace("versions: torch", "versions: other"))
+    (out / "rloo.py").unlink()
     # The same rows are the same dataset.
     flags["dataset"] = dataset.rename(tmp_path / "moved.jsonl")
-    goes_on()
+    with warns(UserWarning, match="had no copy of rloo.py"):
+        goes_on()
+    assert (out / "rloo.py").read_bytes() == Path(script.__file__).read_bytes()
     is_refused("--resume: seed is ", seed=9)  # though it is finished
+    (out / "rloo.py").write_text("another")
+    with raises(SystemExit):  # There is nothing to do.
+        run(script, output_dir=out, resume=True, **flags)
 
 
 @only("grpo", "ppo")

@@ -8,13 +8,13 @@ import math
 import os
 import shutil
 import statistics
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from conftest import (
     MANY_EOS,
     USUAL,
-    VOCAB,
     column,
     distance,
     encode,
@@ -218,16 +218,33 @@ def test_gradient_checkpointing_keeps_fewer_activations(script, run):
 
 
 @one_text
-def test_pieces_of_logits_change_nothing(script, run, monkeypatch, updates):
-    """In pieces of at most 1 or 7 tokens, the gradient is that of one piece. Of each piece only the
-    logits are kept for the backward pass."""
-    for tokens in (10_000, 7, 1):
-        monkeypatch.setattr(script, "LOGITS_AT_ONCE", tokens * len(VOCAB))
+@mark.parametrize("dtype, allowed", [(torch.float32, 1e-6), (torch.bfloat16, 0.01)])
+def test_logprobs_in_pieces_are_those_of_log_softmax(script, monkeypatch, dtype, allowed):
+    """Values and gradients, in pieces of 1, 5 and all tokens. -1 is no token. Of a piece only its
+    logits are kept for the backward pass, and its gradient takes no more than these."""
+    torch.manual_seed(0)
+    logits = torch.randn(3, 4, 11).to(dtype).requires_grad_()
+    tokens = torch.tensor([[1, 2, 3, 4], [0, 10, -1, -1], [5, -1, -1, -1]])
+    expected = (logits.float() / 0.7).log_softmax(-1)
+    expected = expected.gather(-1, tokens.clamp(min=0)[:, :, None]).squeeze(-1) * (tokens >= 0)
+    [right] = torch.autograd.grad((expected**2).sum(), logits)
+    for count in (1, 5, 12):
+        monkeypatch.setattr(script, "LOGITS_AT_ONCE", count * 11)
         with shapes_kept() as shapes:
-            run(script, total_episodes=12)
-        kept = {shape[0] for shape in shapes if shape[1:] == (len(VOCAB),)} - {16}  # 16: the head
-        assert max(kept) == min(tokens, 72)
-        assert distance(updates[0].gradients, updates[-1].gradients) < 1e-6
+            found = script.logprobs_of(SimpleNamespace(temperature=0.7), logits, tokens)
+        assert {shape[0] for shape in shapes if len(shape) == 2} <= {count, 12 % count}
+        [gradient] = torch.autograd.grad((found**2).sum(), logits)
+        assert distance([expected], [found]) < 1e-6
+        assert distance([right], [gradient]) < allowed
+
+
+@one_text
+@mark.parametrize("response_length", [1, 2])
+def test_shared_prompts_with_short_completions(script, run, updates, response_length):
+    """The longest completion has one token, or two. Then the second pass has no token, or one."""
+    for share_prompts in (True, False):
+        run(script, response_length=response_length, share_prompts=share_prompts, batch_size=24)
+    assert distance(updates[0].gradients, updates[-1].gradients) < 1e-5
 
 
 @only("rloo", "ppo")
