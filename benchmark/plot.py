@@ -5,11 +5,13 @@
     python benchmark/plot.py runs/* --metrics eval/scores grad_norm --x step --output curves.png
 
 Runs that differ in the seed alone are one curve, their mean, in its 95 % confidence band. The
-legend has a curve's first run, and the flags in which curves differ.
+legend has a curve's first run, the flags in which curves differ, and in how many lines its script
+and its reward differ from those of the first curve.
 """
 
 import json
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +20,7 @@ import numpy as np
 import tyro
 from run import read_run
 
-NOT_THE_RUN = {"seed", "output_dir", "resume", "save_every", "log_with", "plan"}
+NOT_THE_RUN = {"seed", "output_dir", "resume", "save_every", "log_with", "plan", "versions"}
 METRICS = ("objective/scores", "eval/scores", "objective/kl", "response_length_mean")
 
 
@@ -34,12 +36,24 @@ class Args:
     """the picture"""
 
 
+def lines_that_differ(code, other):
+    """In how many lines two texts differ. A run of an older script has kept none."""
+    if not code or not other:
+        return 0
+    pieces = SequenceMatcher(None, code, other, autojunk=False).get_opcodes()
+    return sum(max(b - a, d - c) for kind, a, b, c, d in pieces if kind != "equal")
+
+
 def group_runs(folders):
     """The rows of the runs of each curve, under a label.
 
-    The label is the curve's first run, and the flags in which curves differ.
+    The label is the curve's first run, the flags in which curves differ, and how many lines do.
     """
     runs = [read_run(folder) for folder in folders]
+    codes = []  # the lines of the script and the reward of each run
+    for folder in folders:
+        texts = [file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.py"))]
+        codes.append("\n".join(texts).splitlines())
     settings = []
     for run in runs:
         flags = run["args"]
@@ -50,9 +64,12 @@ def group_runs(folders):
             differing.append(name)
     labels = {}
     groups = {}
-    for folder, flags, run in zip(folders, settings, runs):
+    for folder, flags, run, code in zip(folders, settings, runs, codes):
         words = [folder.name, *(f"{name} {flags[name]}" for name in sorted(differing))]
-        label = labels.setdefault(json.dumps(flags), ", ".join(words))
+        count = lines_that_differ(code, codes[0])
+        if count > 0:
+            words.append(f"{count} lines differ")
+        label = labels.setdefault(json.dumps([flags, code]), ", ".join(words))
         groups.setdefault(label, []).append(run["metrics"])
     return groups
 
