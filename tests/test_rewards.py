@@ -9,6 +9,7 @@ import accelerate
 import torch
 from conftest import (
     EOS,
+    HERE,
     MANY_EOS,
     base_flags,
     column,
@@ -312,3 +313,30 @@ def test_reward_model_reads_the_episode_with_its_eos(script, run, tmp_path, poli
         assert row["score"] == approx(score + 5, abs=1e-4)
         cases.add((row["row"], row["token_ids"][-1] == EOS))
     assert len(cases) == 4
+
+
+@one_text
+def test_the_reward_file_of_reward_models(script, run, refuses, tmp_path, monkeypatch):
+    """benchmark/reward_model.py gives the scores of transformers, one episode at a time: a text in
+    the reward model's own tokens, and a chat as its own template shows it, with its end.
+
+    The model's pad is not that of its tokenizer. A model without a trained head is refused."""
+    tokenizer = make_tokenizer(vocab=VOCAB[::-1])
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("'='", "'+'") + "<eos>"
+    path, model = save_classifier(tmp_path / "rm", tokenizer=tokenizer)
+    rows = [{"prompt": "1+1="}, {"prompt": messages("22")}]
+    flags = dict(
+        dataset=write_jsonl(tmp_path / "data.jsonl", rows),
+        reward=f"{HERE}/benchmark/reward_model.py:score",
+        num_train_epochs=6,
+    )
+    monkeypatch.setenv("REWARD_MODEL", path)
+    found = set()
+    for row in run(script, **flags).rollouts:
+        before, end = [("1+1=", ""), ("22+", "<eos>")][row["row"]]
+        inputs = tokenizer(before + row["completion"] + end, return_tensors="pt")
+        assert row["score"] == approx(model(**inputs).logits.item(), abs=1e-5)
+        found.add((row["row"], len(row["completion"])))
+    assert len(found) > 4
+    monkeypatch.setenv("REWARD_MODEL", f"{tmp_path}/run0/model")
+    refuses(script, "lacks weights: .*score", ValueError, **flags)
