@@ -42,6 +42,7 @@ from test_pages import changed, first_command
 plot = import_file(HERE / "benchmark" / "plot.py")
 win_rate = import_file(HERE / "benchmark" / "win_rate.py")
 tasks = import_file(HERE / "benchmark" / "smollm2" / "tasks.py")
+gsm8k = import_file(HERE / "benchmark" / "gsm8k" / "gsm8k.py")
 ladder = import_file(HERE / "benchmark" / "ladder" / "ladder.py")
 claims = import_file(HERE / "benchmark" / "claims" / "claims.py")
 of_each_program = mark.parametrize("program", launcher.PROGRAMS, ids=str)
@@ -236,12 +237,19 @@ word | sun or nus | sun | 0
 word | suns | sun | 0
 line | So:/5 days/ | 5 days | 1
 text | Q _/_ Q/ | Q _/_ Q | 1
+gsm8k | 7 or 42.0. | 42 | 1
+gsm8k | $1,000 | 1000 | 1
+gsm8k | 10% of 77-70% | 70 | 1
+gsm8k | 3 - 5 = \u2212$2.50 | -2.5 | 1
+gsm8k | \\boxed{1{,}000\\text{ km}^2} in 3 days | 1000 | 1
+gsm8k | 7 or 8 | 7 | 0
+gsm8k | none | 0 | 0
 """
 
 
 def test_tasks(tmp_path, monkeypatch):
-    """One answer of a completion counts. The program writes the committed questions, mirrored ones
-    on one side, if it draws them in another order and twice."""
+    """One answer of a completion counts, in gsm8k.py, too. The program writes the committed
+    questions, mirrored ones on one side, if it draws them in another order and twice."""
 
     def verify(text, entry):
         """Credit by length, and an error where there is no answer: some verifiers are so."""
@@ -251,7 +259,9 @@ def test_tasks(tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "verifier", lambda task: verify)
     for line in TASKS.strip().split("\n"):
         form, text, answer, expected = line.replace("/", "\n").split(" | ")
-        assert tasks.score([text], [answer], form=[form]) == [float(expected)]
+        program = gsm8k if form == "gsm8k" else tasks
+        two = [text, [dict(content=text)]]
+        assert program.score(two, [answer] * 2, form=[form] * 2) == [float(expected)] * 2
     paths = HERE.glob("benchmark/smollm2/*.jsonl")
     files = {path.name: read_jsonl(path) for path in paths}
     entries = []

@@ -15,11 +15,12 @@ import subprocess
 import sys
 import textwrap
 
+import datasets
 import tables
 import tyro
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from conftest import HERE, MODULES, import_file, launcher
+from conftest import HERE, MODULES, import_file, launcher, make_tokenizer, save_model
 from pytest import fixture, mark
 from torch.distributed.run import get_args_parser
 
@@ -265,3 +266,18 @@ def test_the_recipe_of_two_machines(run):
     command = command.replace("29500", str(launcher.free_port()))
     both = f"(export RANK=1; {command}) & export RANK=0; {command} && wait $!"
     assert "2 x cpu" in run(f"export FIRST=127.0.0.1; {both} #")
+
+
+@mark.slow
+def test_the_commands_of_gsm8k(run, tmp_path):
+    """Eight rows of its form make two iterations of a tiny policy with a chat template."""
+    page = HERE / "benchmark/gsm8k/README.md"
+    rows = [dict(question="Ann has 8?", answer="8 = <<8=8>>8\n#### 8,000")] * 8
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "8.parquet")
+    run(first_command(page, "python benchmark") + " --parquet 8.parquet 8.parquet")
+    assert '"answer": "8000"' in read(tmp_path / "runs/gsm8k_test.jsonl")
+    tokenizer = make_tokenizer(vocab=["<pad>", "<eos>", *map(chr, range(128))])
+    save_model(tmp_path / "tiny", tokenizer=tokenizer, vocab_size=130, max_position_embeddings=512)
+    tiny = " --model-path tiny --batch-size 32 --response-length 8"
+    printed = run(first_command(page, "python grpo.py") + tiny)
+    assert "64 episodes, 2 steps, 1 epochs" in printed

@@ -322,21 +322,15 @@ def test_the_reward_file_of_reward_models(script, run, refuses, tmp_path, monkey
 
     The model's pad is not that of its tokenizer. A model without a trained head is refused."""
     tokenizer = make_tokenizer(vocab=VOCAB[::-1])
-    tokenizer.chat_template = CHAT_TEMPLATE.replace("'='", "'+'") + "<eos>"
+    tokenizer.chat_template += "<eos>"
     path, model = save_classifier(tmp_path / "rm", tokenizer=tokenizer)
     rows = [{"prompt": "1+1="}, {"prompt": messages("22")}]
-    flags = dict(
-        dataset=write_jsonl(tmp_path / "data.jsonl", rows),
-        reward=f"{HERE}/benchmark/reward_model.py:score",
-        num_train_epochs=6,
-    )
+    dataset = write_jsonl(tmp_path / "data.jsonl", rows)
+    flags = dict(dataset=dataset, reward=f"{HERE}/benchmark/reward_model.py:score")
     monkeypatch.setenv("REWARD_MODEL", path)
-    found = set()
     for row in run(script, **flags).rollouts:
-        before, end = [("1+1=", ""), ("22+", "<eos>")][row["row"]]
-        inputs = tokenizer(before + row["completion"] + end, return_tensors="pt")
-        assert row["score"] == approx(model(**inputs).logits.item(), abs=1e-5)
-        found.add((row["row"], len(row["completion"])))
-    assert len(found) > 4
+        text = ["1+1={}", "22={}<eos>"][row["row"]].format(row["completion"])
+        logits = model(**tokenizer(text, return_tensors="pt")).logits
+        assert row["score"] == approx(logits.item(), abs=1e-5)
     monkeypatch.setenv("REWARD_MODEL", f"{tmp_path}/run0/model")
     refuses(script, "lacks weights: .*score", ValueError, **flags)
