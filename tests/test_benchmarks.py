@@ -195,12 +195,16 @@ def test_every_verdict_is_counted_for_the_right_side():
 @one_text
 def test_plot_draws_seeds_as_one_curve(script, run):
     """Runs that differ only in the seed are one curve, their mean. The labels of other runs show
-    their flags."""
+    their flags, and how many lines of their scripts differ."""
     runs = [run(script), run(script, seed=2), run(script, kl_coef=0.3)]
     groups = plot.group_runs([ran.folder for ran in runs])
     assert list(map(len, groups.values())) == [2, 1]
     first, second = groups
     assert (first, second) == ("run0, kl_coef 0.05", "run2, kl_coef 0.3")
+    with open(runs[1].folder / f"{script.__name__}.py", "a") as file:
+        file.write("# mine\n")
+    labels = list(plot.group_runs([ran.folder for ran in runs]))
+    assert labels == [first, "run1, kl_coef 0.05, 1 lines differ", second]
     _, values = plot.points(groups[first], "objective/scores", "episode")
     assert values.tolist() == [column(ran.metrics, "objective/scores") for ran in runs[:2]]
 
