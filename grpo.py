@@ -91,7 +91,9 @@ class Args:
     resume: bool = False  # continue from the newest checkpoint in --output-dir, if there is one
     save_every: int | None = 100
     """iterations between checkpoints, or fewer, if they take ten minutes; None: no checkpoints"""
-    plan: int | None = None  # print every count for this many processes and exit; loads no model
+    plan: int | None = None
+    """print every count for this many processes and exit; loads no model. `prompts` are those that
+    the run draws. Whether it fits into memory is what benchmark/memory.py says"""
     dtype: Literal["float32", "bfloat16"] | None = None  # of forward passes; None: accelerate's
     cuda_graphs: bool = True  # on a GPU, record the kernels of one token, and start them together
     # model and data

@@ -77,6 +77,7 @@ class Case:
     reward: str = "benchmark/throughput/rewards.py:share_of_letters"
     dtype: str = "float32"  # or bfloat16, where the weights are float32 all the same
     lora_r: int | None = None
+    kl_coef: float = 0.05
 
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
@@ -97,7 +98,10 @@ CASES = {
     # With micro-batches of 16 TRL does not fit into 24 GiB.
     "d": Case(f"{SMALL}, 350 and 53 tokens", "135M", 16, 8, 350, 53, 4, 2, ("rloo",)),
     "e": Case("a random Llama of 4 layers of 128, 5 and 32 tokens", "128", 64, 64, 5, 32, 20, 3),
-    "h": Case(f"{LARGE}, 32 and 384 tokens", "42M", 8, 8, 32, 384, 5, 3, ("grpo",)),
+    "h": Case(f"{LARGE}, 32 and 128 tokens", "42M", 8, 8, 32, 128, 5, 3, ("rloo",)),
+    "i": Case(
+        f"{LARGE}, 32 and 256 tokens, no KL", "42M", 8, 8, 32, 256, 5, 3, ("grpo",), kl_coef=0.0
+    ),
 }
 CASES["a"] = replace(CASES["a"], forced=False, reward="exact_match")
 
@@ -247,7 +251,7 @@ def flags_of(case: Case) -> str:
         f"--reward {case.reward} "
         f"--total-episodes {case.steps * case.batch} --batch-size {case.batch} "
         f"--per-device-train-batch-size {case.micro_batch} "
-        f"--response-length {case.completion_tokens} --kl-coef 0.05 "
+        f"--response-length {case.completion_tokens} --kl-coef {case.kl_coef} "
         f"--learning-rate 1e-6 --save-every None --dtype {case.dtype} "
         f"--lora-r {case.lora_r} "
         "--temperature 1 --max-grad-norm 1 --num-sample-generations 0"

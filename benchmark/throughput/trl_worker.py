@@ -88,7 +88,7 @@ def train(job: dict) -> dict:
         shuffle_dataset=False,
         max_completion_length=job["completion_tokens"],
         generation_kwargs={"eos_token_id": [-1]} if job["forced"] else None,
-        beta=0.05,
+        beta=job["kl_coef"],
         learning_rate=1e-6,
     )
     if job["forced"]:
