@@ -48,14 +48,7 @@ def record_steps(patch, script):
     patch.setattr(torch.cuda, "CUDAGraph", StandInGraph)
     patch.setattr(torch.cuda, "graph", lambda graph, **_: graph)
     patch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
-    load = script.load_policy
-
-    def load_policy(args, *inputs):
-        model = load(args, *inputs)
-        model.is_recorded = args.cuda_graphs
-        return model
-
-    patch.setattr(script, "load_policy", load_policy)
+    patch.setattr(script, "can_record", lambda args: args.cuda_graphs)
 
 
 def token_counts(rows):

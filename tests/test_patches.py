@@ -48,9 +48,9 @@ ROWS = {
     """    if args.updates_per_batch == 1:
 """: """    if False:
 """,
-    """        difference = new_logprobs - batch.logprobs[to_train]
-""": """        difference = new_logprobs - batch.logprobs[to_train]
-                        difference = difference * (to_train > 0)[:, None]
+    """            difference = logprobs - batch.logprobs[to_train]
+""": """            difference = logprobs - batch.logprobs[to_train]
+            difference = difference * (to_train > 0)[:, None]
 """,
     # Another optimizer and schedule.
     """    return torch.optim.AdamW(
@@ -65,23 +65,23 @@ ROWS = {
     accelerator.register_for_checkpointing(scheduler)
 """,
     # A new module: it learns the score from the prompt.
-    """    model.tokenizer = tokenizer
+    """    return prepare_for_training(args, model, 1)
 """: """    model.probe = torch.nn.Linear(model.config.hidden_size, 1)
-    model.tokenizer = tokenizer
+    return prepare_for_training(args, model, 1)
 """,
-    """    return outputs[0]
-""": """    return outputs if settings.get("output_hidden_states") else outputs[0]
-""",
+    """    # By name: a mixture""": """    if "output_hidden_states" in settings:
+        return outputs
+    # By name: a mixture""",
     """                to_train = mini_batch[(advantages[mini_batch] != 0).any(1)]
 """: """                to_train = mini_batch
 """,
-    """                        # [episodes, actions]; a second loss""": """
+    """                        # A second loss""": """
                         prompt_tokens, _ = pass_tokens(batch, episodes)
                         outputs = forward(policy, prompt_tokens, output_hidden_states=True)
                         hidden = outputs.hidden_states[-1][:, -1]
                         values = accelerator.unwrap_model(policy).probe(hidden)
                         losses = losses + 0.1 * (values - scores[episodes, None].float()) ** 2
-                        # [episodes, actions]; a second loss""",
+                        # A second loss""",
 }
 
 # The changes that docs/papers.md shows, in its order: texts before, and after.

@@ -137,7 +137,7 @@ def test_no_random_number_is_used_twice(script, run, monkeypatch):
     for seed in (1, 2):
         run(script, seed=seed, num_ppo_epochs=2, eval_dataset=5, eval_temperature=1.0, lora_r=2)
     keys = {call.args for call in keys}
-    assert len({key[1] for key in keys}) == len({(key[1], len(key)) for key in keys}) == 5
+    assert len({key[1] for key in keys}) == len({(key[1], len(key)) for key in keys}) == 6
     assert len({script.keyed_rng(*key).random() for key in keys}) == len(keys)
     # At the start, two prompts are sampled with the numbers 0.5.
     numbers = torch.cat([call.args[2].flatten() for call in passes if len(call.args[2]) > 2])

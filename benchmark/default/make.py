@@ -156,16 +156,15 @@ def make_policy(folder, seed):
 # ---- the reward model
 
 
-def complete(policy, prompts, uniforms):
+def complete(policy, tokenizer, prompts, uniforms):
     """Complete prompts as the scripts do -> the tokens of each completion.
 
     uniforms: [prompts, length], the random numbers
     """
     rloo.start_accelerator(rloo.check_flags(rloo.Args()))
-    ends = transformers.EosTokenCriteria(EOS)
-    policy.stopping_criteria = transformers.StoppingCriteriaList([ends])
-    policy.is_recorded = False
-    batch = rloo.sample(policy, rloo.pad_left(prompts), torch.from_numpy(uniforms), 1.0)
+    ends = transformers.StoppingCriteriaList([transformers.EosTokenCriteria(EOS)])
+    sampler = rloo.Sampler(policy, tokenizer, ends, is_recorded=False)
+    batch = rloo.sample(sampler, rloo.pad_left(prompts), torch.from_numpy(uniforms), 1.0)
     return [[token for token in row if token >= 0] for row in batch["tokens"].tolist()]
 
 
@@ -178,7 +177,7 @@ def draw_pairs(policy, tokenizer, path, seed):
     rows = read_rows(path)
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows for _ in range(NUM_SAMPLES)]
     uniforms = rloo.keyed_rng(seed, SAMPLES).random((len(prompts), SAMPLED_LENGTH))
-    drawn = complete(policy, prompts, uniforms)
+    drawn = complete(policy, tokenizer, prompts, uniforms)
     pairs = []
     for i, row in enumerate(rows):
         right, wrong = {}, {}  # as sets that keep their order

@@ -23,10 +23,10 @@ def temperature(script):
     which is 1."""
     generate = script.generate
 
-    def broken(args, policy, drawn, k, rng, temperature):
+    def broken(args, sampler, drawn, k, rng, temperature):
         # An evaluation takes the most likely tokens, as before.
         other = 2.0 if temperature > 0 else 0.0
-        return generate(args, policy, drawn, k, rng, other)
+        return generate(args, sampler, drawn, k, rng, other)
 
     script.generate = broken
 
@@ -35,10 +35,9 @@ def eos_masked(script):
     """The EOS is taken for padding. It is sampled and scored, but it has no gradient."""
     generate = script.generate
 
-    def broken(args, policy, drawn, k, rng, temperature):
-        batch = generate(args, policy, drawn, k, rng, temperature)
-        eos = script.accelerator.unwrap_model(policy).tokenizer.eos_token_id
-        batch.tokens[batch.tokens == eos] = -1
+    def broken(args, sampler, drawn, k, rng, temperature):
+        batch = generate(args, sampler, drawn, k, rng, temperature)
+        batch.tokens[batch.tokens == sampler.tokenizer.eos_token_id] = -1
         return batch
 
     script.generate = broken
@@ -53,8 +52,8 @@ def interleaved(script):
     """
     generate = script.generate
 
-    def broken(args, policy, drawn, k, rng, temperature):
-        return generate(args, policy, drawn * k, 1, rng, temperature)  # one completion of each
+    def broken(args, sampler, drawn, k, rng, temperature):
+        return generate(args, sampler, drawn * k, 1, rng, temperature)  # one completion of each
 
     script.generate = broken
 

@@ -59,7 +59,6 @@ class LLM:
         assert args.logprobs_mode == "processed_logprobs"  # at the temperature
         self.max_model_len = args.max_model_len
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=args.dtype)
-        self.model.is_recorded = False
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(model)
         LLM.is_shut_down = False
 
@@ -90,10 +89,11 @@ class LLM:
             needed |= dict(include_stop_str_in_output=True)
             assert needed.items() <= vars(request).items()
             ends.append(transformers.StopStringCriteria(self.tokenizer, request.stop))
-        self.model.stopping_criteria = transformers.StoppingCriteriaList(ends)
+        ends = transformers.StoppingCriteriaList(ends)
         script = caller.f_globals
+        sampler = script["Sampler"](self.model, self.tokenizer, ends, False, self)
         tokens = script["pad_left"](prompts)
-        samples = script["sample"](self.model, tokens, uniforms, request.temperature)
+        samples = script["sample"](sampler, tokens, uniforms, request.temperature)
         outputs = []
         for i, row in enumerate(samples["tokens"]):
             token_ids = row[row >= 0].tolist()
