@@ -87,12 +87,12 @@ MUTATIONS = {
     # passes
     "EOS masked out": (
         "grpo", "training/gradient_is_that_of_plain_passes[grpo-llama]",
-        'mask=samples["tokens"] >= 0',
-        'mask=samples["tokens"] > 1'),
+        'mask = samples["tokens"] >= 0',
+        'mask = samples["tokens"] > 1'),
     "masked by token id": (
         "ppo", "training/gradient_is_that_of_plain_passes[ppo-emits_pad]",
-        'mask=samples["tokens"] >= 0',
-        'mask=samples["tokens"] > 0'),
+        'mask = samples["tokens"] >= 0',
+        'mask = samples["tokens"] > 0'),
     "another group's keys and values": (
         "rloo", "training/gradient_is_that_of_plain_passes[rloo-llama]",
         "cache.reorder_cache(row_of)",
@@ -120,8 +120,8 @@ MUTATIONS = {
         "scores = scores.clamp(max=args.score_clip) - args.missing_eos_penalty"),
     "reward model does not read the EOS": (
         "rloo", "rewards/reward_model_reads_the_episode_with_its_eos[rloo-same vocabulary]",
-        "tokens = before + token_ids",
-        "tokens = before + token_ids[:-1]"),
+        "token_ids + batch.token_ids[i] for i",
+        "token_ids + batch.token_ids[i][:-1] for i"),
     "None counted as 0": (
         "rloo", "algorithms/updates_are_those_of_the_textbook[rloo]",
         "[sum(values) if values else nan for",
@@ -186,7 +186,7 @@ MUTATIONS = {
         "pass"),
     "lines after the checkpoint kept": (
         "rloo", "resume/only_the_runs_own_files_are_changed[rloo]",
-        'os.truncate(metrics, state["metrics_bytes"])',
+        'os.truncate(metrics, state.get("metrics_bytes", 0))',
         "pass"),
     "only one checkpoint kept": (
         "rloo", "resume/a_full_disk_leaves_the_checkpoint_before",

@@ -137,7 +137,7 @@ print(loss.item(), max(weight.grad.abs().max() for weight in trained))
 ## The script
 
 It makes the same run in less time, on many processes, too. `main` returns the policy, which is a
-model of transformers with its tokenizer, and the metrics. Here is a shorter run.
+model of transformers, and the metrics. Here is a shorter run.
 
 %% code
 import rloo
@@ -158,9 +158,9 @@ plt.show()
 
 %% code
 for row in held_out[:8]:
-    prompt = model.tokenizer(row["prompt"], return_tensors="pt").to(model.device)
+    prompt = tokenizer(row["prompt"], return_tensors="pt").to(model.device)
     tokens = model.generate(**prompt, max_new_tokens=8)[0]
-    print(model.tokenizer.decode(tokens, skip_special_tokens=True))
+    print(tokenizer.decode(tokens, skip_special_tokens=True))
 
 %% markdown
 To change the algorithm: copy a script, and see [what is where](variants.md).
