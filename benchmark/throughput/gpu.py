@@ -2,23 +2,28 @@
 
     pip install -r requirements-dev.txt trl==1.16.0 math-verify==0.9.0
     python benchmark/throughput/gpu.py --seconds 700        # what decides most comes first
-    python benchmark/throughput/gpu.py killed profile       # these; results of the others stay
+    python benchmark/throughput/gpu.py compiled killed      # these; results of the others stay
     python benchmark/throughput/gpu.py --smoke              # all with a tiny model, without a GPU
 
-    killed          a run, and the same one that is killed twice and resumed. A distance of 0 means
-                    that all bits are the same
-    compiled        updates with compiled layers (compile_layers.patch), beside plain ones
-    shared_prompts  updates with --share-prompts True, beside a row for each episode; prompts of
-                    1,000 tokens
-    equal           64 completions with recorded steps and without, in float32 and in bfloat16: how
-                    many differ?
-    tokensA_microB  Tally beside TRL, as in throughput.py: completions of A tokens, micro-batches of
-                    B episodes. `eager` has no recorded steps
-    vocabulary      memory beside TRL, where most of it is logits
+    compiled        updates with compiled layers, and recorded steps of a compiled model
+                    (compile_layers.patch), beside plain ones
+    pieces          updates that read 2**22, 2**24 and 2**26 logits at once, and three with other
+                    settings. `predicted_gib` is the peak by memory.py
+    tokens64_micro16   Tally beside TRL, as in throughput.py: completions of 64 tokens,
+                    micro-batches of 16 episodes. `eager` has no recorded steps
     profile         where an iteration's time goes: `reference` is the reference's pass,
                     `token_logprobs` the forward pass of training
+
+These take 700 seconds at most. What follows was answered once, or decides less:
+
     lora_7B         does LoRA of 7B with prompts of 1,000 tokens fit, beside TRL?
     smollm2         do all scripts learn? Needs benchmark/smollm2/prepare.py, but no reasoning-gym
+    killed          a run, and the same one that is killed twice and resumed. A distance of 0 means
+                    that all bits are the same
+    equal           64 completions with recorded steps and without, in float32 and in bfloat16: how
+                    many differ?
+    shared_prompts  updates with --share-prompts True, beside a row for each episode; prompts of
+                    1,000 tokens
 
 A part is a pair of runs, or one for each script. Every run has a process of its own. Nothing is
 downloaded: the models are random, but for the last part. Where TRL is missing, Tally runs alone.
@@ -46,7 +51,7 @@ from kill_and_resume import FLAGS, kill_at
 from rounding import count_different
 from run import BUILT_IN, ROOT, import_script, measure_part, relative_distance
 from tally_worker import force_lengths, profile, record_on_cpu
-from throughput import FEW, Case, pairs, part, tally
+from throughput import FEW, Case, in_turn, pairs, part, start, tally
 
 RESULT = Path(__file__).with_suffix(".json")
 curves = import_script(ROOT / "benchmark/default/curves.py")
@@ -99,6 +104,31 @@ def same_text(script):
     sys.modules["reasoning_gym"] = SimpleNamespace(get_score_answer_fn=lambda task: verify)
 
 
+def read_at_once(module, count):
+    module.LOGITS_AT_ONCE = count
+
+
+def predict(script: str, flags: str, tokens: int, *edits) -> dict:
+    """What memory.py says of the peak of a run, whose prompts have so many tokens."""
+    import memory
+
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    module = import_script(script)
+    for edit in edits:
+        edit(module)
+    args = module.check_flags(tyro.cli(module.Args, args=flags.split()))
+    [row] = memory.measure(module, args, tokens, [args.per_device_train_batch_size])
+    return dict(predicted_gib=memory.peak(row) / memory.GIB)
+
+
+def with_prediction(variants: dict, case: Case, script: str, flags: str) -> dict:
+    """`in_turn`, and beside each peak the one that memory.py predicts."""
+    row = in_turn(variants, case, script, flags)
+    for name, (own, *edits) in variants.items():
+        row[name] |= start(predict, script, f"{flags} {own}", case.prompt_tokens, *edits)
+    return row
+
+
 def learned(case: Case, script: str, flags: str) -> dict:
     return curves.to_curve(finished(script, flags, same_text))
 
@@ -113,26 +143,30 @@ KILLED = [
 KILLED_RUN = f"{BUILT_IN} {FLAGS} --per-device-train-batch-size 8 --response-length 8"
 COMPILED = [({}, "rloo compile_layers.patch", "")]
 RECORDED = [({}, "rloo", f"--dtype {name}", force_lengths) for name in ("float32", "bfloat16")]
+PIECES = {f"pieces_{n}": ["", partial(read_at_once, count=2**n)] for n in (22, 24, 26)}
+PIECES |= dict(
+    micro_4=["--per-device-train-batch-size 4"],
+    checkpointing=["--gradient-checkpointing"],
+    lora=["--lora-r 16"],
+)
 LEARNED = [({}, script, own) for script, own in curves.SMOLLM2_FLAGS.items()]
 
 qwen = partial(case, "0.5B", "with the sizes of Qwen2.5-0.5B")
 SHORT = qwen(256, 64)
 BOTH = qwen(256, 64, algorithms=("rloo", "grpo"))
-WIDE = case("42M", "of 42M with a vocabulary of 151,936", 32, 512, micro_batch=32, steps=3)
 LARGE = case(
     "7B", "with the sizes of Mistral-7B", 1000, 64, lora_r=16, batch=16, micro_batch=2, steps=3
 )
 TABLE = {  # each part, and its seconds at most
-    "killed": (120, part(killed, SHORT, KILLED, KILLED_RUN)),
-    "compiled": (150, pairs(SHORT, COMPILED, compiled=["--compile"])),
-    "shared_prompts": (80, pairs(qwen(1000, 64), shared=["--share-prompts True"])),
-    "equal": (80, part(recorded, SHORT, RECORDED, "--save-rollouts --total-episodes 64")),
+    "compiled": (190, pairs(SHORT, COMPILED, compiled=["--compile"])),
+    "pieces": (300, part(partial(with_prediction, PIECES), qwen(256, 512, steps=4))),
     "tokens64_micro16": (150, pairs(BOTH, eager=["--no-cuda-graphs"], trl=[])),
-    "tokens512_micro16": (140, pairs(qwen(256, 512, steps=4), trl=[])),
-    "vocabulary": (80, pairs(WIDE, trl=[])),
     "profile": (60, pairs(qwen(256, 16), tally=["", profile])),
     "lora_7B": (200, pairs(LARGE, trl=[])),
     "smollm2": (200, part(learned, SHORT, LEARNED, curves.SMOLLM2)),
+    "killed": (120, part(killed, SHORT, KILLED, KILLED_RUN)),
+    "equal": (80, part(recorded, SHORT, RECORDED, "--save-rollouts --total-episodes 64")),
+    "shared_prompts": (80, pairs(qwen(1000, 64), shared=["--share-prompts True"])),
 }
 PARTS = {name: own for name, (_, own) in TABLE.items()}
 PARTS["smollm2"].short += f" {curves.TINY} {FEW}"
