@@ -11,6 +11,7 @@ from conftest import (
     EOS,
     HERE,
     MANY_EOS,
+    VOCAB,
     base_flags,
     column,
     compare_runs,
@@ -316,7 +317,7 @@ def test_reward_model_reads_the_episode_with_its_eos(script, run, tmp_path, poli
 
 
 @one_text
-def test_the_reward_file_of_reward_models(script, run, refuses, tmp_path, monkeypatch):
+def test_the_reward_file_of_reward_models(script, run, refuses, world, tmp_path, monkeypatch):
     """benchmark/reward_model.py gives the scores of transformers, one episode at a time: a text in
     the reward model's own tokens, and a chat as its own template shows it, with its end.
 
@@ -327,10 +328,10 @@ def test_the_reward_file_of_reward_models(script, run, refuses, tmp_path, monkey
     rows = [{"prompt": "1+1="}, {"prompt": messages("22")}]
     dataset = write_jsonl(tmp_path / "data.jsonl", rows)
     flags = dict(dataset=dataset, reward=f"{HERE}/benchmark/reward_model.py:score")
+    monkeypatch.setenv("REWARD_MODEL", world.llama)
+    refuses(script, "lacks weights: .*score", ValueError, **flags)
     monkeypatch.setenv("REWARD_MODEL", path)
     for row in run(script, **flags).rollouts:
         text = ["1+1={}", "22={}<eos>"][row["row"]].format(row["completion"])
         logits = model(**tokenizer(text, return_tensors="pt")).logits
         assert row["score"] == approx(logits.item(), abs=1e-5)
-    monkeypatch.setenv("REWARD_MODEL", f"{tmp_path}/run0/model")
-    refuses(script, "lacks weights: .*score", ValueError, **flags)
