@@ -79,6 +79,8 @@ for path in sorted(HERE.glob("*.py")):
         MODULES[path.stem] = import_file(path)
 SCRIPTS = [name for name in ("rloo", "grpo", "ppo") if name in MODULES]
 launcher = import_file(HERE / "benchmark/run.py")
+oracle = import_file(HERE / "benchmark/oracle.py")
+losses = import_file(HERE / "benchmark/losses.py")
 # Here and below: otherwise the garbage collector looks through all objects after each run.
 gc.freeze()
 
@@ -463,6 +465,21 @@ def run(world, tmp_path):
         return Run(args, metrics, folder)
 
     return run
+
+
+@fixture
+def hold(run, monkeypatch):
+    """hold(script, loss, **flags): a run, and its gradients beside those of a loss, which is the
+    script's own if it is None."""
+
+    def hold(script, loss=None, **flags):
+        with monkeypatch.context() as patch:
+            updates = oracle.record(script, patch.setattr)
+            ran = run(script, **flags)
+        loss = loss or getattr(losses, script.__name__.partition("_")[0])
+        return ran, oracle.compare(launcher.read_run(ran.folder), updates, loss)
+
+    return hold
 
 
 @fixture

@@ -1,7 +1,4 @@
-"""Advantages and gradients by plain computations, an episode at a time. A script's model without a
-run. Groups of a run's rows."""
-
-import statistics
+"""Groups of a run's rows, and their log-probabilities by plain passes. Stand-ins of CUDA graphs."""
 
 import torch
 from conftest import encode, load_policy, plain_logprobs
@@ -64,26 +61,6 @@ def without_none(values):
     return [value for value in values if value is not None]
 
 
-def plain_advantages(script, rewards, k=3, deviation=statistics.stdev):
-    """The advantages of RLOO or GRPO, in groups of k. None is an episode without a score.
-
-    deviation: what GRPO divides by, a function of the scores of a group"""
-    advantages = []
-    for group in groups_of(rewards, k):
-        scored = without_none(group)
-        for reward in group:
-            advantage = 0.0
-            if reward is not None and len(scored) > 1:
-                advantage = reward - statistics.mean(scored)
-                if script.__name__ == "rloo":
-                    # The mean of the others is further away than that of all.
-                    advantage /= 1 - 1 / len(scored)
-                else:
-                    advantage /= deviation(scored) + 1e-4
-            advantages.append(advantage)
-    return advantages
-
-
 @torch.no_grad()
 def row_logprobs(model_path, rows, temperature=1.0):
     """The log-probabilities of the tokens of each row, by plain passes."""
@@ -93,57 +70,3 @@ def row_logprobs(model_path, rows, temperature=1.0):
         tokens = plain_logprobs(model, encode(row["prompt"]), row["token_ids"], temperature)
         logprobs.append(tokens.tolist())
     return logprobs
-
-
-def plain_update(args, rows, model):
-    """The loss of one update, its ratios, and where they are clipped, by plain passes of an episode
-    at a time. A ratio is that of a token, or of an episode.
-
-    rows: of the mini-batch, with advantages. GRPO's KL is a part of the loss. Masked episodes do
-    not count in any denominator."""
-    name = type(args).__module__
-    flags = vars(args)
-    loss_type = flags.get("loss_type", name)
-    if flags.get("mask_truncated_completions"):
-        rows = [row for row in rows if row["ended"]]
-    loss = 0.0
-    ratios = []
-    cuts = []
-    for row in rows:
-        prompt = encode(row["prompt"])
-        logprobs = plain_logprobs(model, prompt, row["token_ids"], args.temperature)
-        advantage = torch.tensor(row["advantage"])
-        logratio = logprobs - torch.tensor(row["logprobs"])
-        if name == "rloo":
-            logratio = logratio.sum(0, keepdim=True)
-        if flags.get("importance_sampling_level") == "sequence":
-            logratio = logratio.mean(0, keepdim=True)
-        ratio = logratio.exp()
-        high = flags.get("cliprange_high") or args.cliprange
-        clipped = ratio.clamp(1 - args.cliprange, 1 + high)
-        cut = clipped != ratio
-        if loss_type == "cispo":  # The clipped ratio is a constant.
-            losses = -advantage * clipped.detach() * logprobs
-        else:
-            losses = torch.maximum(-advantage * ratio, -advantage * clipped)
-            cut &= (ratio - 1) * advantage > 0
-        if name == "grpo":
-            difference = torch.tensor(row["ref_logprobs"] or row["logprobs"]) - logprobs
-            losses = losses + args.kl_coef * (difference.exp() - difference - 1)
-        denominators = {
-            "rloo": len(rows),
-            "grpo": len(logprobs) * len(rows),
-            "dr_grpo": args.response_length * len(rows),
-        }  # Those of dapo, cispo and ppo are all tokens.
-        loss = loss + losses.sum() / denominators.get(loss_type, sum(token_counts(rows)))
-        if name != "rloo" or advantage != 0:  # RLOO makes no pass without a gradient.
-            ratios.append(ratio)
-            cuts.append(cut)
-    return loss, torch.cat(ratios), torch.cat(cuts)
-
-
-def plain_gradient(args, rows):
-    """The gradient of the first update of a run, a tensor for each parameter of the policy."""
-    model = load_policy(args.model_path)
-    loss, *_ = plain_update(args, rows, model)
-    return torch.autograd.grad(loss, list(model.parameters()))

@@ -18,22 +18,14 @@ from conftest import (
     column,
     compare_runs,
     distance,
-    encode,
     import_file,
     launch_twice,
-    load_policy,
+    losses,
     make_prompts,
     record_calls,
     weights_of,
 )
-from plain import (
-    groups_of,
-    plain_advantages,
-    plain_update,
-    record_steps,
-    row_logprobs,
-    token_counts,
-)
+from plain import groups_of, record_steps, row_logprobs, token_counts
 from pytest import approx, fixture, mark, raises
 from safetensors.torch import load_file
 from test_pages import changed
@@ -140,10 +132,18 @@ def minus_greedy(ran):
     return [row["score"] - greedy[row["prompt"]] for row in ran.rollouts]
 
 
+def advantages_of(name, scores):
+    advantage = dict(
+        rloo=lambda i: losses.rloo_advantage(scores, i, 3),
+        grpo=lambda i: losses.grpo_advantage(scores, i, 3, "group"),
+    )[name]
+    return np.array([advantage(i) for i in range(len(scores))])
+
+
 def normalized_parts(ran):
     advantages = 0
     for name in ("reward/length", "reward/ones"):
-        advantages += np.array(plain_advantages(MODULES["grpo"], column(ran.rollouts, name)))
+        advantages += advantages_of("grpo", column(ran.rollouts, name))
     return advantages / advantages.std(ddof=1)
 
 
@@ -226,10 +226,8 @@ def test_corrections_of_the_sampler(name, flags, weight_of, load, run, world, mo
         assert row["logprobs"] == approx(p, abs=1e-4)
         weights.append(weight_of((torch.tensor(p) - q[: len(p)]).exp()).item())
     assert np.ptp(weights) > 1e-3
-    losses = -np.multiply(
-        plain_advantages(MODULES[name.split()[0]], column(rows, "score")), weights
-    )
-    assert ran.metrics[0]["loss/policy_avg"] == approx(losses.mean(), abs=1e-4)
+    expected = -np.mean(advantages_of(name.split()[0], column(rows, "score")) * weights)
+    assert ran.metrics[0]["loss/policy_avg"] == approx(expected, abs=1e-4)
 
 
 def test_unbiased_kl(load, run):
@@ -242,25 +240,6 @@ def test_unbiased_kl(load, run):
     kl.backward()
     expected = [np.e * (np.exp(-2) + 1), np.e * 2]
     assert [kl.item(), logprob.grad.item()] == approx(expected, rel=1e-5)
-
-
-def test_entropy_bonus(load, run, world, updates, monkeypatch):
-    """The entropy has its gradient, by plain passes of all episodes. So it has one where the
-    advantage is 0, too, which the script as it is leaves out. Logits are read in pieces."""
-    module = load(ENTROPY)
-    monkeypatch.setattr(module, "LOGITS_AT_ONCE", 100)  # four tokens
-    flags = dict(reward="seldom", kl_coef=0.0, temperature=0.7, total_episodes=12)
-    ran = run(module, entropy_coef=0.3, **flags)
-    assert 0 in column(ran.rollouts, "advantage")
-    model = load_policy(world.llama)
-    loss, *_ = plain_update(ran.args, ran.rollouts, model)
-    for row in ran.rollouts:
-        prompt = encode(row["prompt"])
-        logits = model(torch.tensor([prompt + row["token_ids"]])).logits[0, len(prompt) - 1 : -1]
-        entropies = torch.distributions.Categorical(logits=logits / 0.7).entropy()
-        loss = loss - 0.3 * entropies.mean() / 12
-    gradients = torch.autograd.grad(loss, list(model.parameters()))
-    assert distance(gradients, updates[0].gradients) < 1e-4
 
 
 def test_adaptive_entropy(load):
