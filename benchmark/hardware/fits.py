@@ -1,0 +1,99 @@
+"""What memory.py says, of three sizes, and beside the peak of a process.
+
+    python benchmark/hardware/fits.py             # all
+    python benchmark/hardware/fits.py process     # beside runs on a CPU
+
+The part `sizes` has the shapes of Qwen2.5 in bfloat16, prompts of 1,000 and completions of 512
+tokens, and micro-batches of 8. The part `process` makes runs of random Llamas. The memory of a
+process has the libraries, too.
+
+Writes fits.json.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "throughput"))
+import memory
+from run import Part, import_script, main, run, write_rows
+
+RESULT = Path(__file__).with_suffix(".json")
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+NAMES += ("num_key_value_heads", "vocab_size")
+SIZES = {  # of Qwen2.5, and whether head and embedding are one
+    "0.5B": ((896, 4864, 24, 14, 2, 151_936), True),
+    "1.5B": ((1536, 8960, 28, 12, 2, 151_936), True),
+    "7B": ((3584, 18_944, 28, 28, 4, 152_064), False),
+}
+LLAMAS = {"42M": (256, 768, 4, 4, 4, 151_936), "135M": (576, 1536, 30, 9, 3, 49_152)}
+WAYS = {
+    "all weights": "",
+    "and checkpointing": "--gradient-checkpointing",
+    "LoRA and checkpointing": "--lora-r 16 --gradient-checkpointing",
+}
+
+
+def predict(script, flags, tokens):
+    """What memory.py says of the flag's micro-batches, in GiB by name."""
+    module = import_script(script)
+    args = module.check_flags(memory.tyro.cli(module.Args, args=flags.split()))
+    args.share_prompts = False
+    [row] = memory.measure(module, args, tokens, [args.per_device_train_batch_size])
+    return {name: row[name] / memory.GIB for name in row} | dict(peak=memory.peak(row) / memory.GIB)
+
+
+def predict_sizes(jobs, smoke):
+    import transformers
+
+    rows = []
+    for (script, flags), names in jobs.items():
+        with tempfile.TemporaryDirectory() as folder:
+            shape, is_tied = SIZES["0.5B" if smoke else names["size"]]
+            shape = dict(zip(NAMES, shape)) | dict(tie_word_embeddings=is_tied)
+            transformers.Qwen2Config(**shape).save_pretrained(folder)
+            rows.append(names | predict(script, f"{flags} --model-path {folder}", 1000))
+    return rows
+
+
+def compare_process(jobs, smoke):
+    from tally_worker import force_lengths, watch
+    from throughput import random_llama
+
+    rows = []
+    for (script, flags), names in jobs.items():
+        with tempfile.TemporaryDirectory() as folder:
+            model = Path(folder, "model")
+            random_llama(model, dict(zip(NAMES, LLAMAS[names["size"]])))
+            data = Path(folder, "prompts.jsonl")
+            write_rows(
+                data, [dict(prompt=" ".join(f"w{i + j}" for j in range(32))) for i in range(8)]
+            )
+            words = f"{flags} --model-path {model} --dataset {data} --share-prompts False"
+            found = run(script, f"{words} --no-save-rollouts", watch, force_lengths)
+            rows.append(names | dict(process_gib=found["peak_gib"]) | predict(script, words, 32))
+    return rows
+
+
+SHORT = "--response-length 8 --per-device-train-batch-size 1 --batch-size 4"
+PARTS = {
+    "sizes": Part(
+        [(dict(size=s, way=way), "rloo", WAYS[way]) for s in SIZES for way in WAYS],
+        "--dataset none --response-length 512 --dtype bfloat16 --per-device-train-batch-size 8",
+        measure=predict_sizes,
+        short=SHORT,
+    ),
+    "process": Part(
+        [(dict(size=size), "rloo", f"--seed {i}") for i, size in enumerate(LLAMAS)],
+        "--reward benchmark/throughput/rewards.py:share_of_letters --response-length 128"
+        " --total-episodes 16 --batch-size 8 --per-device-train-batch-size 8 --save-every None",
+        measure=compare_process,
+        short=SHORT,
+    ),
+}
+
+if __name__ == "__main__":
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    main(__doc__, RESULT, PARTS)
