@@ -77,16 +77,21 @@ def compare_process(jobs, smoke):
     return rows
 
 
+JOBS = [  # Another seed makes another job.
+    (dict(size=size, way=way), "rloo", f"{WAYS[way]} --seed {seed}")
+    for seed, size in enumerate(SIZES)
+    for way in WAYS
+]
 SHORT = "--response-length 8 --per-device-train-batch-size 1 --batch-size 4"
 PARTS = {
     "sizes": Part(
-        [(dict(size=s, way=way), "rloo", WAYS[way]) for s in SIZES for way in WAYS],
+        JOBS,
         "--dataset none --response-length 512 --dtype bfloat16 --per-device-train-batch-size 8",
         measure=predict_sizes,
         short=SHORT,
     ),
     "process": Part(
-        [(dict(size=size), "rloo", f"--seed {i}") for i, size in enumerate(LLAMAS)],
+        [(dict(size=size), "rloo", f"--seed {seed}") for seed, size in enumerate(LLAMAS)],
         "--reward benchmark/throughput/rewards.py:share_of_letters --response-length 128"
         " --total-episodes 16 --batch-size 8 --per-device-train-batch-size 8 --save-every None",
         measure=compare_process,
