@@ -212,15 +212,15 @@ def check_loss(path, flags, loss, lines):
 def check_processes(path, flags, folder, lines):
     """Make the runs on one and on two processes, and compare them. Returns whether all is right."""
 
-    def go(run, processes, *edits):
+    def go(where, processes, *edits):
         size = processes + 1  # Two processes have other micro-batches, too.
         words = f"{flags} --per-device-train-batch-size {size}"
         edits = partial(prepare, lines=lines), *edits
         # A run that takes longer hangs.
-        return start(str(path), words, run, processes, *edits, seconds=600)
+        return start(str(path), words, where, processes, *edits, seconds=600)
 
-    def kill(run, processes, phase, call):
-        if not go(run, processes, partial(kill_at, phase=phase, call=call)):
+    def kill(where, processes, phase, call):
+        if not go(where, processes, partial(kill_at, phase=phase, call=call)):
             raise SystemExit("the run ended before a kill; it needs more iterations")
 
     one, two, killed, moved = (folder / name for name in ("one", "two", "killed", "moved"))

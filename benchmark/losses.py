@@ -140,7 +140,7 @@ def whiten(values):
     return (values - values.mean()) / (values.var(correction=0) + 1e-8).sqrt()
 
 
-def ppo(mini_batch, batch, args):
+def ppo(mini_batch, batch, args, token_rewards=token_rewards):
     """The loss of the policy, and that of the value model. The means are over tokens."""
     lengths = [len(episode.token_ids) for episode in batch]
     rewards = torch.cat([token_rewards(episode, args) for episode in batch])
