@@ -119,7 +119,7 @@ MUTATIONS = {
         "scores = scores - args.missing_eos_penalty",
         "scores = scores.clamp(max=args.score_clip) - args.missing_eos_penalty"),
     "reward model does not read the EOS": (
-        "rloo", "rewards/reward_model_reads_the_episode_with_its_eos[rloo-same vocabulary]",
+        "rloo", "rewards/reward_model_reads_the_episode_with_its_eos[rloo-llama-<pad>]",
         "token_ids + batch.token_ids[i] for i",
         "token_ids + batch.token_ids[i][:-1] for i"),
     "None counted as 0": (

@@ -16,6 +16,7 @@ import sys
 import textwrap
 
 import datasets
+import memory
 import tables
 import tyro
 import yaml
@@ -148,6 +149,9 @@ def check_command(command, folder):
         name = word.removesuffix(".py")
         if name in MODULES:
             script = changed(name, folder / patch, patch) if patch else MODULES[name]
+            if words[number - 1].endswith("memory.py"):  # It takes its own flags out of these.
+                _, after = tyro.cli(memory.Options, args=[word, *after], return_unknown_args=True)
+                after = ["--dataset", "none", *after]
             tyro.cli(script.Args, args=after)
             del words[number + 1 :]  # A program before the script has other flags.
         elif word in LAUNCHERS:

@@ -69,7 +69,11 @@ def compare_process(jobs, smoke):
             random_llama(model, dict(zip(NAMES, LLAMAS[names["size"]])))
             data = Path(folder, "prompts.jsonl")
             write_rows(
-                data, [dict(prompt=" ".join(f"w{i + j}" for j in range(32))) for i in range(8)]
+                data,
+                [
+                    dict(prompt=" ".join(f"w{32 * i + j + 200}" for j in range(32)))
+                    for i in range(8)
+                ],
             )
             words = f"{flags} --model-path {model} --dataset {data} --share-prompts False"
             found = run(script, f"{words} --no-save-rollouts", watch, force_lengths)
