@@ -18,6 +18,7 @@ Sampling holds all weights of the policy. Other models are whole.
 Not counted are CUDA's context, fragments, graphs, and models that a reward function loads.
 """
 
+import multiprocessing
 import os
 import sys
 import weakref
@@ -75,7 +76,28 @@ class Memory(TorchDispatchMode):
         return self.peak
 
 
-def measure(script, args, tokens, sizes, processes=1):
+def measure(script, *inputs):
+    """`measure_here` in a process of its own: a process that makes many fake tensors can crash."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def work():
+        try:
+            sender.send(measure_here(script, *inputs))
+        except CANNOT_FOLLOW as error:
+            sender.send(f"a model that looks at numbers cannot be followed: {error}")
+        except script.UsageError as error:
+            sender.send(str(error))
+
+    context.Process(target=work).start()
+    sender.close()  # Without an answer, `recv` raises an error now.
+    found = receiver.recv()
+    if isinstance(found, str):
+        sys.exit(f"error: {found}")
+    return found
+
+
+def measure_here(script, args, tokens, sizes, processes=1):
     """Bytes by name, for each size of micro-batches: of what stays, and of the peak of each stage.
 
     tokens: of a prompt; processes: that divide the model by FSDP2
@@ -288,17 +310,12 @@ def main(options, flags):
     args = script.check_flags(tyro.cli(script.Args, args=flags))
     args.share_prompts = bool(args.share_prompts)
     tokens = options.prompt_tokens
-    try:
-        if tokens is None:
-            script.accelerator = SimpleNamespace(print=print)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_path)
-            prompts = script.load_prompts(args, args.dataset, args.reward, tokenizer)
-            tokens = max(len(prompt.token_ids) for prompt in prompts)
-        report(script, args, tokens, options.gib, options.processes)
-    except CANNOT_FOLLOW as error:
-        sys.exit(f"error: a model that looks at numbers cannot be followed: {error}")
-    except script.UsageError as error:
-        sys.exit(f"error: {error}")
+    if tokens is None:
+        script.accelerator = SimpleNamespace(print=print)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_path)
+        prompts = script.load_prompts(args, args.dataset, args.reward, tokenizer)
+        tokens = max(len(prompt.token_ids) for prompt in prompts)
+    report(script, args, tokens, options.gib, options.processes)
 
 
 if __name__ == "__main__":
