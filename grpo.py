@@ -33,10 +33,10 @@ How to run it:
 How to read it: the lecture comes first, sections 1 to 5. You can skip the machinery after it on a
 first reading. docs/nano/ makes the same run in few lines.
 
-How to change it: for a reward, see --reward. The baseline is `grpo_advantages`, the loss is
-`grpo_loss`. docs/variants.md has more places, docs/coming_from.md has TRL's names of the flags.
-Between the stages of `main` every process holds the whole batch, as tensors on the CPU. So a change
-of `main` needs no thought about processes or devices.
+How to change it: for a reward, see --reward. The baseline is `grpo_advantages`, and the loss is
+`grpo_loss`. benchmark/losses.py states the losses, too. docs/variants.md has more places, and
+docs/coming_from.md has TRL's names of the flags. Between the stages of `main` every process holds
+the whole batch, as tensors on the CPU. So a change of `main` needs no thought about processes.
 
 Papers: Shao et al. 2024, DeepSeekMath, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783; DAPO, arXiv
 2503.14476; GSPO, arXiv 2507.18071; CISPO, arXiv 2506.13585.

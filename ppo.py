@@ -34,10 +34,10 @@ How to run it:
 How to read it: the lecture comes first, sections 1 to 5. You can skip the machinery after it on a
 first reading. docs/nano/ makes the same run in few lines.
 
-How to change it: for a reward, see --reward. The advantages are `gae`, the loss is `ppo_loss`.
-docs/variants.md has more places, docs/coming_from.md has TRL's names of the flags.
-Between the stages of `main` every process holds the whole batch, as tensors on the CPU. So a change
-of `main` needs no thought about processes or devices.
+How to change it: for a reward, see --reward. The advantages are `gae`, and the loss is
+`ppo_loss`. benchmark/losses.py states the losses, too. docs/variants.md has more places, and
+docs/coming_from.md has TRL's names of the flags. Between the stages of `main` every process holds
+the whole batch, as tensors on the CPU. So a change of `main` needs no thought about processes.
 
 Papers: Schulman et al. 2017, arXiv 1707.06347; Ziegler et al. 2019, arXiv 1909.08593; Huang et al.
 2024, The N+ Implementation Details of RLHF with PPO, arXiv 2403.17031.

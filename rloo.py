@@ -34,10 +34,10 @@ How to run it:
 How to read it: the lecture comes first, sections 1 to 5. You can skip the machinery after it on a
 first reading. docs/nano/ makes the same run in few lines.
 
-How to change it: for a reward, see --reward. The baseline is `rloo_advantages`, the loss is
-`rloo_loss`. docs/variants.md has more places, docs/coming_from.md has TRL's names of the flags.
-Between the stages of `main` every process holds the whole batch, as tensors on the CPU. So a change
-of `main` needs no thought about processes or devices.
+How to change it: for a reward, see --reward. The baseline is `rloo_advantages`, and the loss is
+`rloo_loss`. benchmark/losses.py states the losses, too. docs/variants.md has more places, and
+docs/coming_from.md has TRL's names of the flags. Between the stages of `main` every process holds
+the whole batch, as tensors on the CPU. So a change of `main` needs no thought about processes.
 
 Papers: Ahmadian et al. 2024, Back to Basics, arXiv 2402.14740; Kool et al. 2019, Buy 4 REINFORCE
 Samples, Get a Baseline for Free!
