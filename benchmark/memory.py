@@ -12,13 +12,13 @@ It prints what stays, and the peak of each stage, for micro-batches of 1, 2, 4, 
 --per-device-train-batch-size. A micro-batch changes a run by rounding alone.
 
 --processes is for FSDP2, and is arithmetic on these counts: weights, gradients and optimizer are
-divided. A pass in training gathers two layers, with their gradients, and what is in no layer.
+divided. A pass in training gathers two layers, with their gradients, and what is in no layer. With
+several passes in an update, gradients are whole meanwhile.
 Sampling holds all weights of the policy. Other models are whole.
 
 Not counted are CUDA's context, fragments, graphs, and models that a reward function loads.
 """
 
-import multiprocessing
 import os
 import sys
 import weakref
@@ -76,28 +76,7 @@ class Memory(TorchDispatchMode):
         return self.peak
 
 
-def measure(script, *inputs):
-    """`measure_here` in a process of its own: a process that makes many fake tensors can crash."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-
-    def work():
-        try:
-            sender.send(measure_here(script, *inputs))
-        except CANNOT_FOLLOW as error:
-            sender.send(f"a model that looks at numbers cannot be followed: {error}")
-        except script.UsageError as error:
-            sender.send(str(error))
-
-    context.Process(target=work).start()
-    sender.close()  # Without an answer, `recv` raises an error now.
-    found = receiver.recv()
-    if isinstance(found, str):
-        sys.exit(f"error: {found}")
-    return found
-
-
-def measure_here(script, args, tokens, sizes, processes=1):
+def measure(script, args, tokens, sizes, processes=1):
     """Bytes by name, for each size of micro-batches: of what stays, and of the peak of each stage.
 
     tokens: of a prompt; processes: that divide the model by FSDP2
@@ -117,7 +96,9 @@ def measure_here(script, args, tokens, sizes, processes=1):
         models[name] = function(*inputs)
         found[name] = memory.alive - before
 
-    rollout = min(args.per_device_rollout_batch_size or args.batch_size, args.batch_size)
+    share = ceil(args.batch_size / processes)  # of a process
+    mini_batch = ceil(args.batch_size / args.num_mini_batches / processes)
+    rollout = min(args.per_device_rollout_batch_size or share, share)
     prompts = torch.ones(rollout, tokens, dtype=torch.long)
     completions = torch.ones(rollout, args.response_length, dtype=torch.long)
     rows = torch.cat([prompts, completions], dim=1)
@@ -148,20 +129,22 @@ def measure_here(script, args, tokens, sizes, processes=1):
 
     @torch.no_grad()
     def score():
+        episodes = range(min(size, share))
         if models.get("reference") is not None:
-            script.token_logprobs(args, models["reference"], batch, range(size))
+            script.token_logprobs(args, models["reference"], batch, episodes)
         if "reward model" in models:
-            script.reward_model_scores(models["reward model"], batch, range(size))
+            script.reward_model_scores(models["reward model"], batch, episodes)
         if "value model" in models:
-            script.token_values(models["value model"], batch, range(size))
+            script.token_values(models["value model"], batch, episodes)
 
     def train():
         """One micro-batch, and another one if there is one. Then the gradients exist before."""
-        for _ in range(min(2, ceil(args.batch_size / args.num_mini_batches / processes / size))):
-            outputs = script.token_logprobs(args, models["policy"], batch, range(size))
+        for _ in range(min(2, ceil(mini_batch / size))):
+            episodes = range(min(size, mini_batch))
+            outputs = script.token_logprobs(args, models["policy"], batch, episodes)
             sum(output.sum() for output in tree_leaves(outputs)).backward()
             if "value model" in models:
-                script.token_values(models["value model"], batch, range(size)).sum().backward()
+                script.token_values(models["value model"], batch, episodes).sum().backward()
 
     def update():
         for optimizer in optimizers:
@@ -174,7 +157,9 @@ def measure_here(script, args, tokens, sizes, processes=1):
         autocast=lambda: torch.autocast("cpu", torch.bfloat16, args.dtype == "bfloat16"),
         load_model=load_model,
         check_vocabulary=lambda *_: None,
-        pass_tokens=lambda *_: (prompts[:1].expand(size, -1), completions[:1].expand(size, -1)),
+        pass_tokens=lambda _, episodes: [
+            tokens[:1].expand(len(episodes), -1) for tokens in (prompts, completions)
+        ],
     )
     unique = mock.patch.object(
         torch.Tensor,
@@ -182,7 +167,10 @@ def measure_here(script, args, tokens, sizes, processes=1):
         lambda x, **_: (x[:: args.k], torch.arange(len(x)) // args.k),
     )
     stay = mock.patch.object(torch.nn.Module, "_apply", lambda module, *_, **__: module)
-    with mock.patch.multiple(script, **changes), unique, stay:  # Fake weights cannot be moved.
+    # peft copies the head of a value model. A copied mode breaks the memory of this process.
+    same = mock.patch.object(FakeTensorMode, "__deepcopy__", lambda mode, _: mode, create=True)
+    # Fake weights cannot be moved.
+    with mock.patch.multiple(script, **changes), unique, stay, same:
         with FakeTensorMode(allow_non_fake_inputs=True), memory:
             load("policy", script.load_policy, args, 0)
             load("reference", script.load_reference, args, models["policy"], 0)
@@ -199,38 +187,41 @@ def measure_here(script, args, tokens, sizes, processes=1):
             found["gradients"] = memory.alive - start
             update()  # From now on there is the optimizer's state, too.
             updating = memory.peak_of(update)
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            found["optimizer"] = memory.alive - start
+            found["optimizer"] = memory.alive - start - found["gradients"]
             sampling = memory.peak_of(sample)
             rows = []
             for size in sizes:
                 scoring = memory.peak_of(score)
+                for (
+                    optimizer
+                ) in optimizers:  # Until here a run has the gradients of its last update.
+                    optimizer.zero_grad()
                 training = memory.peak_of(train)
                 row = found | dict(zip(STAGES, (sampling, scoring, training, updating)))
-                for optimizer in optimizers:  # The next update finds no gradients, as in a run.
-                    optimizer.zero_grad()
                 if processes > 1:
-                    divide(row, trained, processes)
+                    divide(row, trained, processes, mini_batch > size)
                 rows.append(row)
     return rows
 
 
-def divide(row, trained, processes):
-    """Change what one process holds alone to what it holds under FSDP2."""
+def divide(row, trained, processes, has_several_passes):
+    """Change what one process holds alone to what it holds under FSDP2.
+
+    has_several_passes: of an update; between them each process keeps whole gradients
+    """
     names = [name for name in ("policy", "value model", "gradients", "optimizer") if name in row]
     whole = {name: row[name] for name in names}
     for name in names:
         row[name] = whole[name] / processes
     saved = sum(whole[name] - row[name] for name in names)
     for stage in STAGES:
-        # Outside of an update there are no gradients.
-        kept = 0 if stage in ("training", "update") else whole["gradients"] * (1 - 1 / processes)
-        row[stage] -= saved - kept
+        row[stage] -= saved
     gathered = max(map(gathered_bytes, trained))
     row["sampling"] += whole["policy"]
     row["scoring"] += gathered
     row["training"] += gathered
+    if has_several_passes:
+        row["training"] += whole["gradients"] - row["gradients"]
 
 
 def gathered_bytes(model):
@@ -281,7 +272,10 @@ def report(script, args, tokens, gib, processes):
     for words, change in changes.items():
         if change.items() <= vars(args).items():
             continue
-        other = replace(args, **change)
+        try:
+            other = replace(args, **change)
+        except ValueError:  # Not with these flags, such as bfloat16 with several updates.
+            continue
         sizes = [other.per_device_train_batch_size]
         tried[words] = peak(*measure(script, other, tokens, sizes, processes))
     if processes == 1:
@@ -310,12 +304,17 @@ def main(options, flags):
     args = script.check_flags(tyro.cli(script.Args, args=flags))
     args.share_prompts = bool(args.share_prompts)
     tokens = options.prompt_tokens
-    if tokens is None:
-        script.accelerator = SimpleNamespace(print=print)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_path)
-        prompts = script.load_prompts(args, args.dataset, args.reward, tokenizer)
-        tokens = max(len(prompt.token_ids) for prompt in prompts)
-    report(script, args, tokens, options.gib, options.processes)
+    try:
+        if tokens is None:
+            script.accelerator = SimpleNamespace(print=print)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_path)
+            prompts = script.load_prompts(args, args.dataset, args.reward, tokenizer)
+            tokens = max(len(prompt.token_ids) for prompt in prompts)
+        report(script, args, tokens, options.gib, options.processes)
+    except CANNOT_FOLLOW as error:
+        sys.exit(f"error: a model that looks at numbers cannot be followed: {error}")
+    except script.UsageError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

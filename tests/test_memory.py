@@ -18,7 +18,11 @@ CASES = {
     "checkpointing": dict(gradient_checkpointing=True),
     "LoRA, bfloat16": dict(lora_r=4, dtype="bfloat16"),
     "one pass": dict(per_device_train_batch_size=12),
-    "sampling": dict(per_device_train_batch_size=1, response_length=30),
+    # Sampling has the highest peak, beside the gradients of the update before.
+    "sampling": dict(
+        per_device_train_batch_size=1, response_length=36, gradient_checkpointing=True
+    ),
+    "mini-batches": dict(num_mini_batches=2, per_device_train_batch_size=12),
     "shared": dict(share_prompts=True),
     "reward model": dict(reward_model_path="classifier"),
 }
