@@ -24,9 +24,9 @@ value with which it acts: at 0, its lines may run and do nothing.
 Not judged are sampling and scores: scores of another row are "right". So is what goes wrong only
 with three processes, or after more than six iterations.
 
-All runs are on the CPU, at temperature 2. Numbers are compared in units of their size, or of 0.2
-if it is smaller, weights in units of the distance that they moved, and learning rates as they are.
-AdamW has eps 1e-5: with its default it makes a whole step of a gradient that is 0 up to rounding.
+All runs are on the CPU, at temperature 2. Numbers are compared in units of their size, or of 1 if
+it is smaller, weights in units of the distance that they moved, and learning rates as they are.
+AdamW has eps 1e-3: with less it makes whole steps of a gradient that is 0 up to rounding.
 """
 
 import ast
@@ -69,7 +69,7 @@ SUMS = "17+13=30 25+48=73 60+19=79 85+46=131 38+57=95 12+7=19 9+3=12"
 # processes share them as 3 and 2, or as 2 and 1.
 FLAGS = (
     "--total-episodes 112 --batch-size 20 --num-ppo-epochs 1 --per-device-train-batch-size 2"
-    " --learning-rate 3e-5 --temperature 2 --eval-every 2 --eval-temperature 1 --eval-k 4"
+    " --learning-rate 1e-4 --temperature 2 --eval-every 2 --eval-temperature 1 --eval-k 4"
     " --save-every 1 --save-rollouts --resume"
 )
 # What a run computes of each episode, in this order.
@@ -85,7 +85,7 @@ SAVED = (
 SCHEDULE = (
     "the schedule: it goes to `accelerator.register_for_checkpointing`, and never through `prepare`"
 )
-# Between one process and two. About 1e-5 was measured.
+# Between one process and two. In six copies, with two seeds, at most 9e-6 was measured.
 ROUNDING = 3e-5
 
 # The most likely cause if this is the first to differ: after kills, and on two processes.
@@ -128,7 +128,7 @@ def difference(value, right):
         value, right = np.array([value, right], float)
     except (TypeError, ValueError):  # texts, or lists of unequal length
         return inf
-    return float((abs(value - right) / np.maximum(abs(right), 0.2)).max())
+    return float((abs(value - right) / np.maximum(abs(right), 1)).max())
 
 
 def compare(about, folder, right, allowed, after_kills):
@@ -163,7 +163,7 @@ def compare(about, folder, right, allowed, after_kills):
 
 def prepare(module, lines):
     """Change the module of a copy before it runs, and note which of its lines are executed."""
-    module.torch.optim.AdamW = partial(module.torch.optim.AdamW, eps=1e-5)
+    module.torch.optim.AdamW = partial(module.torch.optim.AdamW, eps=1e-3)
     if coverage:
         recorder = coverage.Coverage(lines, data_suffix=True, include=module.__file__)
         recorder.start()
