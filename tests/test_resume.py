@@ -14,11 +14,10 @@ from unittest.mock import Mock
 
 import accelerate
 import torch
-from conftest import HERE, column, contents, import_file, one_text, only, result_of
+from conftest import column, contents, one_text, only, result_of
+from kill_and_resume import kill_at
 from pytest import fixture, raises, warns
 from safetensors.torch import load_file
-
-kill_at = import_file(HERE / "benchmark/hardware/kill_and_resume.py").kill_at
 
 
 @fixture
