@@ -5,7 +5,9 @@
 
 The script's own flags come after it. No GPU and no weights are needed: a model's configuration and
 tokenizer are read. The script's functions run on fake tensors, which have a shape and no numbers,
-and the bytes of living tensors are counted. All prompts are as long as the longest one, and all
+and the bytes of living tensors are counted. A copy's `load_policy`, `load_reference`,
+`token_logprobs` and so on are counted as the copy has them. What `main` itself computes, or loads
+in another way, is not. All prompts are as long as the longest one, and all
 completions as --response-length. Where --share-prompts is not given, it is as on a GPU.
 
 It prints what stays, and the peak of each stage, for micro-batches of 1, 2, 4, ... up to that of
@@ -88,6 +90,8 @@ def measure(script, args, tokens, sizes, processes=1):
 
     def load_model(path, dtype, longest, auto_class=transformers.AutoModelForCausalLM, **changes):
         config = transformers.AutoConfig.from_pretrained(path, **changes)
+        if hasattr(config, "quantization_config"):
+            raise script.UsageError(f"{path}: quantized weights are not counted")
         make = getattr(auto_class, "from_config", None) or auto_class._from_config
         return make(config, dtype=getattr(torch, dtype)).eval()
 
@@ -192,10 +196,8 @@ def measure(script, args, tokens, sizes, processes=1):
             rows = []
             for size in sizes:
                 scoring = memory.peak_of(score)
-                for (
-                    optimizer
-                ) in optimizers:  # Until here a run has the gradients of its last update.
-                    optimizer.zero_grad()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()  # Until here a run has those of its last update.
                 training = memory.peak_of(train)
                 row = found | dict(zip(STAGES, (sampling, scoring, training, updating)))
                 if processes > 1:
@@ -254,13 +256,15 @@ def report(script, args, tokens, gib, processes):
     limit = USABLE * gib * GIB
     fitting = [size for size, row in zip(sizes, columns) if peak(row) < limit]
     about = f"below {USABLE:.0%} of {gib:g} GiB"
+    best = fitting[-1] if fitting else 1
     if fitting:
-        print(f"{about}: --per-device-train-batch-size {fitting[-1]}")
+        print(f"{about}: --per-device-train-batch-size {best}")
     else:
         print(f"nothing stays {about}")
+    now = peak(columns[sizes.index(best)])
+    args = replace(args, per_device_train_batch_size=best)
     rollout = args.per_device_rollout_batch_size or args.batch_size
     changes = {
-        "--per-device-train-batch-size 1": dict(per_device_train_batch_size=1),
         f"--per-device-rollout-batch-size {ceil(rollout / 4)}": dict(
             per_device_rollout_batch_size=ceil(rollout / 4)
         ),
@@ -276,11 +280,10 @@ def report(script, args, tokens, gib, processes):
             other = replace(args, **change)
         except ValueError:  # Not with these flags, such as bfloat16 with several updates.
             continue
-        sizes = [other.per_device_train_batch_size]
-        tried[words] = peak(*measure(script, other, tokens, sizes, processes))
+        tried[words] = peak(*measure(script, other, tokens, [best], processes))
     if processes == 1:
-        tried["FSDP2 on 8 processes"] = peak(*measure(script, args, tokens, [most], 8))
-    print(f"the peak with micro-batches of {most} is {peak(columns[-1]) / GIB:.2f}; with")
+        tried["FSDP2 on 8 processes"] = peak(*measure(script, args, tokens, [best], 8))
+    print(f"the peak with micro-batches of {best} is {now / GIB:.2f}; with")
     for words in sorted(tried, key=tried.get):
         print(f"{tried[words] / GIB:8.2f}  {words}")
 

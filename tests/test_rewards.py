@@ -160,7 +160,7 @@ def test_random_numbers_of_a_reward_are_those_of_its_iteration(script, run, tmp_
 def test_random_numbers_of_two_processes(world, tmp_path):
     """In a reward they differ. After it they are equal again, so `main` may draw some."""
     line = "        ref_logprobs = None\n"
-    drawn = '        print("drawn", iteration, torch.rand(()).item())\n'
+    drawn = '        print(f"drawn {iteration} {torch.rand(()).item()}\\n", end="")\n'  # One write.
     copy = changed("rloo", tmp_path, texts={line: line + drawn})
     (tmp_path / "mine.py").write_text(DRAWS)
     flags = base_flags(world, dict(reward=f"{tmp_path}/mine.py:score", batch_size=6))

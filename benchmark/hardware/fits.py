@@ -68,16 +68,12 @@ def compare_process(jobs, smoke):
             model = Path(folder, "model")
             random_llama(model, dict(zip(NAMES, LLAMAS[names["size"]])))
             data = Path(folder, "prompts.jsonl")
-            write_rows(
-                data,
-                [
-                    dict(prompt=" ".join(f"w{32 * i + j + 200}" for j in range(32)))
-                    for i in range(8)
-                ],
-            )
-            words = f"{flags} --model-path {model} --dataset {data} --share-prompts False"
-            found = run(script, f"{words} --no-save-rollouts", watch, force_lengths)
-            rows.append(names | dict(process_gib=found["peak_gib"]) | predict(script, words, 32))
+            words = [f"w{number}" for number in range(200, 456)]  # 8 prompts of 32
+            prompts = [" ".join(words[i::8]) for i in range(8)]
+            write_rows(data, [dict(prompt=prompt) for prompt in prompts])
+            flags += f" --model-path {model} --dataset {data} --share-prompts False"
+            found = run(script, f"{flags} --no-save-rollouts", watch, force_lengths)
+            rows.append(names | dict(process_gib=found["peak_gib"]) | predict(script, flags, 32))
     return rows
 
 
