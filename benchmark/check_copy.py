@@ -17,9 +17,9 @@ other micro-batches, so their run may differ by rounding from that of one. They 
 of five episodes, so their shares are not equal. A copy that samples or trains in bfloat16 fails
 here, as does its loss: there, rounding is larger.
 
-If something is broken, the exit status is 1, and the first thing that differs is named. With the
-package coverage, the program names changed lines that no run has executed. Give each new flag a
-value with which it acts: at 0, its lines may run and do nothing.
+If something is broken, the exit status is 1, and the first thing that differs is named. The runs
+after it are not made. With the package coverage, the program names changed lines that no run has
+executed. Give each new flag a value with which it acts: at 0, its lines may run and do nothing.
 
 Not judged are sampling and scores: scores of another row are "right". So is what goes wrong only
 with three processes, or after more than six iterations.
@@ -210,7 +210,8 @@ def check_loss(path, flags, loss, lines):
 
 
 def check_processes(path, flags, folder, lines):
-    """Make the runs on one and on two processes, and compare them. Returns whether all is right."""
+    """Make the runs on one and on two processes, and compare them, until something is broken.
+    Returns whether all is right."""
 
     def go(where, processes, *edits):
         size = processes + 1  # Two processes have other micro-batches, too.
@@ -226,18 +227,18 @@ def check_processes(path, flags, folder, lines):
     one, two, killed, moved = (folder / name for name in ("one", "two", "killed", "moved"))
     go(one, 1)
     go(two, 2)
+    if not compare("two processes, or one", two, one, ROUNDING, after_kills=False):
+        return False
     kill(killed, 2, "written", 2)  # in the second iteration
     kill(killed, 2, "metrics", 2)  # in the third
     go(killed, 2)
     about = "two processes, killed twice and resumed, or never killed"
-    is_right = compare(about, killed, two, 0, after_kills=True)
-    is_right &= compare("two processes, or one", two, one, ROUNDING, after_kills=False)
-    if is_right:
-        kill(moved, 1, "metrics", 3)  # in the second iteration
-        go(moved, 2)
-        about = "one process, killed and resumed on two, or never killed"
-        is_right = compare(about, moved, one, ROUNDING, after_kills=True)
-    return is_right
+    if not compare(about, killed, two, 0, after_kills=True):
+        return False
+    kill(moved, 1, "metrics", 3)  # in the second iteration
+    go(moved, 2)
+    about = "one process, killed and resumed on two, or never killed"
+    return compare(about, moved, one, ROUNDING, after_kills=True)
 
 
 def changed_lines(texts):
