@@ -36,7 +36,7 @@ def test_a_prediction_is_the_peak_of_a_run(case, world, run, tmp_path):
     """Within a few percent. The run has real tensors, of equal lengths, as no token ends one."""
     name, case = case.split(": ")
     script = MODULES[name]
-    shape = dict(vocab_size=1000, hidden_size=64, intermediate_size=256, num_hidden_layers=4)
+    shape = dict(vocab_size=1000, hidden_size=64, intermediate_size=256, num_hidden_layers=2)
     shape |= dict(tokenizer=make_tokenizer(eos_token=None), initializer_range=0.02)
     prompts = [f"{number:024b}" for number in range(8)]
     flags = dict(
