@@ -60,11 +60,6 @@ HELPER = {
     MAIN: f"\n\ndef halved(\n    scores,\n):\n    return scores / 2\n{MAIN}",
     REWARDS: f"scores = halved(scores)\n        {REWARDS}",
 }
-MEAN = {
-    REWARDS: f"""state["n"] = accelerator.num_processes
-        state["mean"] = 0.9 * state.get("mean", 0.0) + 0.1 * scores.mean().item()
-        {REWARDS} * (1 + 20 * state["mean"])"""
-}
 # The texts of each copy, and what takes their place.
 COPIES = {
     "unchanged": {},
@@ -93,23 +88,17 @@ COPIES = {
     "micro-batch": {DENOMINATOR: DENOMINATOR.replace("mini_batch", "episodes")},
     "to_train": {TO_TRAIN: "to_train = mini_batch[batch.ended[mini_batch]]"},
     # kills and processes
-    # The same prompt scores more when it comes again. A resumed run has forgotten.
-    "seen": {
-        MAIN: f"\n\nSEEN = {{}}\n{MAIN}",
-        REWARDS: f"""for i, prompt in enumerate(batch.prompts):
-            scores[i] += SEEN.get(prompt.text, 0.0)
-        SEEN.update((prompt.text, 1.0) for prompt in batch.prompts)
-        {REWARDS}""",
-    },
     "counter": {
         MAIN: f"\n\nCOUNTER = iter(range(100))\n{MAIN}",
         "first = (iteration - 1) *": "first = next(COUNTER) *",
     },
-    # A running mean that a checkpoint gives back to the main process, or to as many processes.
-    "main process": MEAN
-    | {LOADED: f"{LOADED}\n            state['mean'] *= accelerator.is_main_process"},
-    "as many": MEAN
-    | {LOADED: f"{LOADED}\n            state['mean'] *= state['n'] == accelerator.num_processes"},
+    # A running mean that a checkpoint gives back only to as many processes.
+    "as many": {
+        REWARDS: f"""state["n"] = accelerator.num_processes
+        state["mean"] = 0.9 * state.get("mean", 0.0) + 0.1 * scores.mean().item()
+        {REWARDS} * (1 + 20 * state["mean"])""",
+        LOADED: f"{LOADED}\n            state['mean'] *= state['n'] == accelerator.num_processes",
+    },
     "not registered": {"    accelerator.register_for_checkpointing(scheduler)\n": ""},
     "prepared": {
         PREPARE: "policy, optimizer, scheduler = accelerator.prepare(policy, optimizer, scheduler)"
@@ -189,9 +178,7 @@ prepared       | 1 | 1 | iteration 2: lr is .*\n.*never through `prepare`
 share          | 4 | 1 | iteration 1: loss/policy_avg .*\n.* a mean over
 noise          | 4 | 1 | iteration 1: loss/policy_avg .*\n.* inside of the loop
 evaluation     | 1 | 1 | iteration 0: eval/.*\n.* `keyed_rng`
-seen           | 1 | 2 | iteration 2: score is .*\n.* `state`
 counter        | 1 | 2 | iteration 2: prompt is .*\n.* `state`
-main process   | 1 | 2 | iteration 2: .*\n.* `state`
 not registered | 1 | 2 | iteration 3: lr is .*\n.*`accelerator.register_for_
 as many        | 1 | 3 | iteration 2: .*\n.* `state`
 """

@@ -29,6 +29,7 @@ SIZES = {  # of Qwen2.5, and whether head and embedding are one
     "7B": ((3584, 18_944, 28, 28, 4, 152_064), False),
 }
 LLAMAS = {"42M": (256, 768, 4, 4, 4, 151_936), "135M": (576, 1536, 30, 9, 3, 49_152)}
+TINY = (64, 128, 2, 2, 2, 512)  # of a smoke run
 WAYS = {
     "all weights": "",
     "and checkpointing": "--gradient-checkpointing",
@@ -51,7 +52,7 @@ def predict_sizes(jobs, smoke):
     rows = []
     for (script, flags), names in jobs.items():
         with tempfile.TemporaryDirectory() as folder:
-            shape, is_tied = SIZES["0.5B" if smoke else names["size"]]
+            shape, is_tied = (TINY, True) if smoke else SIZES[names["size"]]
             shape = dict(zip(NAMES, shape)) | dict(tie_word_embeddings=is_tied)
             transformers.Qwen2Config(**shape).save_pretrained(folder)
             rows.append(names | predict(script, f"{flags} --model-path {folder}", 1000))
@@ -66,7 +67,8 @@ def compare_process(jobs, smoke):
     for (script, flags), names in jobs.items():
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder, "model")
-            random_llama(model, dict(zip(NAMES, LLAMAS[names["size"]])))
+            shape = TINY if smoke else LLAMAS[names["size"]]
+            random_llama(model, dict(zip(NAMES, shape)))
             data = Path(folder, "prompts.jsonl")
             words = [f"w{number}" for number in range(200, 456)]  # 8 prompts of 32
             prompts = [" ".join(words[i::8]) for i in range(8)]
