@@ -7,8 +7,8 @@ The script's own flags come after it. No GPU and no weights are needed: a model'
 tokenizer are read. The script's functions run on fake tensors, which have a shape and no numbers,
 and the bytes of living tensors are counted. A copy's `load_policy`, `load_reference`,
 `token_logprobs` and so on are counted as the copy has them. What `main` itself computes, or loads
-in another way, is not. All prompts are as long as the longest one, and all
-completions as --response-length. Where --share-prompts is not given, it is as on a GPU.
+in another way, is not. All prompts are as long as the longest one, and all completions as
+--response-length. Where --share-prompts is not given, it is as on a GPU.
 
 It prints what stays, and the peak of each stage, for micro-batches of 1, 2, 4, ... up to that of
 --per-device-train-batch-size. A micro-batch changes a run by rounding alone.
