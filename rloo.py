@@ -12,7 +12,8 @@ its completions is an episode. A completion is one action.
 
 p(y_it) is the probability of token t, given the prompt and the tokens before it. p_old is the
 policy that sampled the completion. p_new is the policy that is being trained. p_ref is a frozen
-reference model. c is --cliprange.
+reference model. c is --cliprange. In the KL, a token's difference of up to 1e-4 nats counts as 0:
+it is rounding.
 
 By default a batch gets one update, which is one optimizer step. Then p_new is p_old, and every
 ratio is 1. The loss is 0, because the advantages of a group add up to 0. But p_old is a constant,
@@ -57,6 +58,7 @@ import sys
 import time
 import warnings
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from math import ceil, floor, inf, isfinite, isinf, nan
 from pathlib import Path
@@ -100,7 +102,6 @@ class Args:
     # model and data
     model_path: str = str(DEFAULT / "policy")  # policy and tokenizer: a folder or a Hub name
     lora_r: int | None = None  # rank of LoRA adapters (arXiv 2106.09685); None: train all weights
-    lora_alpha: int | None = None  # adapters are multiplied by this / rank; None: twice the rank
     share_prompts: bool | None = None
     """in training, run a prompt once for all its completions; None: on a CPU, but not with
     --gradient-checkpointing, which excludes it"""
@@ -268,7 +269,7 @@ def main(args):
     longest_row = max(len(p.token_ids) for p in prompts + eval_prompts) + args.response_length
     policy = load_policy(args, longest_row)
     ends = completion_ends(args, policy, tokenizer)
-    reference = load_reference(args, policy, longest_row)  # None: there is no KL
+    reference = load_reference(args, policy, tokenizer, longest_row)  # None: there is no KL
     reward, eval_reward = load_rewards(args, policy, tokenizer, longest_row)
 
     size = args.per_device_train_batch_size  # of a micro-batch, in episodes
@@ -326,11 +327,13 @@ def main(args):
         # ---- 4d  optimize
         train_start = time.perf_counter()
         updates = []  # the metrics of each update
+        # Advantage 0 gives gradient 0. With a second loss: has_gradient[:] = True
+        has_gradient = (advantages != 0).any(1)  # [episodes]
         for ppo_epoch in range(args.num_ppo_epochs):
             for mini_batch in draw_mini_batches(args, iteration, ppo_epoch, num_episodes):
                 optimizer.zero_grad()
-                # Advantage 0 gives gradient 0: no pass. With a second loss: to_train = mini_batch.
-                to_train = mini_batch[(advantages[mini_batch] != 0).any(1)]
+                # Episodes without a gradient need no pass. The first iterations check that.
+                to_train = mini_batch[has_gradient[mini_batch] | (iteration <= 3)]
                 passes = []  # what each pass of this process computed
                 for episodes, is_real, is_last_pass in micro_batches(to_train, batch.lengths, size):
                     with exchange_gradients(policy, now=is_last_pass):
@@ -341,6 +344,9 @@ def main(args):
                         # A second loss is added here, as its sum over the tokens of each episode.
                         assert losses.shape == advantages[episodes].shape, (
                             "losses are [episodes, actions]: one for each action"
+                        )
+                        assert (losses[~has_gradient[episodes]] == 0).all(), (
+                            "episodes with this loss are skipped later: set has_gradient[:] = True"
                         )
                         losses = losses * batch.mask[episodes, : losses.shape[1]]
                         # Divide by the size of the whole mini-batch, not of this micro-batch. So
@@ -354,7 +360,8 @@ def main(args):
                     where = f"iteration {iteration}, step {state['step'] + 1}"
                     raise RuntimeError(f"{where}: gradient norm {grad_norm}")
                 # In the first update of a batch, the policy must agree with its sampler.
-                update = update_metrics(args, batch, mini_batch, to_train, passes, not updates)
+                trained = to_train[has_gradient[to_train]]
+                update = update_metrics(args, batch, mini_batch, trained, passes, not updates)
                 updates.append(update | {"grad_norm": grad_norm})
                 learning_rate = optimizer.param_groups[0]["lr"]
                 optimizer.step()
@@ -425,6 +432,7 @@ class Batch:
     logprobs: Tensor  # [episodes, response], of each token, by the policy that sampled it
     entropies: Tensor  # [episodes, response], exact entropy of each token's distribution
     lengths: Tensor  # [episodes], tokens of the prompt and of the group's longest completion
+    reward_seconds: float = 0.0  # until all processes had their scores
 
 
 @dataclass
@@ -642,6 +650,8 @@ def start_accelerator(args):
         gradient_accumulation_plugin=accelerate.utils.GradientAccumulationPlugin(num_steps=1),
         mixed_precision="no",
         dynamo_backend="no",
+        # How long a process waits for the others, such as for a slow reward. Its default is 10 min.
+        kwargs_handlers=[accelerate.InitProcessGroupKwargs(timeout=timedelta(hours=2))],
         log_with=args.log_with,
         project_dir=args.output_dir or "runs",
         cpu=torch.mps.is_available(),  # Apple's GPUs have no float64, which sampling needs.
@@ -874,6 +884,8 @@ def tokenize(tokenizer, row):
         chosen = row.get("chat_template_kwargs") or {}
         settings = {name: value for name, value in chosen.items() if value is not None}
         settings = {"add_generation_prompt": True} | settings
+        if row.get("tools"):
+            raise ValueError('`tools` belong into `chat_template_kwargs`: {"tools": ...}')
         text = tokenizer.apply_chat_template(text, tokenize=False, **settings)
         check_chat(row["prompt"], text, settings)
     # A template writes the special tokens itself.
@@ -889,13 +901,26 @@ def check_chat(messages, text, settings):
 
     text: what the chat template made of it; settings: of the template
     """
+    question = "without a user"
     for message in messages:
         role = message["role"]
         content = message.get("content")
-        # Templates cut an assistant's reasoning, and write a tool's JSON in their own way.
-        is_shown = isinstance(content, str) and content.strip() in text
-        if not is_shown and role not in ("assistant", "tool"):
-            raise ValueError(f"the chat template does not show the {role}'s `content`, a text")
+        if content is None and message.get("tool_calls"):
+            continue
+        if role == "tool" and isinstance(content, dict):  # Each template writes it in its own way.
+            continue
+        if not isinstance(content, str):
+            raise ValueError(f"the {role}'s `content` is no text")
+        if role == "user":
+            question = content.strip()
+        if role == "assistant":  # Templates cut its reasoning.
+            content = content.rpartition("</think>")[2]
+        # A template may take out switches, such as "/no_think", and write a tool's text as JSON.
+        for piece in map(str.strip, re.split(r"(?:^|\s)/\w+(?=\s|$)", content)):
+            if piece not in text and json.dumps(piece, ensure_ascii=False)[1:-1] not in text:
+                raise ValueError(f"the chat template does not show the {role}'s {piece!r:.60}")
+    if not question:
+        raise ValueError("the last message of the user has no text")
     if role == "assistant" and not settings.get("continue_final_message"):
         raise ValueError("the last message is the assistant's, without continue_final_message")
 
@@ -972,9 +997,15 @@ def load_reward(spec):
         # It may import its neighbours. A pool of processes imports it by this name.
         sys.path.append(str(file.parent))
         module = file.stem
-        found = importlib.util.find_spec(module)
+        found = None if "." in module else importlib.util.find_spec(module)
         if found is None or found.origin != str(file):
-            raise UsageError(f"--reward {spec}: no such file, or another module has its name")
+            raise UsageError(
+                f"--reward {spec}: no such file, or its name has a dot, or is another module's"
+            )
+        # The run keeps a copy of the file. A notebook's process imports a file only once.
+        text = file.read_bytes()
+        if vars(importlib.import_module(module)).setdefault("__text__", text) != text:
+            raise UsageError(f"--reward {spec}: {file} was edited; restart the kernel to load it")
     reward = getattr(importlib.import_module(module), function, None)
     if reward is None or inspect.iscoroutinefunction(reward):
         raise UsageError(f"--reward {spec}: no such function, or an async one")
@@ -990,11 +1021,12 @@ def score_episodes(args, batch, reward, where):
     the named parts of its score.
     """
     function, model = reward
+    start = time.perf_counter()
     parts = [{} for _ in batch.prompts]  # of the score of each episode
     if model is not None:
         one_pass = partial(reward_model_scores, model, batch)
         scores = map_episodes(one_pass, batch.lengths, args.per_device_train_batch_size)
-        for part, score in zip(parts, scores[first_equal(batch)].tolist()):
+        for part, score in zip(parts, scores[first_equal(batch)].tolist(), strict=True):
             part["reward/reward_model"] = score
     groups = torch.arange(len(batch.prompts)).view(-1, batch.k)
     share = groups.tensor_split(accelerator.num_processes)[accelerator.process_index]
@@ -1020,22 +1052,24 @@ def score_episodes(args, batch, reward, where):
         if not isinstance(scores, dict) or not scores:
             scores = {"": scores}
         for name, values in scores.items():
-            gave = f"{where}: {name or '--reward'} gave"
-            if isinstance(values, (str, bytes, dict, type(None))):  # None: without a `return`
-                raise UsageError(f"{gave} {values!r:.60} in place of scores")
-            values = list(values)
+            gave = f"{where}: --reward{name and f' ({name})'} gave"
+            try:
+                if isinstance(values, (str, bytes, dict)):  # Their items may be numbers, too.
+                    raise TypeError("a list of numbers is needed")
+                values = [None if value is None else float(value) for value in values]
+            except (TypeError, ValueError) as error:
+                raise UsageError(f"{gave} {values!r:.60} in place of scores: {error}") from error
             if f"reward/{name}" in parts[0]:  # One of them would be lost.
                 raise UsageError(f"{where}: two parts of the score are named {name!r}")
             if len(values) != len(share):
                 raise UsageError(f"{gave} {len(values)} scores for {len(share)} completions")
-            for prompt, part, value in zip(prompts, parts, values):
-                if value is not None:
-                    value = float(value)
-                    if not abs(value) < 1e38:  # float32 holds it
-                        raise UsageError(f"{gave} {value} for {prompt!r}")
+            for i, part, value in zip(share, parts, values, strict=True):
+                if value is not None and not abs(value) < 1e38:  # float32 holds it
+                    raise UsageError(f"{gave} {value} for {batch.prompts[i].text!r}")
                 part[f"reward/{name}"] = value
     accelerate.utils.set_seed(seed)
     parts = gather_object(parts)
+    batch.reward_seconds = time.perf_counter() - start
     table = [[value for value in part.values() if value is not None] for part in parts]
     scores = [sum(values) if values else nan for values in table]
     parts = [{name: part[name] for name in part if name != "reward/"} for part in parts]
@@ -1069,12 +1103,17 @@ def load_model(path, dtype, longest_row, auto_class=transformers.AutoModelForCau
     config
     """
     model, info = auto_class.from_pretrained(
-        path, dtype=dtype, return_dict=True, output_loading_info=True, **changes
+        path,
+        dtype=dtype,
+        return_dict=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # They are refused below, by name.
+        **changes,
     )
     # A missing weight would be random. A layer that the config does not count would be left out.
     own = model.state_dict()
     uncounted = {w for w in info["unexpected_keys"] if re.sub(r"\.\d+\.", ".0.", w) in own}
-    wrong = info["missing_keys"] | uncounted
+    wrong = info["missing_keys"] | uncounted | {name for name, *_ in info["mismatched_keys"]}
     if wrong:
         raise UsageError(f"{path}: weights do not fit the config: {sorted(wrong)}")
     check_positions(path, model.config, longest_row - 1)  # Its last token is no input.
@@ -1096,14 +1135,17 @@ def load_model(path, dtype, longest_row, auto_class=transformers.AutoModelForCau
 
 
 def check_vocabulary(path, model, policy, tokenizer):
-    """Refuse a reward or value model that cannot read all tokens of the policy."""
-    vocabulary = transformers.AutoTokenizer.from_pretrained(path).get_vocab()
-    has_rows = embedding_rows(model) >= embedding_rows(policy)
-    if vocabulary != tokenizer.get_vocab() or not has_rows:
-        raise UsageError(
-            f"{path} needs the vocabulary of --model-path, and as many rows in its embedding. As a"
-            " --reward, benchmark/reward_model.py:score takes other models"
-        )
+    """Refuse a model that reads a token of the policy as another one, or has no row for it."""
+    try:
+        ids = transformers.AutoTokenizer.from_pretrained(path).get_vocab()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} needs the tokenizer of --model-path: {error}") from error
+    for token, number in tokenizer.get_vocab().items():
+        if number < embedding_rows(policy) and not ids.get(token) == number < embedding_rows(model):
+            raise UsageError(
+                f"{path} does not know the token {token!r} of --model-path as {number}. As a"
+                " --reward, benchmark/reward_model.py:score takes other models"
+            )
 
 
 def embedding_rows(model):
@@ -1143,6 +1185,7 @@ def completion_ends(args, policy, tokenizer):
     generation config and of the tokenizer, --stop-token-id and --stop-string."""
     eos_ids = np.ravel(policy.generation_config.eos_token_id).tolist()  # one, several, or None
     eos_ids = sorted({*eos_ids, tokenizer.eos_token_id, args.stop_token_id} - {None})
+    policy.generation_config.eos_token_id = eos_ids  # So `generate` of the saved model ends there.
     ends = [transformers.EosTokenCriteria(eos_ids)]
     if args.stop_string is not None:
         ends.append(transformers.StopStringCriteria(tokenizer, [args.stop_string]))
@@ -1167,9 +1210,8 @@ def prepare_for_training(args, model, index, **settings):
         if Path(model.name_or_path).exists():  # The adapters name it. Their folder may be moved.
             model.name_or_path = str(Path(model.name_or_path).resolve())
         torch.manual_seed(int(keyed_rng(args.seed, NEW_WEIGHTS, index).integers(2**32)))
-        alpha = args.lora_alpha or 2 * args.lora_r
         config = peft.LoraConfig(
-            r=args.lora_r, lora_alpha=alpha, target_modules="all-linear", **settings
+            r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules="all-linear", **settings
         )
         model = peft.get_peft_model(model, config).eval()
         # A checkpoint of LoRA holds only what is trained. The rest comes from --model-path.
@@ -1201,7 +1243,7 @@ def make_optimizer(args, model):
     )
 
 
-def load_reference(args, policy, longest_row):
+def load_reference(args, policy, tokenizer, longest_row):
     """The frozen model of the KL, which is called like the policy. None where there is no KL.
 
     With LoRA it is the policy without its adapters, unless --ref-model-path names another model.
@@ -1209,9 +1251,9 @@ def load_reference(args, policy, longest_row):
     if args.kl_coef == 0 and args.ref_model_path is None:
         return None
     if args.lora_r is None or args.ref_model_path is not None:
-        model = load_model(args.ref_model_path or args.model_path, args.dtype, longest_row)
-        if embedding_rows(model) != embedding_rows(policy):
-            raise UsageError("--ref-model-path must have the vocabulary of --model-path")
+        path = args.ref_model_path or args.model_path
+        model = load_model(path, args.dtype, longest_row)
+        check_vocabulary(path, model, policy, tokenizer)
         return model
 
     def policy_without_adapters(*inputs, **settings):
@@ -1329,6 +1371,7 @@ def write_jsonl(path, records, mode="w"):
 def rollout_metrics(batch, scores):
     """What the batch itself shows. Means are over its episodes or its tokens."""
     return {
+        "time/reward_s": batch.reward_seconds,
         "objective/scores": scores.nanmean(),
         "objective/entropy": -batch.logprobs.sum(1).mean(),  # an estimate, per episode
         "policy/entropy_avg": batch.entropies[batch.mask].mean(),  # exact, per token
@@ -1483,23 +1526,29 @@ def save_episodes(args, plan, output_dir, metrics, batch, columns, parts):
 
 
 def choose_output_dir(args, prompts):
-    """The folder of the run, the same on all processes, and what its args.yaml will hold.
-
-    Only --resume may use a folder that holds a run, and no flag or row may make it another run. If
-    the run is finished, the program ends here.
-    """
+    """The folder of the run, the same on all processes, and what its args.yaml will hold."""
     name = f"runs/{Path(__file__).stem}__{args.seed}__{int(time.time())}__{os.getpid()}"
     # The clocks of two processes may differ.
     output_dir = Path(gather_object([args.output_dir or name])[0]).absolute()
     accelerator.project_configuration.logging_dir = str(output_dir)
-    # Without the addresses of objects, such as images.
-    rows = re.sub(r" at 0x\w+", "", repr([(prompt.row, prompt.token_ids) for prompt in prompts]))
+    digest = hashlib.sha256()
+    for prompt in prompts:  # Without the addresses of objects, such as images.
+        row = re.sub(r" at 0x\w+", "", repr((prompt.row, prompt.token_ids)))
+        digest.update(row.encode())
     settings = vars(args) | {
         "output_dir": str(output_dir),
-        "prompts": f"SHA-256 {hashlib.sha256(rows.encode()).hexdigest()[:12]}",
+        "prompts": f"SHA-256 {digest.hexdigest()[:12]}",
+        "processes": accelerator.num_processes,
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__},"
         f" accelerate {accelerate.__version__}",
     }
+    check_output_dir(args, output_dir, settings)
+    return output_dir, settings
+
+
+def check_output_dir(args, output_dir, settings):
+    """Only --resume may use a folder that holds a run, and no flag or row may make it another run.
+    If the run is finished, the program ends here."""
     file = output_dir / "args.yaml"
     if any((output_dir / name).exists() for name in ("metrics.jsonl", "checkpoints", "model")):
         if not (args.resume and file.exists()):
@@ -1515,11 +1564,11 @@ def choose_output_dir(args, prompts):
         accelerator.print(f"nothing to do: the run in {output_dir} is finished")
         accelerator.end_training()
         sys.exit()
-    return output_dir, settings
 
 
 def claim_output_dir(args, output_dir, settings):
     """Lock the folder, and write into it what the run is: script, reward and args.yaml."""
+    refusal = None
     if accelerator.is_main_process:
         output_dir.mkdir(parents=True, exist_ok=True)
         # A killed process gives its lock back. A notebook may take its own again.
@@ -1528,22 +1577,35 @@ def claim_output_dir(args, output_dir, settings):
         try:
             lock.acquire()
         except filelock.Timeout:
-            raise UsageError(f"another run writes into {output_dir}") from None
+            refusal = f"another run writes into {output_dir}"
         except OSError:  # Some network disks have no locks.
             pass
-        files = {Path(__file__).name: SCRIPT}
-        module, is_file, _ = args.reward.rpartition(".py:")
-        if is_file:
-            reward = Path(f"{module}.py")
-            files[reward.name] = reward.read_bytes()
-        for name, content in files.items():
-            kept = output_dir / name
-            if kept.exists() and kept.read_bytes() != content:
-                raise UsageError(
-                    f"{name} differs from its copy in {output_dir}; copy it there to go on with it"
-                )
-            if not kept.exists() and (output_dir / "args.yaml").exists():
-                warnings.warn(f"{output_dir} had no copy of {name}; was it the same?")
+    refusal = gather_object([refusal])[0]  # All processes stop, or none.
+    if refusal:
+        raise UsageError(refusal)
+    check_output_dir(args, output_dir, settings)  # Another run may have begun and ended here.
+    files = {Path(__file__).name: SCRIPT}
+    module, is_file, _ = args.reward.rpartition(".py:")
+    if is_file:
+        reward = Path(f"{module}.py")
+        files[reward.name] = reward.read_bytes()
+    has_checkpoint = any(output_dir.glob("checkpoints/iteration_*"))  # Without one, it starts anew.
+    for name, content in files.items():
+        kept = output_dir / name
+        if has_checkpoint and not kept.exists():
+            warnings.warn(f"{output_dir} had no copy of {name}; was it the same?")
+        elif has_checkpoint and kept.read_bytes() != content:
+            raise UsageError(
+                f"{name} differs from its copy in {output_dir}; copy it there to go on with it"
+            )
+    if accelerator.is_main_process:
+        settings_file = output_dir / "args.yaml"
+        if settings_file.exists():  # A start that failed may have left the copy of another reward.
+            before = yaml.safe_load(settings_file.read_text())["reward"]
+            original = Path(before.rpartition(":")[0])
+            kept = output_dir / original.name
+            if original.is_file() and kept.exists() and not original.samefile(kept):
+                kept.unlink()
         files["args.yaml"] = yaml.safe_dump(settings, sort_keys=False).encode()
         for name, content in files.items():  # A kill leaves a whole file, or none.
             temporary = output_dir / f"{name}.tmp"
@@ -1568,13 +1630,15 @@ def load_checkpoint(args, state, output_dir):
     metrics = output_dir / "metrics.jsonl"
     if accelerator.is_main_process and metrics.exists():  # Cut what came after the checkpoint.
         os.truncate(metrics, state.get("metrics_bytes", 0))
-    state["saved"] = time.time()
+    state["saved"] = time.monotonic()
 
 
 def announce(args, settings, sampler, prompts):
     """Print what the run will do, and start the trackers."""
+    names = {"NO": "alone", "FSDP": "FSDP2", "DEEPSPEED": "DeepSpeed"}
     accelerator.print(
-        f"{accelerator.num_processes} x {accelerator.device.type}, {args.dtype}, learning rate"
+        f"{accelerator.num_processes} x {accelerator.device.type}"
+        f" ({names.get(accelerator.distributed_type, 'DDP')}), {args.dtype}, learning rate"
         f" {args.learning_rate:g}, response length {args.response_length}; writing to"
         f" {settings['output_dir']}"
     )
@@ -1585,8 +1649,9 @@ def announce(args, settings, sampler, prompts):
     # tensorboard takes no None
     config = {name: value for name, value in settings.items() if value is not None}
     name = {"name": os.environ.get("WANDB_NAME", Path(settings["output_dir"]).name)}
+    wandb = name | {"dir": os.environ.get("WANDB_DIR", settings["output_dir"])}
     accelerator.init_trackers(
-        os.environ.get("WANDB_PROJECT", "tally"), config, {"wandb": name, "trackio": name}
+        os.environ.get("WANDB_PROJECT", "tally"), config, {"wandb": wandb, "trackio": name}
     )
 
 
@@ -1595,10 +1660,10 @@ def save_checkpoint(args, state, output_dir, is_last):
     is whole."""
     if args.save_every is None:
         return
-    is_time = state["iteration"] % args.save_every == 0 or time.time() - state["saved"] > 600
+    is_time = state["iteration"] % args.save_every == 0 or time.monotonic() - state["saved"] > 600
     if not gather_object([is_last or is_time])[0]:  # The main process decides. Clocks may differ.
         return
-    state["saved"] = time.time()
+    state["saved"] = time.monotonic()
     unfinished = output_dir / "checkpoints" / "unfinished"
     accelerator.save_state(str(unfinished))
     accelerator.wait_for_everyone()
@@ -1634,6 +1699,13 @@ def save_result(policy, tokenizer, output_dir, plan):
         (output_dir / "model.tmp").rename(output_dir / "model")
         for folder in output_dir.glob("checkpoints/iteration_*"):
             delete(folder)
+        rows = map(json.loads, open(output_dir / "metrics.jsonl"))
+        equal = "group/equal_scores_fraction"  # A KL may move the weights where it is 1.
+        if not any(row.get("grad_norm") and row.get(equal) != 1 for row in rows):
+            print(
+                "warning: no update had a gradient, or all scores of every group were equal",
+                file=sys.stderr,
+            )
     accelerator.print(
         f"{plan.episodes:,} episodes, {plan.steps:,} steps, {plan.epochs:g} epochs;"
         f" model in {output_dir / 'model'}"
@@ -1650,12 +1722,13 @@ RATES = {"built-in": 1e-4, "other": 1e-6, "LoRA": 1e-5}
 FREE_FLAGS = (
     "output_dir resume save_every plan share_prompts gradient_checkpointing log_with dataset"
     " eval_dataset eval_every eval_temperature eval_k eval_reward per_device_train_batch_size"
-    " per_device_rollout_batch_size num_sample_generations save_rollouts cuda_graphs versions"
+    " per_device_rollout_batch_size num_sample_generations save_rollouts cuda_graphs"
+    " versions processes"
 ).split()  # Instead of the path --dataset, its rows are compared.
 
 # Numbers that may not be 0. No number may be negative.
 ABOVE_ZERO = (
-    "save_every plan lora_r lora_alpha max_prompt_length eval_every eval_k num_train_epochs"
+    "save_every plan lora_r max_prompt_length eval_every eval_k num_train_epochs"
     " batch_size num_mini_batches num_ppo_epochs per_device_train_batch_size"
     " per_device_rollout_batch_size response_length temperature rloo_k num_generations"
     " max_grad_norm kl_target kl_horizon target_kl ratio_threshold score_clip"
@@ -1690,11 +1763,14 @@ def check_flags(args):
             raise ValueError(f"{flag} must be above 0")
         if name != "max_grad_norm" and value == inf:
             raise ValueError(f"{flag} must be finite")
+        if name.startswith("eval_") and value != getattr(Args, name) and not args.eval_dataset:
+            raise ValueError(f"{flag} needs an --eval-dataset")
     faults = {  # a message, and whether it is true
         "--rloo-k must be at least 2: the others are the baseline": args.rloo_k < 2,
         "--dtype bfloat16 with more than one update per batch: rounding alone would clip a fifth of"
         " the ratios, see docs/metrics.md": args.dtype == "bfloat16" and args.updates_per_batch > 1,
-        "--batch-size must be a multiple of k and of --num-mini-batches": (
+        f"--batch-size {args.batch_size} must be a multiple of k = {args.k} and of"
+        f" --num-mini-batches {args.num_mini_batches}": (
             args.batch_size % args.k or args.batch_size % args.num_mini_batches
         ),
         "--model-path needs a --dataset": args.dataset is None,
@@ -1708,6 +1784,7 @@ def check_flags(args):
         "--lr-scheduler-type constant has no warm-up; constant_with_warmup has": (
             args.lr_scheduler_type == "constant" and args.warmup_steps > 0
         ),
+        "--stop-string is empty": args.stop_string == "",
         "--eval-k needs an --eval-temperature": args.eval_k > 1 and args.eval_temperature == 0,
         "--share-prompts True needs a KV cache, which --gradient-checkpointing excludes": (
             args.share_prompts and args.gradient_checkpointing
@@ -1737,4 +1814,6 @@ if __name__ == "__main__":
         sys.exit(f"\nerror: {error}")
     except KeyboardInterrupt:
         folder = accelerator.logging_dir if accelerator else "OUTPUT_DIR"
-        sys.exit(f"\nstopped; --resume --output-dir {folder} goes on")
+        has_checkpoint = any(Path(folder).glob("checkpoints/iteration_*"))
+        then = "goes on" if has_checkpoint else "starts anew: there is no checkpoint"
+        sys.exit(f"\nstopped; --resume --output-dir {folder} {then}")

@@ -311,6 +311,7 @@ def record(**inputs):
             for value in values:
                 if isinstance(value, list):
                     value.clear()
+    inputs["prompts"].clear()
     return [0.1 * i for i in range(count)]
 
 calls = 0
@@ -565,7 +566,7 @@ def plain_logprobs(model, prompt_ids, token_ids, temperature=1.0):
     return logprobs.gather(-1, torch.tensor(token_ids)[:, None]).squeeze(1)
 
 
-TIMES = {"eps", "time/rollout_s", "time/train_s"}
+TIMES = {"eps", "time/rollout_s", "time/reward_s", "time/train_s"}
 
 
 def metrics_of(folder, may_differ=TIMES):

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -40,7 +41,12 @@ BAD_FLAGS = yaml.safe_load("""
 every script:
 - {batch_size: 13, num_mini_batches: 2}
 - {learning_rate: .nan}
-- {eval_k: 2}
+- {eval_k: 2, eval_dataset: held_out}
+- {eval_k: 2, eval_temperature: 1.0}
+- {eval_temperature: 1.0}
+- {eval_every: 2}
+- {eval_reward: none}
+- {stop_string: ''}
 - {resume: true}
 - {model_path: your/model}
 - {lr_scheduler_type: constant, warmup_steps: 2}
@@ -96,12 +102,13 @@ LONG = dict(
 )
 FEW_TOKENS = dict(vocab_size=len(VOCAB) - 1)
 OTHER_TOKENS = dict(tokenizer=make_tokenizer(vocab=VOCAB[::-1]))
+MORE_TOKENS = dict(vocab_size=len(VOCAB) + 1, tokenizer=make_tokenizer(vocab=[*VOCAB, "[PAD]"]))
 # Its chat template leaves out a system message, and roles that it does not know.
 USERS = make_tokenizer()
 USERS.chat_template = (
     "{% for m in messages %}{{ m.content if m.role in ('user', 'assistant') }}{% endfor %}"
 )
-USERS = dict(tokenizer=USERS)
+USERS = dict(model_path=dict(tokenizer=USERS))
 
 
 def row(**columns):
@@ -128,10 +135,14 @@ CASES = [
         for name in ("prompts", "completions", "completion_ids")
     ],
     # A text that the template does not show. A template may show "None".
-    ("data.jsonl:2: .*the user's `content`", dict(dataset=chat(("user", None)))),
-    ("the user's `content`", dict(dataset=chat(("user", [{"type": "text", "text": "1"}])))),
-    ("the human's", dict(dataset=chat(("user", "1"), ("human", "2")), model_path=USERS)),
-    ("the system's", dict(dataset=chat(("system", "2"), ("user", "1")), model_path=USERS)),
+    ("data.jsonl:2: .*the user's `content` is no text", dict(dataset=chat(("user", None)))),
+    ("the user's", dict(dataset=chat(("user", [{"type": "text", "text": "1"}])))),
+    *[
+        (f"does not show the {role}'s '2'", dict(dataset=chat((role, "2"), ("user", "1")), **USERS))
+        for role in ("human", "system", "tool")
+    ],
+    ("the last message of the user has no text", dict(dataset=chat(("user", " ")))),
+    ('{"tools": ...}', dict(dataset=row(prompt=[dict(role="user", content="1")], tools=[{}]))),
     ("KeyError.*'role'", dict(dataset='{"prompt": [{"from": "human", "value": "1"}]}\n')),
     ("last message is the assistant's", dict(dataset=chat(("user", "1"), ("assistant", "2")))),
     ("no embedding of a token", dict(dataset='{"prompt": "f"}\n', model_path=FEW_TOKENS)),
@@ -154,11 +165,14 @@ CASES = [
     (r"layers\.2\.", dict(model_path=dict(counted=3))),
     (r"score\.weight", dict(reward_model_path="reference")),
     *[
-        (f"{flag}.* needs the vocabulary .*benchmark/reward_model.py", {flag: model})
-        for flag in ("reward_model_path", "value_model_path")
-        for model in (FEW_TOKENS, OTHER_TOKENS)
+        (f"{flag}.* {said}", {flag: model})
+        for flag in ("reward_model_path", "value_model_path", "ref_model_path")
+        for model, said in (
+            (FEW_TOKENS, "does not know the token 'f' of --model-path as 21.*benchmark/reward_mo"),
+            (OTHER_TOKENS, "does not know the token"),
+            (dict(has_tokenizer=False), "needs the tokenizer of --model-path"),
+        )
     ],
-    ("vocabulary of --model-path", dict(ref_model_path=FEW_TOKENS)),
     ("--log-with aim is not installed", dict(log_with="aim")),
     ("merge_and_unload", dict(model_path=".")),
     # These are right.
@@ -166,8 +180,9 @@ CASES = [
     (None, dict(model_path=SHORT | dict(rope_scaling=YARN))),
     (None, dict(reward_model_path=dict(return_dict=False))),
     (None, dict(value_model_path=RIGHT)),
-    (None, dict(reward_model_path=dict(vocab_size=len(VOCAB) + 1))),
-    (None, dict(dataset=chat(("user", " 1 "), ("tool", "2"), ("user", "1")), model_path=USERS)),
+    (None, dict(reward_model_path=MORE_TOKENS)),
+    (None, dict(ref_model_path=MORE_TOKENS)),
+    (None, dict(dataset=row(prompt=[dict(role="user", content=" 1 ")], tools=[]))),
     (None, dict(dataset=chat(("user", "1"), ("assistant", "2"), **PREFILL))),
     (None, dict(seed=2**32 + 1)),
     # A mixture of experts whose first output is its balancing loss.
@@ -177,12 +192,14 @@ CASES = [
 FEW = dict(total_episodes=3, batch_size=3)
 
 
-def save(folder, counted=2, **config):
+def save(folder, counted=2, has_tokenizer=True, **config):
     """Save a model. Its config counts other layers than its two, if so asked."""
     if folder.name == "reward_model_path":
         save_classifier(folder, **config)
     else:
         save_model(folder, **config)
+    for file in () if has_tokenizer else folder.glob("*token*"):
+        file.unlink()
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | dict(num_hidden_layers=counted)))
     return folder
@@ -229,9 +246,10 @@ def test_how_a_program_ends(script, world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
     Path("mine.py").write_text(REWARDS)
+    stopped = f"\nstopped; --resume --output-dir {tmp_path}/out starts anew: there is no checkpoint"
     for words, end in {
         "--reward mine.py:few": "\nerror: iteration 1: --reward gave 1 scores for 3 completions",
-        "--reward mine.py:interrupted": f"\nstopped; --resume --output-dir {tmp_path}/out goes on",
+        "--reward mine.py:interrupted": stopped,
         "--seed -1": 2,
         "--reward mine.py:named --resume": None,
     }.items():
@@ -272,6 +290,35 @@ def test_prompts_are_what_the_model_reads(script, tmp_path):
     assert [prompt.text for prompt in found] == ["22", "1+1==", "1+1=+", "<pad>5"]
     assert read == ["<pad>22", "1+1==", "1+1=+", "<pad>5"]
     assert [prompt.row["note"] for prompt in found] == ["2\u20283\x85", None, None, None]
+
+
+CALL = dict(role="assistant", content=None, tool_calls=[{}])
+# Messages (a pair is a role and a content), what the template made of them, and what is said.
+CHATS = [
+    ([("user", "1 /no_think 2")], "1 2", None),
+    ([("user", "1/no_think")], "1", "the user's '1/no_think'"),
+    ([("user", "1"), ("assistant", "<think>3</think> 2"), ("user", "4")], "1 2 4", None),
+    ([("user", "1"), ("assistant", "2"), ("user", "4")], "1 4", "the assistant's '2'"),
+    ([("user", "1"), CALL, ("tool", '{"a": 2}'), ("user", "4")], '1 {\\"a\\": 2} 4', None),
+    ([("user", "1"), CALL, ("tool", {"a": 2}), ("user", "4")], "1 4", None),
+    ([("user", "1"), CALL, ("tool", "2")], "1", "the tool's '2'"),
+    ([("user", "1"), ("assistant", None)], "1", "the assistant's `content` is no text"),
+    ([("user", "1"), CALL | dict(tool_calls=[])], "1", "the assistant's `content` is no text"),
+    ([("user", "1"), ("user", " ")], "1", "the last message of the user has no text"),
+    ([("system", "1")], "1", None),
+]
+
+
+@one_text
+@mark.parametrize("messages, text, said", CHATS)
+def test_each_text_of_a_chat_is_shown(script, messages, text, said):
+    """Only switches and the reasoning of earlier turns may be missing. A tool's may be JSON."""
+    messages = [m if isinstance(m, dict) else dict(role=m[0], content=m[1]) for m in messages]
+    if said is None:
+        script.check_chat(messages, text, {})
+    else:
+        with raises(ValueError, match=re.escape(said)):
+            script.check_chat(messages, text, {})
 
 
 def test_defaults_that_the_model_decides(script):

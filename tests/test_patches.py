@@ -71,8 +71,8 @@ ROWS = {
     """    # By name: a mixture""": """    if "output_hidden_states" in settings:
         return outputs
     # By name: a mixture""",
-    """                to_train = mini_batch[(advantages[mini_batch] != 0).any(1)]
-""": """                to_train = mini_batch
+    """        has_gradient = (advantages != 0).any(1)  # [episodes]
+""": """        has_gradient = torch.ones(num_episodes, dtype=torch.bool)
 """,
     """                        # A second loss""": """
                         prompt_tokens, _ = pass_tokens(batch, episodes)

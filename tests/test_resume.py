@@ -176,7 +176,11 @@ def test_a_folder_that_stays_is_a_warning(script, run, flags, monkeypatch):
 @one_text
 def test_a_checkpoint_is_made_after_ten_minutes(script, killed_in, out, monkeypatch):
     """Here each look at the clock takes 400 seconds: one at the start, and one in an iteration."""
-    clock = SimpleNamespace(time=partial(next, itertools.count(0, 400)), perf_counter=time.time)
+    clock = SimpleNamespace(
+        time=time.time,
+        monotonic=partial(next, itertools.count(0, 400)),
+        perf_counter=time.perf_counter,
+    )
     monkeypatch.setattr(script, "time", clock)
     killed_in("loading", 4, save_every=100)
     assert whole_checkpoints(out) == ["2"]
@@ -210,7 +214,7 @@ def test_another_run_is_refused(script, run, killed_in, world, tmp_path, out, fl
     refused by name, and so are other rows, and another script or reward. Nothing is changed. A run
     of an older script has no copies. A start that ends before its first metrics leaves the folder
     free. A folder that holds only a model is no run."""
-    killed_in("loading", learning_rate=1.0, eval_dataset=None)
+    killed_in("loading", learning_rate=1.0, eval_dataset=None, eval_every=None)
     dataset = shutil.copy(world.dataset(7), tmp_path / "growing.jsonl")
     flags["dataset"] = dataset
     killed_in("loading", 3)
@@ -256,6 +260,43 @@ def test_another_run_is_refused(script, run, killed_in, world, tmp_path, out, fl
     (out / "rloo.py").write_text("another")
     with raises(SystemExit):  # There is nothing to do.
         run(script, output_dir=out, resume=True, **flags)
+
+
+@one_text
+def test_a_failed_start_leaves_the_folder_free(script, run, out, tmp_path):
+    """A reward that fails in its first call is mended, or another file takes its place. The same
+    command runs, and the folder keeps the texts of what ran. After an evaluation it needs --resume,
+    and starts anew."""
+    wrong, right = "def f(prompts, **_): return None", "def f(prompts, **_): return [1.0, 2, 3]"
+    files = [tmp_path / name for name in ("wrong.py", "other.py")]
+    flags = dict(output_dir=out, batch_size=3, total_episodes=3)
+    for file in files:
+        file.write_text(wrong)
+        with raises(script.UsageError, match="--reward gave None"):
+            run(script, **flags, reward=f"{file}:f")
+    files[1].write_text(right)
+    flags |= dict(eval_dataset=3, eval_reward="five")
+    with raises(script.UsageError, match="--reward gave None"):
+        run(script, **flags, reward=f"{files[0]}:f")
+    files[0].write_text(right)
+    with raises(script.UsageError, match="holds a run"):
+        run(script, **flags, reward=f"{files[0]}:f")
+    with raises(script.UsageError, match="--resume: reward is "):
+        run(script, **flags, reward=f"{files[1]}:f", resume=True)
+    run(script, **flags, reward=f"{files[0]}:f", resume=True)
+    assert {file.name for file in out.glob("*.py")} == {"rloo.py", "wrong.py"}
+    assert (out / "wrong.py").read_text() == right
+
+
+@one_text
+def test_a_run_that_came_between(script, run, out, flags, monkeypatch):
+    """Two starts of one command pass the first check. One of them runs and ends. The other one,
+    with another seed, is then refused."""
+    first = run(script, **flags).folder
+    monkeypatch.setattr(script, "check_sampler", lambda *_: shutil.copytree(first, out))
+    with raises(script.UsageError, match="--resume: seed is 9, but 1"):
+        run(script, **flags, output_dir=out, resume=True, seed=9)
+    assert contents(out) == contents(first)
 
 
 @only("grpo", "ppo")

@@ -175,8 +175,13 @@ FAULTS = {  # what a reward returns for n completions, and what is said of it
     "[1.0] * (n - 1)": "--reward gave 5 scores for 6",
     "[float('nan')] * n": "--reward gave nan for ",
     "[1e39] * n": "--reward gave 1e[+]39 for ",
-    "{'a': [1.0] * n, 'b': [1.0]}": "iteration 2: b gave 1 scores for 6",
+    "{'a': [1.0] * n, 'b': [1.0]}": "iteration 2: --reward [(]b[)] gave 1 scores for 6",
     "None": "--reward gave None in place of scores",  # A `return` was forgotten.
+    "1.0": "--reward gave 1.0 in place of scores",
+    "{'a': 1.0}": "--reward [(]a[)] gave 1.0 in place of scores",
+    "[[1.0]] * n": "--reward gave \\[\\[1.0], .* in place of scores",
+    "numpy.ones((n, 1))": "--reward gave array.* in place of scores",
+    "coroutine()": "--reward gave <coroutine .* in place of scores",
     "{}": "--reward gave {} in place",
     "'1' * n": "--reward gave '111111' in place",
     "b'1' * n": "--reward gave b'111111' in place",
@@ -193,8 +198,9 @@ def test_a_faulty_reward_stops_the_run(script, run, updates, tmp_path, fault):
     raised as it is."""
     file = tmp_path / "mine.py"
     file.write_text(f"""
-import sys
+import sys, numpy
 calls = 0
+async def coroutine(): pass
 def score(prompts, **_):
     global calls
     calls += 1
@@ -223,6 +229,7 @@ REWARD_FILES = {
     "tabnanny.py": "raise AssertionError('not the library')",
     "json.py": "def score(): return 3",
     "later.py": "async def score(): return 1",
+    "my.own.py": "def score(): return 1",
     "pack/inner.py": "def score(): return 1",
 }
 
@@ -251,9 +258,12 @@ def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
         for spec in ("pack.inner:nothing", "later.py:score"):
             with raises(script.UsageError, match="no such function, or an async one"):
                 load(spec)
-        for spec in ("json.py:score", "nothing.py:score"):
-            with raises(script.UsageError, match="no such file, or another module has its name"):
+        for spec in ("json.py:score", "nothing.py:score", "my.own.py:score"):
+            with raises(script.UsageError, match="no such file, or its name has a dot, or is ano"):
                 load(spec)
+        Path("mine.py").write_text("def score(): return 8")
+        with raises(script.UsageError, match="mine.py was edited; restart the kernel"):
+            load("mine.py:score")
         with raises(script.UsageError, match="must be exact_match, FILE.py:FUNCTION or none"):
             load("nothing")
 

@@ -75,9 +75,9 @@ def test_the_scripts_do_not_drift():
 
 
 LIMITS = {  # tokens of the script, and of its lecture, which stands above the banner MACHINERY
-    "rloo": (10_830, 3_660),
-    "grpo": (11_270, 4_040),
-    "ppo": (12_060, 4_345),
+    "rloo": (11_430, 3_700),
+    "grpo": (11_870, 4_080),
+    "ppo": (12_620, 4_350),
 }
 
 
@@ -143,7 +143,6 @@ seed: 2
 dtype: bfloat16
 model_path: gpt2
 lora_r: 2
-lora_alpha: 64
 ref_model_path: reference
 dataset: 9
 max_prompt_length: 8
@@ -200,7 +199,6 @@ save_rollouts: false
 needed_flags = yaml.safe_load("""
 dtype: {num_ppo_epochs: 1, num_mini_batches: 1}
 model_path: {ref_model_path: reference}
-lora_alpha: {lora_r: 2}
 eval_every: {eval_dataset: 5}
 eval_temperature: {eval_dataset: 5}
 eval_k: {eval_dataset: 5, eval_temperature: 1.0}
@@ -313,6 +311,7 @@ def test_what_a_run_writes(script, run, capsys):
     written = yaml.safe_load((ran.folder / "args.yaml").read_text())
     assert re.fullmatch("SHA-256 \\w+", written.pop("prompts"))
     assert re.fullmatch("torch .*, transformers .*, accelerate .*", written.pop("versions"))
+    assert written.pop("processes") == 1
     assert written == vars(script.check_flags(ran.args))
     for row in ran.metrics:
         # Without a terminal there is a line in place of a bar.
@@ -345,7 +344,7 @@ def test_trackers(script, world, tmp_path):
     events.Reload()
     logged = {event.step: event.value for event in events.Scalars("objective/scores")}
     assert logged == approx({row["episode"]: row["objective/scores"] for row in rows})
-    [file] = tmp_path.glob("**/wandb/offline-run-*/*.wandb")
+    [file] = tmp_path.glob("out/wandb/offline-run-*/*.wandb")
     for text in ("total_episodes", json.dumps(rows[0]["grad_norm"]), "\4sums", "\3out"):
         assert text.encode() in file.read_bytes()
     assert list(file.parent.glob("**/samples*.table.json"))
