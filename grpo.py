@@ -1642,15 +1642,13 @@ def claim_output_dir(args, output_dir, settings):
     has_checkpoint = any(output_dir.glob("checkpoints/iteration_*"))  # Without one, it starts anew.
     for name, content in files.items():
         kept = output_dir / name
-        if has_checkpoint and not kept.exists():
-            warnings.warn(f"{output_dir} had no copy of {name}; was it the same?")
-        elif has_checkpoint and kept.read_bytes() != content:
+        if has_checkpoint and kept.exists() and kept.read_bytes() != content:
             raise UsageError(
                 f"{name} differs from its copy in {output_dir}; copy it there to go on with it"
             )
     if accelerator.is_main_process:
         settings_file = output_dir / "args.yaml"
-        if settings_file.exists():  # A start that failed may have left the copy of another reward.
+        if settings_file.exists() and not has_checkpoint:  # A start that failed left its reward.
             before = yaml.safe_load(settings_file.read_text())["reward"]
             original = Path(before.rpartition(":")[0])
             kept = output_dir / original.name

@@ -15,7 +15,8 @@ p(y_t) is the probability of token t, given the prompt and the tokens before it.
 policy that sampled the completion. p_new is the policy that is being trained. p_ref is a frozen
 reference model. V_t is the value before the updates, and v_t is the value that is being trained.
 Both are read at the token before y_t. After the last token the value is 0. c is --cliprange, and d
-is --cliprange-value. In the KL, a token's difference of up to 1e-4 nats counts as 0: it is rounding.
+is --cliprange-value. In the KL, a token's difference of up to 1e-4 nats counts as 0: it is
+rounding.
 
 In the first update of a batch every ratio is 1, up to rounding. Then the gradient of the policy
 loss is the mean over the tokens of -A_t * grad log p_new(y_t).
@@ -1750,15 +1751,13 @@ def claim_output_dir(args, output_dir, settings):
     has_checkpoint = any(output_dir.glob("checkpoints/iteration_*"))  # Without one, it starts anew.
     for name, content in files.items():
         kept = output_dir / name
-        if has_checkpoint and not kept.exists():
-            warnings.warn(f"{output_dir} had no copy of {name}; was it the same?")
-        elif has_checkpoint and kept.read_bytes() != content:
+        if has_checkpoint and kept.exists() and kept.read_bytes() != content:
             raise UsageError(
                 f"{name} differs from its copy in {output_dir}; copy it there to go on with it"
             )
     if accelerator.is_main_process:
         settings_file = output_dir / "args.yaml"
-        if settings_file.exists():  # A start that failed may have left the copy of another reward.
+        if settings_file.exists() and not has_checkpoint:  # A start that failed left its reward.
             before = yaml.safe_load(settings_file.read_text())["reward"]
             original = Path(before.rpartition(":")[0])
             kept = output_dir / original.name

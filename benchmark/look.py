@@ -20,6 +20,7 @@ import yaml
 
 LIMIT = 10_000_000  # bytes of the page
 CURVES = ("objective/scores", "eval/scores", "objective/kl", "response_length_mean")
+CURVES += ("time/reward_s",)
 
 
 @dataclass

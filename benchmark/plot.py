@@ -3,6 +3,7 @@
     python benchmark/plot.py                                          # the newest run in runs/
     python benchmark/plot.py runs/a runs/b                            # two runs
     python benchmark/plot.py runs/* --metrics eval/scores grad_norm --x step --output curves.png
+    python benchmark/plot.py runs/a --metrics time/rollout_s time/reward_s time/train_s
 
 Runs that differ in the seed alone are one curve, their mean, in its 95 % confidence band. The
 legend has a curve's first run, the flags in which curves differ, and in how many lines its script
@@ -20,7 +21,8 @@ import numpy as np
 import tyro
 from run import read_run
 
-NOT_THE_RUN = {"seed", "output_dir", "resume", "save_every", "log_with", "plan", "versions"}
+NOT_THE_RUN = {"seed", "output_dir", "resume", "save_every", "log_with", "plan"}
+NOT_THE_RUN |= {"versions", "processes"}
 METRICS = ("objective/scores", "eval/scores", "objective/kl", "response_length_mean")
 
 

@@ -273,7 +273,7 @@ def test_ppo_writes_its_value_model(script, run, refuses, tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.add_tokens("x")
     other = save_model(tmp_path / "other", tokenizer=tokenizer)
-    refuses(script, "needs the vocabulary of --model-path", value_model_path=other)
+    refuses(script, "does not know the token", value_model_path=other)
 
 
 def test_a_named_reference_is_measured_without_a_kl(script, run):

@@ -41,11 +41,11 @@ BAD_FLAGS = yaml.safe_load("""
 every script:
 - {batch_size: 13, num_mini_batches: 2}
 - {learning_rate: .nan}
-- {eval_k: 2, eval_dataset: held_out}
-- {eval_k: 2, eval_temperature: 1.0}
-- {eval_temperature: 1.0}
-- {eval_every: 2}
-- {eval_reward: none}
+- {eval_k: 2}
+- {eval_k: 2, dataset: mine}
+- {eval_temperature: 1.0, dataset: mine}
+- {eval_every: 2, dataset: mine}
+- {eval_reward: none, dataset: mine}
 - {stop_string: ''}
 - {resume: true}
 - {model_path: your/model}
@@ -182,7 +182,7 @@ CASES = [
     (None, dict(value_model_path=RIGHT)),
     (None, dict(reward_model_path=MORE_TOKENS)),
     (None, dict(ref_model_path=MORE_TOKENS)),
-    (None, dict(dataset=row(prompt=[dict(role="user", content=" 1 ")], tools=[]))),
+    (None, dict(dataset=row(prompt=[dict(role="user", content=" 1 ")], tools=[]), reward="five")),
     (None, dict(dataset=chat(("user", "1"), ("assistant", "2"), **PREFILL))),
     (None, dict(seed=2**32 + 1)),
     # A mixture of experts whose first output is its balancing loss.

@@ -78,3 +78,6 @@ def test_a_text_is_what_the_model_wrote_up_to_its_end(script, run, tmp_path, pol
     [line] = ran.metrics
     assert line["val/num_eos_tokens"] == sum(column(ran.rollouts, "ended"))
     assert line["response_length_mean"] == approx(np.mean(token_counts(ran.rollouts)))
+    # `generate` of the saved model ends there, too, but for the stop string.
+    saved = json.loads((ran.folder / "model/generation_config.json").read_text())
+    assert saved["eos_token_id"] == sorted({VOCAB.index(end) for end in ends[1:]})

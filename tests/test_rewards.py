@@ -180,7 +180,7 @@ FAULTS = {  # what a reward returns for n completions, and what is said of it
     "1.0": "--reward gave 1.0 in place of scores",
     "{'a': 1.0}": "--reward [(]a[)] gave 1.0 in place of scores",
     "[[1.0]] * n": "--reward gave \\[\\[1.0], .* in place of scores",
-    "numpy.ones((n, 1))": "--reward gave array.* in place of scores",
+    "numpy.ones((n, 1))": "(?s)--reward gave array.* in place of scores",
     "coroutine()": "--reward gave <coroutine .* in place of scores",
     "{}": "--reward gave {} in place",
     "'1' * n": "--reward gave '111111' in place",

@@ -32,10 +32,12 @@ from conftest import (
 )
 from plain import groups_of, row_logprobs, token_counts, without_none
 from pytest import approx, mark, raises
+from test_pages import changed
 
 grouped = only("rloo", "grpo")
 ONE_BATCH = dict(batch_size=24, total_episodes=24)
 ENDS = ["many_eos", "pad_is_eos", "emits_pad"]
+IDLE = "warning: no update had a gradient, or all scores of every group were equal\n"
 
 
 @mark.parametrize("policy", [*USUAL, *ENDS])
@@ -68,41 +70,80 @@ def trained_episodes(calls):
 @grouped
 @mark.parametrize("kl_coef, path", [(0.0, None), (0.1, "reference")])
 def test_episodes_without_gradient_take_no_pass(script, hold, monkeypatch, kl_coef, path):
-    """Where no KL is in the loss, episodes with advantage 0 take no pass. The gradient is that of
-    all episodes."""
+    """Where no KL is in the loss, episodes with advantage 0 take no pass after three iterations.
+    The gradient is that of all episodes."""
     calls = record_calls(monkeypatch, script, "token_logprobs")
-    flags = dict(ref_model_path=path, kl_coef=kl_coef, num_ppo_epochs=2, **ONE_BATCH)
-    ran, updates = hold(script, reward="seldom", per_device_train_batch_size=2, **flags)
+    flags = dict(ref_model_path=path, kl_coef=kl_coef, num_ppo_epochs=2, batch_size=24)
+    flags |= dict(total_episodes=96, per_device_train_batch_size=2, learning_rate=1e-6)
+    ran, updates = hold(script, reward="seldom", **flags)
     assert oracle.judge(updates)[1] is None
-    count = sum(row["advantage"] != 0 for row in ran.rollouts)
+    count = sum(row["advantage"] != 0 for row in ran.rows_of(4))
     assert ("objective/kl" in ran.metrics[0]) == bool(path)
     if path:  # RLOO's KL is in the reward, so here no advantage is 0.
         count = 24
     else:
         assert 0 < count < 20
-    assert trained_episodes(calls) == 2 * count
+    assert trained_episodes(calls) == 2 * (3 * 24 + count)
 
 
 @grouped
 @mark.parametrize("reward, score, unscored", [("five", 5.0, 0), ("silent", None, 12)])
 def test_all_advantages_zero_is_a_step_of_zero_gradients(
-    script, run, world, monkeypatch, updates, reward, score, unscored
+    script, run, world, monkeypatch, updates, capsys, reward, score, unscored
 ):
-    """All scores are equal, or no completion has one. Each update takes one pass. Its gradients are
-    0 and not None, and its weights stay. Without scores no mean of them is logged.
+    """All scores are equal, or no completion has one. Each update of a later iteration takes one
+    pass. Its gradients are 0 and not None, and its weights stay. Without scores no mean of them is
+    logged. At its end the run warns.
 
     A gradient of None would stop the run: `updates` copies all gradients."""
     calls = record_calls(monkeypatch, script, "token_logprobs")
-    ran = run(script, reward=reward, kl_coef=0.0, num_ppo_epochs=2, total_episodes=12)
-    assert len(updates) == trained_episodes(calls) == 2
+    flags = dict(kl_coef=0.0, num_ppo_epochs=2, batch_size=12, total_episodes=48)
+    ran = run(script, reward=reward, **flags)
+    assert len(updates) == 8
+    assert trained_episodes(calls) == 2 * (3 * 12 + 1)
     assert distance(weights_of(world.llama), weights_of(ran.folder / "model")) == 0
     assert set(column(ran.rollouts, "score")) == {score}
-    [line] = ran.metrics
-    assert line.get("objective/scores") == score
-    assert line["val/num_unscored"] == unscored
-    assert line["group/equal_scores_fraction"] == 1
-    assert line["grad_norm"] == line["loss/policy_avg"] == 0
-    assert not line.keys() & {"val/ratio", "val/sampling_logprob_difference"}
+    for line in ran.metrics:
+        assert line.get("objective/scores") == score
+        assert line["val/num_unscored"] == unscored
+        assert line["group/equal_scores_fraction"] == 1
+        assert line["grad_norm"] == line["loss/policy_avg"] == 0
+        assert not line.keys() & {"val/ratio", "val/sampling_logprob_difference"}
+    assert IDLE in capsys.readouterr().err
+
+
+@mark.parametrize("reward", ["five", "letters"])
+def test_a_warning_if_no_score_taught_the_model_anything(script, run, capsys, reward):
+    """A KL moves the weights also where all scores are equal. PPO has no groups to compare."""
+    run(script, reward=reward, kl_coef=0.1, ref_model_path="reference")
+    is_idle = reward == "five" and script.__name__ != "ppo"
+    assert (IDLE in capsys.readouterr().err) == is_idle
+
+
+@mark.parametrize(
+    "name, loss, iteration",
+    [
+        ("rloo", "logprobs.sum(1, keepdim=True)", 1),
+        ("grpo", "logprobs.sum(1, keepdim=True)", 1),
+        # A KL to the policy itself is 0 before its first step.
+        ("rloo", "hardshrink(logprobs - ref_logprobs[episodes], 1e-4).sum(1, keepdim=True)", 2),
+    ],
+)
+def test_a_second_loss_is_trained_everywhere_or_stops_the_run(run, tmp_path, name, loss, iteration):
+    """It has a gradient where the advantage is 0, too. `has_gradient` must say so."""
+    check = "                        assert (losses[~has_gradient"
+    loop = "        for ppo_epoch in range(args.num_ppo_epochs):\n"
+    added = f"losses = losses + 0.1 * {loss.replace('hard', 'torch.nn.functional.hard')}"
+    texts = {check: f"                        {added}\n{check}"}
+    flags = dict(reward="seldom", total_episodes=72, batch_size=24, kl_coef=0.0)
+    if "ref" in loss:
+        flags["ref_model_path"] = "llama"
+    script = changed(name, tmp_path / "wrong", texts=texts)
+    with raises(AssertionError, match=r"has_gradient\[:\] = True"):
+        run(script, output_dir=tmp_path / "out", **flags)
+    assert (tmp_path / "out/metrics.jsonl").exists() == (iteration == 2)
+    texts[loop] = f"        has_gradient[:] = True\n{loop}"
+    run(changed(name, tmp_path / "right", texts=texts), **flags)
 
 
 def test_rounding_is_not_trained(script, run):
