@@ -13,7 +13,6 @@ from conftest import (
     flat,
     load_policy,
     losses,
-    make_tokenizer,
     one_text,
     only,
     oracle,
@@ -258,9 +257,9 @@ def test_ppo_divides_by_no_rounding_error(script, run):
 
 
 @only("ppo")
-def test_ppo_writes_its_value_model(script, run, refuses, tmp_path):
+def test_ppo_writes_its_value_model(script, run):
     """--value-model-path takes the folder value_model/ of a run: the next run begins with the
-    values it ended with. A model that reads other tokens is refused."""
+    values it ended with."""
     flags = dict(kl_coef=0.0, total_episodes=12)
     first = run(script, **flags).folder
     flags |= dict(model_path=first / "model", value_model_path=first / "value_model")
@@ -270,10 +269,6 @@ def test_ppo_writes_its_value_model(script, run, refuses, tmp_path):
     assert flat(before.values()).equal(flat(after.values()))
     assert before["score.bias"].abs() > 1e-4
     assert not (run(script, lora_r=2, total_episodes=12).folder / "value_model").exists()
-    tokenizer = make_tokenizer()
-    tokenizer.add_tokens("x")
-    other = save_model(tmp_path / "other", tokenizer=tokenizer)
-    refuses(script, "does not know the token", value_model_path=other)
 
 
 def test_a_named_reference_is_measured_without_a_kl(script, run):
