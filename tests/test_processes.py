@@ -69,7 +69,7 @@ def test_any_hardware_gives_the_same_run(script, run, world, tmp_path):
     flags |= dict(per_device_train_batch_size=3, per_device_rollout_batch_size=1)
     printed = launched(script, 2, tmp_path, base_flags(world, flags))
     compare_runs(alone.folder, tmp_path / "out")
-    assert "\n2 x cpu, float32, " in printed
+    assert "\n2 x cpu (DDP), float32, " in printed
 
 
 @only("ppo")
@@ -86,7 +86,7 @@ def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
     assert 0 < sum(skipped) < 3 * len(skipped), "the test needs some dropped updates"
     program = HERE / "benchmark/hardware/shards.py"
     printed = launch_twice(script, 2, tmp_path, base_flags(world, flags), program=program)
-    assert "resuming after" in printed
+    assert "resuming after" in printed and "\n2 x cpu (FSDP2), " in printed
     compare_runs(alone.folder, tmp_path / "out")
 
 
@@ -140,7 +140,7 @@ def test_the_launchers_mixed_precision_is_the_default_of_dtype(script, run, monk
     for flags, dtype in ((dict(), "bfloat16"), (dict(dtype="float32"), "float32")):
         capsys.readouterr()
         folder = run(script, **flags).folder
-        assert f"\n1 x cpu, {dtype}, " in capsys.readouterr().out
+        assert f"\n1 x cpu (alone), {dtype}, " in capsys.readouterr().out
         assert f"dtype: {dtype}\n" in (folder / "args.yaml").read_text()
 
 
