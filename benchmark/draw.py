@@ -1,7 +1,14 @@
 """How every figure looks: one colour for each algorithm, and curves as means in 95 % bands."""
 
-import matplotlib
+import sys
+
 import numpy as np
+
+try:
+    import matplotlib
+    import scipy
+except ImportError as error:
+    sys.exit(f"this program needs {error.name}: pip install {error.name}")
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -20,8 +27,6 @@ COLORS = {"rloo": "#1f6fb4", "grpo": "#d1495b", "ppo": "#e0a030"}
 GRAY = "#7a7a7a"
 # where no algorithm is meant
 OTHERS = ("#3a9c74", "#7b5ea7", "#8c6d46", "#5b5b5b", "#c06fb0", "#9bb53c")
-# Student's t at 97.5 %, by the number of samples
-T975 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
 
 def panels(rows, columns, width, height, **settings):
@@ -47,7 +52,7 @@ def mean_and_band(values):
     if n < 2:
         return mean, np.zeros_like(mean)
     error = values.std(0, ddof=1) / n**0.5
-    return mean, T975.get(n, 1.96) * error
+    return mean, scipy.stats.t.ppf(0.975, n - 1) * error
 
 
 def curve(axis, x, values, **style):

@@ -1,0 +1,325 @@
+"""Is it better? Runs of two or more methods with the same seeds, and whether their scores differ.
+
+    python benchmark/compare.py rloo.py my_rloo.py --seeds 10 --total-episodes 4096
+    python benchmark/compare.py rloo.py "rloo.py --rloo-k 8" --rates 5e-5 1e-4 2e-4
+
+A method is a script with its own flags, as one text. Flags that are not below are of all runs. They
+come after the methods. Each method is compared with the first one. Runs of the same seed have the
+same prompts and the same random numbers, so it takes fewer seeds to see a difference. The program
+prints how many seeds this saved.
+
+The interval of a difference is over seeds of training, with these held-out questions and this
+starting model, and over nothing else. An exact test decides: it flips the signs of the differences
+in all ways. With several comparisons, its p has Holm's correction.
+
+Choose the number of seeds before the first verdict. Who adds seeds until a verdict pleases gets a p
+that is too small. --folder remembers all verdicts, also those with other flags, and the program
+prints by how much p may be too small.
+
+The same command again reads the runs that are finished, and goes on with those that were killed.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections import ChainMap
+from dataclasses import dataclass
+from math import ceil, log2
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from statistics import mean
+from string import ascii_uppercase
+from typing import Literal
+from zlib import crc32
+
+import draw
+import filelock
+import numpy as np
+import plot
+import scipy
+import tyro
+from run import column, read_run
+from tqdm import tqdm
+
+ALPHA = 0.05
+RATE_SEEDS = (1001, 1002, 1003)  # none of those that compare methods
+TRAINING = "objective/scores"
+
+
+# ---- what scores say
+def score(rows, metric, of):
+    """Of a run's rows the last value of a metric (`end`), or the mean of all (`run`)."""
+    values = [row[metric] for row in rows if metric in row]
+    return values[-1] if of == "end" else mean(values)
+
+
+def sign_flips(differences, most=2**16):
+    """The two-sided p of differences [.., seeds]: how often their mean with random signs is as far
+    from 0 as the one that was seen. It is exact if there are at most `most` ways to set signs."""
+    return scipy.stats.permutation_test(
+        (differences,), np.mean, permutation_type="samples", n_resamples=most, axis=-1, rng=0
+    ).pvalue
+
+
+def holm(p_values):
+    """Holm's correction: the smallest of n values is multiplied by n, the next one by n - 1, and so
+    on. None gets smaller than the one before."""
+    p_values = np.array(p_values)
+    order = np.argsort(p_values)
+    multiplied = p_values[order] * np.arange(len(p_values), 0, -1)
+    p_values[order] = np.minimum(np.maximum.accumulate(multiplied), 1)
+    return p_values.tolist()
+
+
+def best_rate(scores):
+    """The learning rate with the highest mean. scores: of each rate those of its runs"""
+    return max(scores, key=lambda rate: mean(scores[rate]))
+
+
+def visible(seeds, level):
+    """The difference that has a p below this level with a chance of 80 %, in units of the standard
+    deviation. It is found with 200 normal samples."""
+    samples = np.random.default_rng(0).normal(size=(200, seeds))
+
+    def too_rare(shift):
+        return 0.8 - np.mean(sign_flips(samples + shift, most=2**10) < level)
+
+    return scipy.optimize.bisect(too_rare, 0, 10, xtol=0.01)
+
+
+def judge(table):
+    """What the scores of each method say beside those of the first one. table: [methods, seeds]"""
+    first, *others = np.array(table)
+    seeds = len(first)
+    level = ALPHA / len(others)
+    fewest = ceil(log2(2 / level))  # The smallest p of n seeds is 2 / 2^n.
+    corrected = holm(sign_flips(others - first))
+    found = []
+    for scores, p in zip(others, corrected):
+        differences = scores - first
+        difference, band = map(float, draw.mean_and_band(differences))
+        entry = dict(difference=difference, band=band)
+        found.append(entry)
+        if not differences.any():
+            entry["verdict"] = "equal in all seeds; did the other lines run?"
+            continue
+        spread = differences.std(ddof=1)
+        entry["worth"] = float(seeds * (first.var(ddof=1) + scores.var(ddof=1)) / spread**2)
+        if seeds < fewest:
+            entry["verdict"] = f"no verdict, which takes {fewest} seeds or more"
+            continue
+        entry["p"] = p
+        if p < ALPHA:
+            entry["verdict"] = "better" if difference > 0 else "worse"
+        else:
+            entry["visible"] = float(visible(seeds, level) * spread)
+            entry["verdict"] = (
+                f"no difference is seen; one of about {entry['visible']:.3f} would be, with a"
+                " chance of 80 %"
+            )
+    return found
+
+
+# ---- the runs
+def runs_of(args, words, seeds):
+    """Of each run of a method its folder and its command."""
+    name = f"{Path(words[0]).stem}_{crc32(shlex.join(words).encode()):08x}"
+    return {args.folder / name / str(seed): [*words, "--seed", str(seed)] for seed in seeds}
+
+
+def refuse_edited(folder, words):
+    """A run in this folder must have had the files that the command names."""
+    for file in re.findall(r"[^\s=]+\.py\b", " ".join(words)):
+        kept = folder / Path(file).name
+        if kept.exists() and kept.read_bytes() != Path(file).read_bytes():
+            sys.exit(f"{file} differs from its copy in {folder}; take another --folder")
+
+
+def shares_of_gpus(count):
+    """The variables of each of several runs side by side."""
+    import torch  # This takes seconds, and --help does not need it.
+
+    name = "CUDA_VISIBLE_DEVICES"
+    gpus = os.environ.get(name) or ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = gpus.split(",")
+    return [{name: ",".join(gpus[place % len(gpus) :: count])} for place in range(count)]
+
+
+def make_runs(args, runs):
+    """Make those of the runs that are not finished. runs: of each folder the command"""
+    shares = shares_of_gpus(args.at_once)
+
+    def make(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        # If this program was killed, the run may still be at work.
+        with filelock.FileLock(folder / ".lock"):
+            pass
+        command = [*shlex.split(args.launch), *runs[folder], "--output-dir", folder, "--resume"]
+        share = shares.pop()
+        with open(folder / "log.txt", "w") as log:
+            ran = subprocess.run(command, stdout=log, stderr=log, env=os.environ | share)
+        shares.append(share)
+        return folder, ran.returncode
+
+    for folder, words in runs.items():
+        refuse_edited(folder, words)
+    missing = [folder for folder in runs if not (folder / "model").exists()]
+    missing.sort(key=lambda folder: int(folder.name))  # A seed's runs are made together.
+    failed = 0
+    bar = tqdm(total=len(runs), initial=len(runs) - len(missing), unit="run")
+    with bar, ThreadPool(args.at_once) as pool:
+        for folder, status in pool.imap_unordered(make, missing):
+            bar.update()
+            if status:
+                failed += 1
+                lines = (folder / "log.txt").read_text(errors="replace").splitlines()
+                tqdm.write("\n  ".join([f"failed: {shlex.join(runs[folder])}", *lines[-20:]]))
+    if failed:
+        sys.exit(f"no verdict: {failed} of {len(runs)} runs failed; this command tries them again")
+
+
+def choose_rate(args, name, words):
+    """The learning rate with the best scores in training, and the scores of all: those of the last
+    ten iterations, or with `--of run` of the whole run."""
+    tried = {}
+    for rate in args.rates:
+        tried[rate] = runs_of(args, [*words, "--learning-rate", str(rate)], RATE_SEEDS)
+    make_runs(args, ChainMap(*tried.values()))
+    scores = {}
+    for rate, folders in tried.items():
+        scores[rate] = []
+        for folder in folders:
+            rows = read_run(folder)["metrics"]
+            values = [row[TRAINING] for row in rows if TRAINING in row]
+            scores[rate].append(mean(values[-10:] if args.of == "end" else values))
+    best = best_rate(scores)
+    means = ", ".join(f"{rate:g}: {mean(scores[rate]):.3f}" for rate in args.rates)
+    print(f"{name}: --learning-rate {best:g} is best, of {means}")
+    if best in (min(args.rates), max(args.rates)):
+        print("  It is at the end of the list. Try further rates.")
+    return best, scores
+
+
+# ---- the report
+def read_runs(args, name, folders):
+    """The metrics of the runs of a method."""
+    runs = []
+    for folder in folders:
+        rows = read_run(folder)["metrics"]
+        if not any(args.metric in row for row in rows):
+            sys.exit(f"{name}, seed {folder.name}: its metrics have no {args.metric}")
+        runs.append(rows)
+    return runs
+
+
+def tokens(rows):
+    """How many a run sampled in training."""
+    lengths = [row.get("response_length_mean", 0) for row in rows]
+    return float(np.diff(column(rows, "episode"), prepend=0) @ lengths)
+
+
+def count_looks(args, flags):
+    """Note in the folder that there is a verdict. Returns how many there are."""
+    look = str((args.methods, flags, args.rates, args.seeds, args.metric, args.of))
+    file = args.folder / "looks.txt"
+    file.touch()
+    looks = dict.fromkeys([*file.read_text().splitlines(), look])
+    file.write_text("\n".join(looks))
+    return len(looks)
+
+
+def report(args, result):
+    """Print the scores of each seed, costs, and what was found."""
+    letters = ascii_uppercase[: len(args.methods)]
+    for letter, name in zip(letters, args.methods):
+        print(f"{letter}: {name}")
+    scores = np.transpose(result["scores"])
+    rows = dict(enumerate(scores, 1)) | dict(mean=scores.mean(0))
+    print("".join(f"{word:>10}" for word in ("seed", *letters)))
+    for name, row in rows.items():
+        print(f"{name:>10}" + "".join(f"{value:10.4f}" for value in row))
+    for name in ("seconds", "tokens"):
+        print(f"{name:>10}" + "".join(f"{mean(values):10,.0f}" for values in result[name]))
+    for letter, entry in zip(letters[1:], result["found"]):
+        text = f"{letter} - A: {entry['difference']:+.4f} ± {entry['band']:.4f}"
+        if "p" in entry:
+            text += f", p = {entry['p']:.3f}"
+        print(f"{text}: {entry['verdict']}")
+        if "worth" in entry:
+            print(f"  {args.seeds} pairs are worth {entry['worth']:.0f} with unlike seeds.")
+    if result["looks"] > 1:
+        print(
+            f"{args.folder} has now seen {result['looks']} verdicts. The smallest p of them all is"
+            f" too small, up to {result['looks']} times."
+        )
+
+
+def draw_all(args, runs, scores):
+    """Draw the curves, and the differences by seed."""
+    figure, [[curves, differences]] = draw.panels(1, 2, width=3.6, height=3)
+    for name, group, own in zip(args.methods, runs, scores):
+        draw.curve(curves, *plot.points(group, args.metric, "episode"), marker=".", label=name)
+        differences.plot(range(1, args.seeds + 1), np.subtract(own, scores[0]), ".")
+    curves.set(title=args.metric, xlabel="episode")
+    differences.set(title="difference from the first one", xlabel="seed")
+    figure.legend(*curves.get_legend_handles_labels(), loc="outside lower center", frameon=False)
+    draw.save(figure, args.folder / "compare.png")
+
+
+@dataclass
+class Args:
+    methods: tyro.conf.Positional[tuple[str, ...]]
+    """scripts, each with its own flags as one text"""
+    seeds: int = 10
+    """runs of each method, with the seeds 1, 2, ..."""
+    metric: str = "eval/scores"
+    """of metrics.jsonl; higher is better"""
+    of: Literal["end", "run"] = "end"
+    """the last value, or the mean over the run, which is higher if a method learns sooner"""
+    rates: tuple[float, ...] = ()
+    """learning rates: each method first gets the one with the best scores in training, over three
+    other seeds; without them, the flags say it"""
+    folder: Path = Path("runs/compare")
+    """of all runs, compare.json and compare.png"""
+    launch: str = shlex.quote(sys.executable)
+    """what starts a script, such as "accelerate launch" """
+    at_once: int = 1
+    """runs side by side; the GPUs are shared out among them"""
+
+
+def main(args, flags):
+    if len(args.methods) < 2 or args.seeds < 2:
+        sys.exit("name two methods or more, before flags of their runs, and two seeds or more")
+    commands = []
+    rates = []
+    for name in args.methods:
+        script, *own = shlex.split(name)
+        if not Path(script).is_file():
+            sys.exit(f"{name}: there is no {script}")
+        words = [script, *flags, *own]
+        if args.rates:
+            best, scores = choose_rate(args, name, words)
+            words += ["--learning-rate", str(best)]
+            rates.append(scores)
+        commands.append(words)
+    folders = [runs_of(args, words, range(1, args.seeds + 1)) for words in commands]
+    make_runs(args, ChainMap(*folders))
+    runs = [read_runs(args, *pair) for pair in zip(args.methods, folders)]
+    result = dict(commands=commands, rates=rates)
+    result["scores"] = [[score(rows, args.metric, args.of) for rows in group] for group in runs]
+    result["seconds"] = [[rows[-1]["seconds"] for rows in group] for group in runs]
+    result["tokens"] = [[tokens(rows) for rows in group] for group in runs]
+    result["found"] = judge(result["scores"])
+    has_verdict = any("p" in entry for entry in result["found"])
+    result["looks"] = count_looks(args, flags) if has_verdict else 0
+    report(args, result)
+    draw_all(args, runs, result["scores"])
+    (args.folder / "compare.json").write_text(json.dumps(vars(args) | result, default=str))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main(*tyro.cli(Args, description=__doc__, return_unknown_args=True))
