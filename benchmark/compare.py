@@ -10,7 +10,8 @@ prints how many seeds this saved.
 
 The interval of a difference is over seeds of training, with these held-out questions and this
 starting model, and over nothing else. An exact test decides: it flips the signs of the differences
-in all ways. With several comparisons, its p has Holm's correction.
+in all ways. With several comparisons, its p has Holm's correction. p decides, also where the
+interval says otherwise.
 
 Choose the number of seeds before the first verdict. Who adds seeds until a verdict pleases gets a p
 that is too small. --folder remembers all verdicts, also those with other flags, and the program
@@ -96,9 +97,9 @@ def judge(table):
     seeds = len(first)
     level = ALPHA / len(others)
     fewest = ceil(log2(2 / level))  # The smallest p of n seeds is 2 / 2^n.
-    corrected = holm(sign_flips(others - first))
+    p_values = sign_flips(others - first)
     found = []
-    for scores, p in zip(others, corrected):
+    for scores, alone, p in zip(others, p_values, holm(p_values)):
         differences = scores - first
         difference, band = map(float, draw.mean_and_band(differences))
         entry = dict(difference=difference, band=band)
@@ -106,12 +107,12 @@ def judge(table):
         if not differences.any():
             entry["verdict"] = "equal in all seeds; did the other lines run?"
             continue
-        spread = differences.std(ddof=1)
-        entry["worth"] = float(seeds * (first.var(ddof=1) + scores.var(ddof=1)) / spread**2)
         if seeds < fewest:
             entry["verdict"] = f"no verdict, which takes {fewest} seeds or more"
             continue
-        entry["p"] = p
+        spread = differences.std(ddof=1)
+        entry |= dict(p=p, uncorrected_p=float(alone))
+        entry["worth"] = float(seeds * (first.var(ddof=1) + scores.var(ddof=1)) / spread**2)
         if p < ALPHA:
             entry["verdict"] = "better" if difference > 0 else "worse"
         else:
@@ -130,12 +131,15 @@ def runs_of(args, words, seeds):
     return {args.folder / name / str(seed): [*words, "--seed", str(seed)] for seed in seeds}
 
 
-def refuse_edited(folder, words):
-    """A run in this folder must have had the files that the command names."""
-    for file in re.findall(r"[^\s=]+\.py\b", " ".join(words)):
-        kept = folder / Path(file).name
-        if kept.exists() and kept.read_bytes() != Path(file).read_bytes():
-            sys.exit(f"{file} differs from its copy in {folder}; take another --folder")
+def refuse_edited(runs):
+    """A run in these folders must have had the files that its command names, as they are now."""
+    for folder, words in runs.items():
+        for file in re.findall(r"([^=\n]+\.py)\b", "\n".join(words)):
+            kept = folder / Path(file).name
+            if kept.exists() and kept.read_bytes() != Path(file).read_bytes():
+                sys.exit(
+                    f"no verdict: {file} differs from its copy in {folder}; name a new --folder"
+                )
 
 
 def shares_of_gpus(count):
@@ -164,8 +168,7 @@ def make_runs(args, runs):
         shares.append(share)
         return folder, ran.returncode
 
-    for folder, words in runs.items():
-        refuse_edited(folder, words)
+    refuse_edited(runs)
     missing = [folder for folder in runs if not (folder / "model").exists()]
     missing.sort(key=lambda folder: int(folder.name))  # A seed's runs are made together.
     failed = 0
@@ -179,6 +182,7 @@ def make_runs(args, runs):
                 tqdm.write("\n  ".join([f"failed: {shlex.join(runs[folder])}", *lines[-20:]]))
     if failed:
         sys.exit(f"no verdict: {failed} of {len(runs)} runs failed; this command tries them again")
+    refuse_edited(runs)
 
 
 def choose_rate(args, name, words):
@@ -204,7 +208,7 @@ def choose_rate(args, name, words):
 
 
 # ---- the report
-def read_runs(args, name, folders):
+def rows_of(args, name, folders):
     """The metrics of the runs of a method."""
     runs = []
     for folder in folders:
@@ -243,12 +247,13 @@ def report(args, result):
         print(f"{name:>10}" + "".join(f"{value:10.4f}" for value in row))
     for name in ("seconds", "tokens"):
         print(f"{name:>10}" + "".join(f"{mean(values):10,.0f}" for values in result[name]))
+    p = "p" if len(letters) == 2 else "Holm's p"
     for letter, entry in zip(letters[1:], result["found"]):
         text = f"{letter} - A: {entry['difference']:+.4f} ± {entry['band']:.4f}"
         if "p" in entry:
-            text += f", p = {entry['p']:.3f}"
+            text += f", {p} = {entry['p']:.2g}"
         print(f"{text}: {entry['verdict']}")
-        if "worth" in entry:
+        if "p" in entry:
             print(f"  {args.seeds} pairs are worth {entry['worth']:.0f} with unlike seeds.")
     if result["looks"] > 1:
         print(
@@ -287,7 +292,7 @@ class Args:
     launch: str = shlex.quote(sys.executable)
     """what starts a script, such as "accelerate launch" """
     at_once: int = 1
-    """runs side by side; the GPUs are shared out among them"""
+    """runs side by side, each with one thread of the CPU; they share out the GPUs"""
 
 
 def main(args, flags):
@@ -307,7 +312,7 @@ def main(args, flags):
         commands.append(words)
     folders = [runs_of(args, words, range(1, args.seeds + 1)) for words in commands]
     make_runs(args, ChainMap(*folders))
-    runs = [read_runs(args, *pair) for pair in zip(args.methods, folders)]
+    runs = [rows_of(args, *pair) for pair in zip(args.methods, folders)]
     result = dict(commands=commands, rates=rates)
     result["scores"] = [[score(rows, args.metric, args.of) for rows in group] for group in runs]
     result["seconds"] = [[rows[-1]["seconds"] for rows in group] for group in runs]
@@ -322,4 +327,7 @@ def main(args, flags):
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(*tyro.cli(Args, description=__doc__, return_unknown_args=True))
+    try:
+        main(*tyro.cli(Args, description=__doc__, return_unknown_args=True))
+    except KeyboardInterrupt:
+        sys.exit("\nstopped; this command goes on")

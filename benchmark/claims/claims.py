@@ -18,6 +18,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
+from compare import ALPHA, best_rate, holm, judge, score, sign_flips
 from run import (
     BENCHMARK,
     BUILT_IN,
@@ -236,17 +237,15 @@ def of_methods(rates):
     return runs
 
 
-def best_rate(method):
-    """The rate with the highest mean score in training."""
-    scores = Counter()
-    for row in measured("rates", method=method):
-        scores[row["rate"]] += row["scores"]
-    return [max(OWN_RATES, key=lambda rate: scores[rate])]
+def own_rate(method):
+    """The rate with the best scores in training."""
+    rates = grouped(measured("rates", method=method), "rate")
+    return [best_rate({rate: column(rates[rate], "scores") for rate in rates})]
 
 
 def choose_rates():
     """Take the rates that the file has now: the same command may have measured them."""
-    PARTS["methods"].runs = of_methods(best_rate)
+    PARTS["methods"].runs = of_methods(own_rate)
 
 
 def write_pairs(seed, path):
@@ -290,6 +289,25 @@ def run_pairs(jobs, smoke):
 PAIRS = "--eval-every 1000 --num-sample-generations 0 --save-rollouts"
 PAIRS += " --dataset PAIRS_train.jsonl --eval-dataset PAIRS_eval.jsonl"
 EPISODES = dict(rloo=16384, grpo=16384, ppo=8192)
+
+
+# ---- what pairs are worth
+PAIRS_OF_METHODS = (
+    ("rloo.py", "grpo.py"),
+    ("rloo.py", "rloo.py --num-ppo-epochs 2"),
+    ("rloo.py --num-ppo-epochs 2", "rloo.py --num-ppo-epochs 2 --cliprange 0.05"),
+    ("ppo.py --num-ppo-epochs 1", "ppo.py --num-ppo-epochs 2"),
+    ("rloo.py", "rloo.py --rloo-k 8"),
+)
+PAIRED = []
+for method in dict.fromkeys(sum(PAIRS_OF_METHODS, ())):
+    script, _, own = method.partition(".py")
+    PAIRED.append((dict(method=method), script, own))
+OFTEN = f"{NO_KL} --eval-every 16"
+
+
+def both_scores(result):
+    return {of: score(result["metrics"], "eval/scores", of) for of in ("end", "run")}
 
 
 # ---- a real model
@@ -372,6 +390,8 @@ PARTS |= {
     "form": Part(FORMS, f"{SAMPLED} {LENGTH}", SEEDS, before_and_after, prepare=need_policy),
     "rates": Part(of_methods(lambda method: OWN_RATES), NO_KL, range(1, 4), ends),
     "methods": Part([], f"{NO_KL} --eval-every 64", OTHER_SEEDS, ends, prepare=choose_rates),
+    "paired": Part(PAIRED, OFTEN, range(1, 11), both_scores),
+    "equal": Part(PAIRED[:1], OFTEN, range(11, 21), both_scores),
     "pairs": Part(
         [({}, script, f"--total-episodes {EPISODES[script]}") for script in SCRIPTS],
         PAIRS,
@@ -401,35 +421,39 @@ def measured(part, **wanted):
 choose_rates()
 
 
-def sign_flips(differences):
-    """The two-sided p of an exact test: how often a sum with random signs is as far from 0 as the
-    one that was seen."""
-    signs = np.array([*product((-1, 1), repeat=len(differences))])
-    sums = np.abs(signs @ differences)
-    return float(np.mean(sums >= np.abs(np.sum(differences)) - 1e-9))
-
-
-def holm(p_values):
-    """Holm's correction: the smallest of n values is multiplied by n, the next one by n - 1, and so
-    on."""
-    corrected = {}
-    largest = 0.0
-    for name in sorted(p_values, key=p_values.get):
-        left = len(p_values) - len(corrected)
-        largest = max(largest, min(1.0, p_values[name] * left))
-        corrected[name] = largest
-    return corrected
-
-
 def compare_methods():
     """Print for each pair of methods Holm's p of their right answers."""
     methods = grouped(measured("methods"), "method")
-    p_values = {}
-    for pair in combinations(methods, 2):
-        one, other = (column(methods[name], "held_out") for name in pair)
-        p_values[pair] = sign_flips(np.subtract(one, other))
-    for pair, p in holm(p_values).items():
+    pairs = [*combinations(methods, 2)]
+    differences = []
+    for pair in pairs:
+        differences.append(np.subtract(*(column(methods[name], "held_out") for name in pair)))
+    for pair, p in zip(pairs, holm(sign_flips(np.array(differences)))):
         print(*pair, f"p = {p:.3f}", sep=" | ")
+
+
+def pairing():
+    """What the pairs are worth, by the last evaluation and by the mean of all."""
+    methods = grouped(measured("paired"), "method")
+    for pair in PAIRS_OF_METHODS:
+        cells = []
+        for of in ("end", "run"):
+            [found] = judge([column(methods[name], of) for name in pair])
+            cells.append(f"{found['worth']:.0f}")
+        yield [*(f"`{name}`" for name in pair), *cells]
+
+
+def equal_methods():
+    """How often the test sees a difference between a method and itself, with other seeds."""
+    runs = having(measured("paired"), method="rloo.py") + measured("equal")
+    rng = np.random.default_rng(0)
+    draws = np.array([rng.permutation(len(runs)) for _ in range(200)])
+    cells = []
+    for of in ("end", "run"):
+        one, other = np.split(np.array(column(runs, of))[draws], 2, axis=1)
+        count = np.sum(sign_flips(one - other) < ALPHA)
+        cells.append(f"{count} of {len(draws)}")
+    yield ["`rloo.py`", "`rloo.py`, with other seeds", *cells]
 
 
 def smollm2_shares(runs):
