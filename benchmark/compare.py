@@ -303,7 +303,7 @@ def main(args, flags):
     for name in args.methods:
         script, *own = shlex.split(name)
         if not Path(script).is_file():
-            sys.exit(f"{name}: there is no {script}")
+            sys.exit(f"there is no script {script}")
         words = [script, *flags, *own]
         if args.rates:
             best, scores = choose_rate(args, name, words)
