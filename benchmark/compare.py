@@ -10,12 +10,12 @@ prints how many seeds this saved.
 
 The interval of a difference is over seeds of training, with these held-out questions and this
 starting model, and over nothing else. An exact test decides: it flips the signs of the differences
-in all ways. With several comparisons, its p has Holm's correction. p decides, also where the
+in all ways. With several comparisons, its p has Holm's correction. It also decides where the
 interval says otherwise.
 
 Choose the number of seeds before the first verdict. Who adds seeds until a verdict pleases gets a p
 that is too small. --folder remembers all verdicts, also those with other flags, and the program
-prints by how much p may be too small.
+prints how many times too small p may be.
 
 The same command again reads the runs that are finished, and goes on with those that were killed.
 """
@@ -179,7 +179,9 @@ def make_runs(args, runs):
             if status:
                 failed += 1
                 lines = (folder / "log.txt").read_text(errors="replace").splitlines()
-                tqdm.write("\n  ".join([f"failed: {shlex.join(runs[folder])}", *lines[-20:]]))
+                tqdm.write(
+                    "\n  ".join([f"status {status}: {shlex.join(runs[folder])}", *lines[-20:]])
+                )
     if failed:
         sys.exit(f"no verdict: {failed} of {len(runs)} runs failed; this command tries them again")
     refuse_edited(runs)
@@ -256,10 +258,8 @@ def report(args, result):
         if "p" in entry:
             print(f"  {args.seeds} pairs are worth {entry['worth']:.0f} with unlike seeds.")
     if result["looks"] > 1:
-        print(
-            f"{args.folder} has now seen {result['looks']} verdicts. The smallest p of them all is"
-            f" too small, up to {result['looks']} times."
-        )
+        about = f"There are {result['looks']} verdicts in {args.folder} now. The smallest p of them"
+        print(f"{about} is up to {result['looks']} times too small.")
 
 
 def draw_all(args, runs, scores):
