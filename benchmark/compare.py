@@ -132,14 +132,19 @@ def runs_of(args, words, seeds):
 
 
 def refuse_edited(runs):
-    """A run in these folders must have had the files that its command names, as they are now."""
-    for folder, words in runs.items():
-        for file in re.findall(r"([^=\n]+\.py)\b", "\n".join(words)):
+    """A finished run must have had the files that its command names, as they are now. A run that is
+    not finished checks this itself."""
+    for folder in filter(is_finished, runs):
+        for file in re.findall(r"([^=\n]+\.py)\b", "\n".join(runs[folder])):
             kept = folder / Path(file).name
             if kept.exists() and kept.read_bytes() != Path(file).read_bytes():
                 sys.exit(
                     f"no verdict: {file} differs from its copy in {folder}; name a new --folder"
                 )
+
+
+def is_finished(folder):
+    return (folder / "model").exists()
 
 
 def shares_of_gpus(count):
@@ -169,7 +174,7 @@ def make_runs(args, runs):
         return folder, ran.returncode
 
     refuse_edited(runs)
-    missing = [folder for folder in runs if not (folder / "model").exists()]
+    missing = [folder for folder in runs if not is_finished(folder)]
     missing.sort(key=lambda folder: int(folder.name))  # A seed's runs are made together.
     failed = 0
     bar = tqdm(total=len(runs), initial=len(runs) - len(missing), unit="run")
