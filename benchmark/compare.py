@@ -13,8 +13,8 @@ starting model, and over nothing else. An exact test decides: it flips the signs
 in all ways. With several comparisons, its p has Holm's correction. It also decides where the
 interval says otherwise.
 
-Choose the number of seeds before the first verdict. Who adds seeds until a verdict pleases gets a p
-that is too small. --folder remembers all verdicts, also those with other flags, and the program
+Choose the number of seeds before the first verdict. If you add seeds until you like the verdict,
+its p is too small. --folder remembers all verdicts, also those with other flags, and the program
 prints how many times too small p may be.
 
 The same command again reads the runs that are finished, and goes on with those that were killed.

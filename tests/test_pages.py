@@ -15,6 +15,7 @@ import subprocess
 import sys
 import textwrap
 
+import compare
 import datasets
 import memory
 import tables
@@ -143,6 +144,13 @@ def check_command(command, folder):
     command = re.sub(r"\$\w+", "1", command.split(" && ")[-1])  # $RANK and its like are numbers
     words = shlex.split(re.sub(r"(?<!\S)([A-Z_]+=\S+|\.\.\.)(?!\S)", "", command))
     if words[0] == "git":
+        return
+    if "benchmark/compare.py" in words:
+        after = words[words.index("benchmark/compare.py") + 1 :]
+        options, flags = tyro.cli(compare.Args, args=after, return_unknown_args=True)
+        for method in options.methods:
+            name, *own = shlex.split(method.removeprefix("my_"))
+            tyro.cli(MODULES[name.removesuffix(".py")].Args, args=[*flags, *own])
         return
     for number in reversed(range(len(words))):
         word, after = words[number], words[number + 1 :]
