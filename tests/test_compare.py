@@ -98,7 +98,8 @@ def score(completions, **_):
 @mark.slow
 def test_kills_and_a_run_that_fails(world, tmp_path):
     """The program is killed. Started again, it names the runs that fail, and makes the others. When
-    the fault is gone, it makes only those. Both methods are the same. Each of two runs side by side has one of two GPUs."""
+    the fault is gone, it makes only those. Both methods are the same, so scores must be equal. Each
+    of two runs side by side has one of two GPUs."""
     for name in ("one", "two"):
         (tmp_path / f"{name}.py").write_text(REWARD)
     (tmp_path / "two_fails").touch()
@@ -123,7 +124,7 @@ def test_kills_and_a_run_that_fails(world, tmp_path):
     (tmp_path / "two_fails").unlink()
     ran = subprocess.run(words, **pipes)
     assert ran.returncode == 0, ran.stdout
-    assert "equal in all seeds; did the other lines run?" in ran.stdout  # as they would be unbroken
+    assert "equal in all seeds; did the other lines run?" in ran.stdout
     assert set((tmp_path / "gpus").read_text().split()) == {"4", "6"}
 
 
