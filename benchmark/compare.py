@@ -91,6 +91,12 @@ def visible(seeds, level):
     return scipy.optimize.bisect(too_rare, 0, 10, xtol=0.01)
 
 
+def worth(one, other):
+    """How many runs of each method with unlike seeds tell as much as these pairs."""
+    unpaired = np.var(one, ddof=1) + np.var(other, ddof=1)
+    return float(len(one) * unpaired / np.var(np.subtract(other, one), ddof=1))
+
+
 def judge(table):
     """What the scores of each method say beside those of the first one. table: [methods, seeds]"""
     first, *others = np.array(table)
@@ -110,13 +116,11 @@ def judge(table):
         if seeds < fewest:
             entry["verdict"] = f"no verdict, which takes {fewest} seeds or more"
             continue
-        spread = differences.std(ddof=1)
-        entry |= dict(p=p, uncorrected_p=float(alone))
-        entry["worth"] = float(seeds * (first.var(ddof=1) + scores.var(ddof=1)) / spread**2)
+        entry |= dict(p=p, uncorrected_p=float(alone), worth=worth(first, scores))
         if p < ALPHA:
             entry["verdict"] = "better" if difference > 0 else "worse"
         else:
-            entry["visible"] = float(visible(seeds, level) * spread)
+            entry["visible"] = float(visible(seeds, level) * differences.std(ddof=1))
             entry["verdict"] = (
                 f"no difference is seen; one of about {entry['visible']:.3f} would be, with a"
                 " chance of 80 %"
