@@ -50,6 +50,9 @@ def test_verdicts():
     expected = 10 * (first.var() + second.var()) / (noise / 4).var()
     assert entry["worth"] == approx(expected)
     assert compare.judge([first, first])[0]["verdict"].startswith("equal in all seeds")
+    almost = [1] * 6 + [-0.1]  # p is 4 / 128
+    for others, verdict in (([almost], "better"), ([almost] * 2, "no difference")):
+        assert compare.judge([[0] * 7, *others])[0]["verdict"].startswith(verdict)
     for seeds, verdict in ((6, "no verdict, which takes 7 seeds"), (7, "better")):
         table = [first[:seeds], *[second[:seeds] + 1] * 2]
         assert compare.judge(table)[1]["verdict"].startswith(verdict)
