@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -44,6 +45,7 @@ plot = import_file(HERE / "benchmark" / "plot.py")
 win_rate = import_file(HERE / "benchmark" / "win_rate.py")
 tasks = import_file(HERE / "benchmark" / "smollm2" / "tasks.py")
 gsm8k = import_file(HERE / "benchmark" / "gsm8k" / "gsm8k.py")
+code = import_file(HERE / "benchmark" / "code" / "reward.py")
 ladder = import_file(HERE / "benchmark" / "ladder" / "ladder.py")
 claims = import_file(HERE / "benchmark" / "claims" / "claims.py")
 of_each_program = mark.parametrize("program", launcher.PROGRAMS, ids=str)
@@ -280,6 +282,70 @@ def test_tasks(tmp_path, monkeypatch):
     for name, rows in files.items():
         made = read_jsonl(tmp_path / name)
         assert rows == [dict(prompt=row["prompt"], answer=row["answer"]) for row in made]
+
+
+# The score of a program, and the program. Each ¦ is a new line.
+PROGRAMS = """
+1 | def f(x): return x + 1
+1 | Or:¦```¦def f(x): return 0¦```¦Better:¦  ```python¦def f(x): return x + 1¦  ```¦Good.
+1 | ```py¦def f(x): return x + 1
+0 | def f(x): return x
+0 | def f(x
+0 | def f(x): exit()
+0 | import os; os._exit(0)
+0 | import atexit; atexit.register(print)
+0 | def exit(): pass¦def f(x): return x¦exit()
+1 | def exit(): pass¦def f(x): return x + 1¦exit()
+0 | import builtins; builtins.exec = print; builtins.AssertionError = KeyError; f = abs
+0 | import os, sys; sys.modules["os"] = os._exit = print; f = abs
+1 | import os, sys; sys.modules["os"] = os._exit = os.write = print; f = lambda x: x + 1
+0 | import __main__; __main__.run = __main__.word = print; f = abs
+0 | import sys; print(sys.stdin.read(), sys.argv, open("/proc/self/cmdline").read())
+0 | input(); f = lambda x: x + 1
+1 | import sys; f = lambda x: x + 1 + len(sys.stdin.read())
+1 | import os; f = lambda x: 2 if os.environ.keys() <= {"PYTHONHASHSEED", "LC_CTYPE"} else 0
+1 | import os; f = lambda x: 2 + len(os.listdir())
+1 | import os; f = lambda x: 1 + len(os.sched_getaffinity(0))
+0 | while True: pass
+0 | import time; time.sleep(1e6)
+0 | import os; os.dup2(1, 2)¦while True: os.write(2, b"1" * 10**6)
+0 | open("x", "w").write("1" * 10**7); f = lambda x: x + 1
+0 | x = bytearray(3 * 10**9); f = lambda x: x + 1
+0 | import ctypes; ctypes.string_at(0)
+0 | import os, time¦while True: os.fork(); time.sleep(0.02)
+0 | import os, time; os.kill(os.getppid(), 9); time.sleep(1e6)
+0 | import os, time; os.kill(os.getppid(), 19); time.sleep(1e6)
+0 | import os; os.killpg(0, 9)
+1 | f = lambda x: x + 1; import os; os.fork() or os.setsid() or os.execvp("sleep", ["sleep", "1e6"])
+1 | f = lambda x: x + 1; import os¦for _ in range(1100): os.mkdir("x"); os.chdir("x")
+"""
+
+
+def left_behind():
+    """The command lines of processes that came out of the sandbox."""
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+    return [command for command in commands if b"sandbox.py" in command or b"1e6" in command]
+
+
+@mark.slow
+def test_programs_that_a_policy_writes(monkeypatch):
+    """Each has its score, in order, and leaves no process. Nor does a run that is killed. None is a
+    fault of the sandbox."""
+    monkeypatch.setattr(code, "LIMITS", code.LIMITS | {"RLIMIT_CPU": 1})
+    monkeypatch.setattr(code, "SECONDS", 3)
+    lines = [line.replace("¦", "\n").split(" | ", 1) for line in PROGRAMS.strip().split("\n")]
+    scores, programs = zip(*lines)
+    tests = [["", "assert f(1) == 2"]] * len(lines)
+    assert code.score(programs, tests) == [*map(float, scores)]
+    assert not left_behind()
+    killed = "import reward; reward.score(['import time; time.sleep(1e6)'], [[]])"
+    with raises(subprocess.TimeoutExpired):
+        folder = HERE / "benchmark/code"
+        subprocess.run([sys.executable, "-c", killed], cwd=folder, timeout=2)
+    time.sleep(1)
+    assert not left_behind()
+    monkeypatch.setattr(code, "LIMITS", {"RLIMIT_UNKNOWN": 1})
+    assert code.score(programs[:1], tests[:1]) == [None]
 
 
 def test_reinforce_and_its_measured_gradients(world, tmp_path, monkeypatch):

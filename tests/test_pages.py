@@ -280,16 +280,27 @@ def test_the_recipe_of_two_machines(run):
     assert "2 x cpu" in run(f"export FIRST=127.0.0.1; {both} #")
 
 
+TASKS = {  # a row of the form, and what is made of it
+    "gsm8k": (dict(question="Ann has 8?", answer="8 = <<8=8>>8\n#### 8,000"), '"answer": "8000"'),
+    "code": (
+        dict(text="Add 1.", test_setup_code="", test_list=["assert f(1) == 2", "x"]),
+        'assert f(1) == 2"}], "tests": ["", "assert f(1) == 2", "x"]',
+    ),
+}
+
+
 @mark.slow
-def test_the_commands_of_gsm8k(run, tmp_path):
+@mark.parametrize("name", TASKS)
+def test_the_commands_of_a_task(name, run, tmp_path):
     """Eight rows of its form make two iterations of a tiny policy with a chat template."""
-    page = HERE / "benchmark/gsm8k/README.md"
-    rows = [dict(question="Ann has 8?", answer="8 = <<8=8>>8\n#### 8,000")] * 8
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "8.parquet")
-    run(first_command(page, "python benchmark") + " --parquet 8.parquet 8.parquet")
-    assert '"answer": "8000"' in read(tmp_path / "runs/gsm8k_test.jsonl")
+    page = HERE / f"benchmark/{name}/README.md"
+    row, made = TASKS[name]
+    datasets.Dataset.from_list([row] * 8).to_parquet(tmp_path / "8.parquet")
+    prepare, _, _ = first_command(page, "python benchmark").partition(" --parquet")
+    run(prepare + " --parquet 8.parquet 8.parquet")
+    assert made in read(tmp_path / f"runs/{name}_test.jsonl")
     tokenizer = make_tokenizer(vocab=["<pad>", "<eos>", *map(chr, range(128))])
     save_model(tmp_path / "tiny", tokenizer=tokenizer, vocab_size=130, max_position_embeddings=512)
-    tiny = " --model-path tiny --batch-size 32 --response-length 8"
+    tiny = " --model-path tiny --batch-size 32 --response-length 8 --num-train-epochs 1"
     printed = run(first_command(page, "python grpo.py") + tiny)
     assert "64 episodes, 2 steps, 1 epochs" in printed
