@@ -299,7 +299,7 @@ PROGRAMS = """
 0 | import builtins; builtins.exec = print; builtins.AssertionError = KeyError; f = abs
 0 | import os, sys; sys.modules["os"] = os._exit = print; f = abs
 1 | import os, sys; sys.modules["os"] = os._exit = os.write = print; f = lambda x: x + 1
-0 | import __main__; __main__.run = __main__.word = print; f = abs
+1 | import pickle¦class A: x = 2¦def f(x): return pickle.loads(pickle.dumps(A())).x
 0 | import sys; print(sys.stdin.read(), sys.argv, open("/proc/self/cmdline").read())
 0 | input(); f = lambda x: x + 1
 1 | import sys; f = lambda x: x + 1 + len(sys.stdin.read())
