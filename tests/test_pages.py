@@ -301,6 +301,7 @@ def test_the_commands_of_a_task(name, run, tmp_path):
     assert made in read(tmp_path / f"runs/{name}_test.jsonl")
     tokenizer = make_tokenizer(vocab=["<pad>", "<eos>", *map(chr, range(128))])
     save_model(tmp_path / "tiny", tokenizer=tokenizer, vocab_size=130, max_position_embeddings=512)
+    (tmp_path / "reward.py").unlink()  # benchmark/code/ has one of this name.
     tiny = " --model-path tiny --batch-size 32 --response-length 8 --num-train-epochs 1"
     printed = run(first_command(page, "python grpo.py") + tiny)
     assert "64 episodes, 2 steps, 1 epochs" in printed
