@@ -8,6 +8,7 @@ from operator import itemgetter
 
 import torch
 from conftest import (
+    EOS,
     HERE,
     MANY_EOS,
     MODULES,
@@ -32,12 +33,13 @@ ENVIRONMENT = '''
 import os, pathlib
 
 def talks(prompts, completions, number, **_):
-    """A text of one to three tokens, by the conversation. None after an even number of tokens."""
+    """A text of one to three tokens, by the conversation. None after some. Two of them stand in the
+    chat template, too."""
     pathlib.Path(__file__).with_name("called_" + os.environ.get("RANK", "0")).touch()
     texts = []
     for chat in completions:
         said = sum(len(message["content"]) for message in chat)
-        texts.append(None if said % 4 == 3 else "123"[: 1 + said % 3] + "=")
+        texts.append(None if said % 4 == 3 else ["=", "+", "12="][said % 3])
         chat.append("The script keeps its own copy.")
     return texts
 
@@ -123,6 +125,12 @@ def test_an_episode_is_the_conversation(turns, flags, run, monkeypatch):
     assert len(set(column(rows, "ended"))) == 2
     numbers = torch.cat([call.args[2][:, 0] for call in calls[1:]])  # The first is a check.
     assert len(numbers.unique()) == len(numbers) > len(rows)
+
+
+def test_an_empty_answer_of_the_environment(turns):
+    """Its turn is there, and the end of the policy's turn is not doubled."""
+    row = {"prompt": [{"role": "user", "content": "1"}]}
+    assert TOKENIZER.decode(turns.environment_tokens(TOKENIZER, row, "", EOS)) == "+=<pad><eos>+-"
 
 
 def test_only_the_tokens_of_the_policy_are_trained(turns, flags, run, updates):
