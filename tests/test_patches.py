@@ -1,8 +1,8 @@
 """Every patch of benchmark/patches/ applies, trains, and does the one thing that it promises. So do
 the lines of docs/papers.md and the broken functions.
 
-test_turns.py tests turns.patch, and test_benchmarks.py reinforce.patch. vllm_rloo.patch runs with a
-stand-in for vLLM.
+test_turns.py tests turns.patch, and test_benchmarks.py reinforce.patch. Those of vLLM run with a stand-in
+for it.
 """
 
 import functools
@@ -33,6 +33,7 @@ from test_pages import changed
 REFUSED = "sampling and training give log-probabilities"
 ENTROPY = "grpo entropy_bonus.patch"
 broken = import_file(HERE / "benchmark/failures/broken.py")
+vllm = import_file(HERE / "tests/stand_in_engine/vllm.py")
 
 # Three rows of docs/variants.md in one copy: lines of rloo.py, and what takes their place.
 ROWS = {
@@ -211,11 +212,21 @@ MASKED = "grpo masked_importance_sampling.patch"
             dict(importance_level="sequence", importance_low=0.0, importance_high=1.001),
             lambda weights: weights.prod() * (weights.prod() <= 1.001),
         ),
+        (
+            "rloo vllm_rloo.patch",
+            dict(dtype="bfloat16", weight_cap=1.01),
+            lambda weights: weights.prod().clamp(max=1.01),
+        ),
+        (
+            "grpo vllm_grpo.patch",
+            dict(dtype="bfloat16", weight_cap=1.01),
+            lambda weights: weights.clamp(max=1.01).mean(),
+        ),
     ],
 )
 def test_corrections_of_the_sampler(name, flags, weight_of, load, run, world, monkeypatch):
     """Each advantage has the weight p_old / q. The rollouts hold p_old, the trainer's. q is that of
-    the bfloat16 sampler."""
+    the bfloat16 sampler, or of the engine."""
     module = load(name)
     # The patch changes what `generate` returns, so this is recorded inside of it.
     calls = record_calls(monkeypatch, module, "map_episodes")
@@ -223,8 +234,8 @@ def test_corrections_of_the_sampler(name, flags, weight_of, load, run, world, mo
     rows = ran.rollouts
     weights = []
     for row, p, q in zip(rows, row_logprobs(world.llama, rows), calls[0].result["logprobs"]):
-        assert row["logprobs"] == approx(p, abs=1e-4)
-        weights.append(weight_of((torch.tensor(p) - q[: len(p)]).exp()).item())
+        assert row["logprobs"] == approx(p, abs=0.2 if "dtype" in flags else 1e-4)
+        weights.append(weight_of((torch.tensor(row["logprobs"]) - q[: len(p)]).exp()).item())
     assert np.ptp(weights) > 1e-3
     expected = -np.mean(advantages_of(name.split()[0], column(rows, "score")) * weights)
     assert ran.metrics[0]["loss/policy_avg"] == approx(expected, abs=1e-4)
@@ -321,19 +332,16 @@ ENGINE_FLAGS = dict(
 )
 
 
-@fixture(scope="module")
-def engine(load):
-    """The stand-in for vLLM, and the patched script."""
-    vllm = import_file(HERE / "tests/stand_in_engine/vllm.py")
-    return vllm, load("rloo vllm_rloo.patch")
+of_both = mark.parametrize("script", ["rloo", "grpo"])
 
 
+@of_both
 @mark.parametrize("rank", [None, 2])
-def test_the_engine_makes_the_plain_run(rank, engine, run):
+def test_the_engine_makes_the_plain_run(script, rank, load, run):
     """The same completions and weights. The engine is shut down. The script itself compares its
     log-probabilities with those of the trainer."""
-    vllm, module = engine
-    ran, plain = (run(script, lora_r=rank, **ENGINE_FLAGS) for script in (module, MODULES["rloo"]))
+    scripts = load(f"{script} vllm_{script}.patch"), MODULES[script]
+    ran, plain = (run(script, lora_r=rank, **ENGINE_FLAGS) for script in scripts)
     assert any(row["token_ids"][-1] == PAD for row in ran.rollouts)
     assert column(ran.rollouts, "token_ids") == column(plain.rollouts, "token_ids")
     weights = weights_of(ran.folder / "model")
@@ -341,8 +349,9 @@ def test_the_engine_makes_the_plain_run(rank, engine, run):
     assert vllm.LLM.is_shut_down
 
 
-def test_an_engine_with_old_weights_stops_the_run(engine, run, monkeypatch):
-    vllm, module = engine
+@of_both
+def test_an_engine_with_old_weights_stops_the_run(script, load, run, monkeypatch):
+    module = load(f"{script} vllm_{script}.patch")
     monkeypatch.setattr(vllm.LLM, "collective_rpc", lambda *_, **__: None)
     with raises(module.UsageError, match=REFUSED):
         run(module, **ENGINE_FLAGS)

@@ -1,4 +1,4 @@
-"""A stand-in for the package vllm: what vllm_rloo.patch calls.
+"""A stand-in for the package vllm: what vllm_rloo.patch and vllm_grpo.patch call.
 
 It samples with the function `sample` of the script that uses it, and with the script's own random
 numbers. So a patched script makes the run of the plain script. Every call is checked against the
@@ -57,6 +57,8 @@ class LLM:
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
         assert args.distributed_executor_backend == "uni"
         assert args.logprobs_mode == "processed_logprobs"  # at the temperature
+        assert 0 < args.gpu_memory_utilization < 1
+        assert args.enforce_eager is False
         self.max_model_len = args.max_model_len
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=args.dtype)
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(model)
