@@ -34,12 +34,12 @@ import os, pathlib
 
 def talks(prompts, completions, number, **_):
     """A text of one to three tokens, by the conversation. None after some. Two of them stand in the
-    chat template, too."""
+    end of a turn, too."""
     pathlib.Path(__file__).with_name("called_" + os.environ.get("RANK", "0")).touch()
     texts = []
     for chat in completions:
         said = sum(len(message["content"]) for message in chat)
-        texts.append(None if said % 4 == 3 else ["=", "+", "12="][said % 3])
+        texts.append(None if said % 4 == 3 else ["a", "e", "12="][said % 3])
         chat.append("The script keeps its own copy.")
     return texts
 
