@@ -131,14 +131,14 @@ def free_port():
         return free.getsockname()[1]
 
 
-def copy_script(folder, script, patch=None):
-    """A copy of a script, with a patch of benchmark/patches/ or as it is, and beside it what its
+def copy_script(folder, script, *patches):
+    """A copy of a script, with patches of benchmark/patches/ or as it is, and beside it what its
     defaults need."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / f"{script}.py", folder)
     if not (folder / "benchmark").exists():
         (folder / "benchmark").symlink_to(BENCHMARK)
-    if patch is not None:
+    for patch in patches:
         subprocess.run(["git", "apply", str(BENCHMARK / "patches" / patch)], cwd=folder, check=True)
     return folder / f"{script}.py"
 

@@ -125,9 +125,9 @@ def first_command(page, beginning):
     return next(command for command in commands(page) if command.startswith(beginning))
 
 
-def changed(name, folder, patch=None, texts={}):
-    """A script with a patch, or with other texts, as a module. folder: of its own"""
-    path = launcher.copy_script(folder, name, patch)
+def changed(name, folder, patches=None, texts={}):
+    """A script with patches, or with other texts, as a module. folder: of its own"""
+    path = launcher.copy_script(folder, name, *(patches or "").split())
     text = read(path)
     for old, new in texts.items():
         assert text.count(old) == 1, old
@@ -139,8 +139,8 @@ def changed(name, folder, patch=None, texts={}):
 
 def check_command(command, folder):
     """Fail unless its launcher and its script know their flags, or a program of benchmark/ names
-    them. `git apply PATCH && ` before them gives the script flags of a patch."""
-    [patch] = re.findall(r"benchmark/patches/(\S+) &&", command) or [None]
+    them. `git apply PATCHES && ` before them gives the script flags of patches."""
+    patches = " ".join(re.findall(r"benchmark/patches/(\S+)", command.rpartition(" && ")[0]))
     command = re.sub(r"\$\w+", "1", command.split(" && ")[-1])  # $RANK and its like are numbers
     words = shlex.split(re.sub(r"(?<!\S)([A-Z_]+=\S+|\.\.\.)(?!\S)", "", command))
     if words[0] == "git":
@@ -156,7 +156,7 @@ def check_command(command, folder):
         word, after = words[number], words[number + 1 :]
         name = word.removesuffix(".py")
         if name in MODULES:
-            script = changed(name, folder / patch, patch) if patch else MODULES[name]
+            script = changed(name, folder / patches, patches) if patches else MODULES[name]
             if words[number - 1].endswith("memory.py"):  # It takes its own flags out of these.
                 _, after = tyro.cli(memory.Options, args=[word, *after], return_unknown_args=True)
                 after = ["--dataset", "none", *after]

@@ -96,11 +96,11 @@ for name, block in zip(NAMES, BLOCKS, strict=True):
 
 @fixture(scope="module")
 def load(tmp_path_factory):
-    """load("rloo opo"): a script with these CHANGES, or with a patch."""
+    """load("rloo opo"): a script with these CHANGES, or with patches."""
 
     @functools.cache
     def load(name):
-        script, change = name.split()
+        script, _, change = name.partition(" ")
         folder = tmp_path_factory.mktemp("changed")
         if change in CHANGES:
             return changed(script, folder, texts=CHANGES[change])
@@ -176,17 +176,23 @@ def test_overlong_punishment(load, run):
     assert column(rows, "score") == approx([5 - (n - 1) / 5 for n in token_counts(rows)])
 
 
-def test_dynamic_sampling(load, run):
-    """The trained prompts are those of the stream, in its order, without groups of equal scores."""
-    module = load("grpo dynamic_sampling.patch")
+@mark.parametrize("more", [None, "overlong_punishment.patch"])
+def test_dynamic_sampling(more, load, run):
+    """The trained prompts are those of the stream, in its order, without groups of equal scores.
+    With DAPO's other patch and flags, lengths make no group differ, but they are punished."""
     flags = dict(reward="seldom", kl_coef=0.0, sampling_rounds=99, total_episodes=12)
-    ran = run(module, **flags)
+    name = "grpo dynamic_sampling.patch"
+    if more:
+        name += f" {more}"
+        flags |= dict(loss_type="dapo", cliprange_high=0.28, num_mini_batches=4)
+    ran = run(load(name), **flags)
     prompts = make_prompts(7)
-    stream = [prompts[number] for number in module.draw_prompts(1, 7, 0, 1000)]
+    stream = [prompts[number] for number in MODULES["grpo"].draw_prompts(1, 7, 0, 1000)]
     place = -1
     for group in groups_of(ran.rollouts):
         place = stream.index(group[0]["prompt"], place + 1)
-        assert len(set(column(group, "score"))) > 1
+        punished = np.array(token_counts(group)) - 1 if more else 0  # by a fifth for each
+        assert np.ptp(np.array(column(group, "score")) + punished / 5) > 0.5
     assert ran.metrics[0]["generated_episodes"] == 3 * (place + 1) > 12
 
 

@@ -65,7 +65,7 @@ def turns(request, tmp_path_factory):
     text = (HERE / "benchmark/patches/turns.patch").read_text(encoding="utf-8")
     patch = folder / "own.patch"
     patch.write_text(text.replace("grpo.py", f"{request.param}.py"))
-    return changed(request.param, folder, patch)
+    return changed(request.param, folder, str(patch))
 
 
 @fixture

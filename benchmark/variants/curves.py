@@ -10,7 +10,10 @@ it generated. Distillation and MaxRL have no patch in benchmark/patches/: they a
 teacher is a run of rloo.py with its defaults.
 """
 
+import itertools
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +21,19 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-from run import BENCHMARK, POLICY, ROOT, Part, column, curves, having, main, read_result, run
+from run import (
+    BENCHMARK,
+    POLICY,
+    ROOT,
+    Part,
+    column,
+    copy_script,
+    curves,
+    having,
+    main,
+    read_result,
+    run,
+)
 from tables import number, with_band
 
 RESULT = Path(__file__).with_suffix(".json")
@@ -131,6 +146,29 @@ def table():
         shown = f"`{name}.patch`" if is_patch(name) else f"{name} (flags)"
         also = [end_of(some, variant.metric) for some in pair]
         yield [shown, f"{pair[0][0]['episode'][-1]:,}", *right, variant.about, *also]
+
+
+def apply_in_order(patches):
+    """The text of grpo.py with these patches. None: they do not apply."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = copy_script(Path(folder), "grpo")
+        for patch in patches:
+            command = ["git", "apply", patch]
+            if subprocess.run(command, cwd=folder, capture_output=True).returncode > 0:
+                return None
+        return path.read_text(encoding="utf-8")
+
+
+def pairs():
+    """Each patch of grpo.py, and those that make the same text before and after it."""
+    patches = sorted((BENCHMARK / "patches").glob("*.patch"))
+    patches = [patch for patch in patches if apply_in_order([patch])]
+    texts = {pair: apply_in_order(pair) for pair in itertools.permutations(patches, 2)}
+    for patch in patches:
+        fitting = [
+            b.stem for a, b in texts if a == patch and texts[a, b] and texts[a, b] == texts[b, a]
+        ]
+        yield [f"`{patch.stem}`", ", ".join(fitting)]
 
 
 def draw_panel(axis, rows, name, metric):
