@@ -17,9 +17,13 @@ from conftest import (
     base_flags,
     column,
     compare_runs,
+    contents,
     distance,
     import_file,
+    launch,
     launch_twice,
+    launched,
+    load_policy,
     losses,
     make_prompts,
     record_calls,
@@ -85,7 +89,11 @@ ROWS = {
 }
 
 # The changes that docs/papers.md shows, in its order: texts before, and after.
-CHANGES = {"rows": ROWS}
+SAVE = "        save_checkpoint(args, state, output_dir, is_last)\n"
+MODELS = re.search(
+    r"models of the way .*`if .*: (.*?)` \|", (HERE / "docs/variants.md").read_text("utf-8")
+)
+CHANGES = {"rows": ROWS, "models": {SAVE: f"        {MODELS[1]}\n{SAVE}"}}
 NAMES = "remax opo pass_at_4 gdpo two_sided dppo".split()
 BLOCKS = re.findall(r"(?:^    [+-].*\n)+", (HERE / "docs/papers.md").read_text("utf-8"), re.M)
 for name, block in zip(NAMES, BLOCKS, strict=True):
@@ -324,6 +332,40 @@ def test_compiled_layers_make_the_plain_run(load, run, monkeypatch):
         compare_runs(plain, run(module, compile=True).folder)
         assert least <= stats.pop("unique_graphs") <= 4
         record_steps(monkeypatch, module)
+
+
+KILLS = """
+import os, pathlib, runpy, sys, transformers
+
+def save(tokenizer, folder, **more):
+    if pathlib.Path(folder).name == "2" and not pathlib.Path("killed").exists():
+        pathlib.Path("killed").touch()
+        os.kill(os.getpid(), 9)
+    return keep(tokenizer, folder, **more)
+
+keep = transformers.PreTrainedTokenizerBase.save_pretrained
+transformers.PreTrainedTokenizerBase.save_pretrained = save
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@mark.slow
+def test_models_of_the_way(load, run, world, tmp_path):
+    """A kill in the middle leaves a part of one, which the resumed run replaces."""
+    module = load("rloo models")
+    flags = dict(total_episodes=36, save_every=1)
+    expected = contents(run(module, **flags).folder / "models")
+    (tmp_path / "kills.py").write_text(KILLS)
+    out = tmp_path / "out"
+    flags = base_flags(world, flags | dict(output_dir=out, resume=True))
+    killed = launch(module, 1, tmp_path, flags, program=tmp_path / "kills.py")
+    assert killed.returncode == -9, killed.stderr
+    found = contents(out / "models")
+    assert "2/model.safetensors" in found and "2/tokenizer.json" not in found
+    launched(module, 1, tmp_path, flags, program=tmp_path / "kills.py")
+    assert contents(out / "models") == expected
+    load_policy(out / "models/3")
 
 
 # ---- the engine, and the broken functions
