@@ -1,5 +1,7 @@
 """A run is the same on any hardware. Processes, memory and sharding change only the speed."""
 
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 from conftest import (
     HERE,
     base_flags,
@@ -14,6 +16,7 @@ from conftest import (
 )
 from plain import token_counts
 from pytest import mark
+from test_pages import RECIPES, commands
 
 # Three processes cannot divide the batch or its mini-batches evenly, and groups are divided between
 # processes. The last batch has only two episodes. At three times this learning rate, rounding grows
@@ -88,6 +91,25 @@ def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
     printed = launch_twice(script, 2, tmp_path, base_flags(world, flags), program=program)
     assert "resuming after" in printed and "\n2 x cpu (FSDP2), " in printed
     compare_runs(alone.folder, tmp_path / "out")
+
+
+@only("grpo")
+@mark.slow
+def test_the_launches_for_eight_gpus(script, run, world, tmp_path, monkeypatch):
+    """What accelerate's launcher makes of them gives the run of one process."""
+    alone = run(script)
+    monkeypatch.chdir(HERE)
+    programs = dict(DDP=None, FSDP2=HERE / "benchmark/hardware/shards.py")
+    launches = [line for line in commands(RECIPES) if line.startswith("accelerate launch --config")]
+    for (joined, program), command in zip(programs.items(), launches, strict=True):
+        words = command.replace("Qwen2DecoderLayer", "LlamaDecoderLayer").split()[2:]
+        launch, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
+        environment = prepare_multi_gpu_env(launch) | dict(ACCELERATE_USE_CPU="true")
+        folder = tmp_path / joined
+        folder.mkdir()
+        printed = launched(script, 2, folder, base_flags(world), program=program, **environment)
+        assert f"\n2 x cpu ({joined}), float32, " in printed
+        compare_runs(alone.folder, folder / "out")
 
 
 @only("rloo")

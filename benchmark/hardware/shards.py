@@ -59,7 +59,7 @@ def fsdp2(module):
     from accelerate.utils import DistributedType
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-    os.environ |= FSDP2 | dict(ACCELERATE_USE_CPU="true")
+    os.environ |= FSDP2 | os.environ | dict(ACCELERATE_USE_CPU="true")
     PartialState(cpu=True)
     # accelerate turns FSDP on where it believes in several GPUs.
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
