@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -323,7 +324,10 @@ PROGRAMS = """
 
 def left_behind():
     """The command lines of processes that came out of the sandbox."""
-    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # It has just ended.
+            commands.append(path.read_bytes())
     return [command for command in commands if b"sandbox.py" in command or b"1e6" in command]
 
 
