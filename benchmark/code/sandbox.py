@@ -63,7 +63,7 @@ def keep(parent, before, seconds, processes):
         for group in set(descendants(before)):  # A group can't fork while it is killed.
             try:
                 os.killpg(group, signal.SIGKILL)
-            except ProcessLookupError:
+            except OSError:  # It has ended, or has become another user's.
                 pass
     return os.waitstatus_to_exitcode(status)
 
