@@ -88,12 +88,12 @@ ROWS = {
                         # A second loss""",
 }
 
-# The changes that docs/papers.md shows, in its order: texts before, and after.
+# A row of its own: a model in each iteration.
 SAVE = "        save_checkpoint(args, state, output_dir, is_last)\n"
-MODELS = re.search(
-    r"models of the way .*`if .*: (.*?)` \|", (HERE / "docs/variants.md").read_text("utf-8")
-)
-CHANGES = {"rows": ROWS, "models": {SAVE: f"        {MODELS[1]}\n{SAVE}"}}
+VARIANTS = (HERE / "docs/variants.md").read_text("utf-8")
+[MODEL] = re.findall(r"models of the way .*`if .*: (.*?)` \|", VARIANTS)
+CHANGES = {"rows": ROWS, "models": {SAVE: f"        {MODEL}\n{SAVE}"}}
+# The changes that docs/papers.md shows, in its order: texts before, and after.
 NAMES = "remax opo pass_at_4 gdpo two_sided dppo".split()
 BLOCKS = re.findall(r"(?:^    [+-].*\n)+", (HERE / "docs/papers.md").read_text("utf-8"), re.M)
 for name, block in zip(NAMES, BLOCKS, strict=True):
