@@ -371,7 +371,7 @@ def measure_part(path, name, parts):
     )
     old = read_result(path)
     in_order = []
-    for other in parts:
+    for other in parts | old["parts"]:  # also one that the program had before
         in_order += rows if other == name else having(old["rows"], part=other)
     write_result(path, old["parts"] | {name: stamp}, in_order)
 

@@ -29,7 +29,7 @@ from conftest import (
     record_calls,
     weights_of,
 )
-from plain import groups_of, record_steps, row_logprobs, token_counts
+from plain import groups_of, row_logprobs, token_counts
 from pytest import approx, fixture, mark, raises
 from safetensors.torch import load_file
 from test_pages import changed
@@ -319,19 +319,6 @@ def test_two_processes_stopped_and_resumed_make_the_run_of_one(name, load, run, 
     if name == "rloo rows":
         assert abs(ran.metrics[-1]["val/ratio"] - 1) > 1e-3
         assert "probe.weight" in load_file(ran.folder / "model/model.safetensors")
-
-
-@mark.slow
-def test_compiled_layers_make_the_plain_run(load, run, monkeypatch):
-    """One graph serves all layers. Another one is for a single row, and one for no gradient. With
-    recorded steps, there is one of the whole model."""
-    module = load("rloo compile_layers.patch")
-    plain = run(MODULES["rloo"]).folder
-    stats = torch._dynamo.utils.counters["stats"]
-    for least in (3, 1):
-        compare_runs(plain, run(module, compile=True).folder)
-        assert least <= stats.pop("unique_graphs") <= 4
-        record_steps(monkeypatch, module)
 
 
 KILLS = """

@@ -2,11 +2,9 @@
 
     pip install -r requirements-dev.txt trl==1.16.0 math-verify==0.9.0
     python benchmark/throughput/gpu.py --seconds 700        # what decides most comes first
-    python benchmark/throughput/gpu.py compiled killed      # these; results of the others stay
+    python benchmark/throughput/gpu.py pieces profile       # these; results of the others stay
     python benchmark/throughput/gpu.py --smoke              # all with a tiny model, without a GPU
 
-    compiled        updates with compiled layers, and recorded steps of a compiled model
-                    (compile_layers.patch), beside plain ones
     pieces          updates that read 2**22, 2**24 and 2**26 logits at once, and three with other
                     settings. `predicted_gib` is the peak by memory.py
     tokens64_micro16   Tally beside TRL, as in throughput.py: completions of 64 tokens,
@@ -14,16 +12,10 @@
     profile         where an iteration's time goes: `reference` is the reference's pass,
                     `token_logprobs` the forward pass of training
 
-These take 700 seconds at most. What follows was answered once, or decides less:
+These take 510 seconds at most. What follows decides less:
 
     lora_7B         does LoRA of 7B with prompts of 1,000 tokens fit, beside TRL?
     smollm2         do all scripts learn? Needs benchmark/smollm2/prepare.py, but no reasoning-gym
-    killed          a run, and the same one that is killed twice and resumed. A distance of 0 means
-                    that all bits are the same
-    equal           64 completions with recorded steps and without, in float32 and in bfloat16: how
-                    many differ?
-    shared_prompts  updates with --share-prompts True, beside a row for each episode; prompts of
-                    1,000 tokens
 
 A part is a pair of runs, or one for each script. Every run has a process of its own. Nothing is
 downloaded: the models are random, but for the last part. Where TRL is missing, Tally runs alone.
@@ -36,7 +28,6 @@ stand-in for a CUDA graph.
 
 import os
 import sys
-import tempfile
 import time
 import traceback
 from functools import partial
@@ -44,18 +35,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.append(str(Path(__file__).resolve().parent.parent / "hardware"))
 import throughput
 import tyro
-from kill_and_resume import FLAGS, kill_at
-from rounding import count_different
-from run import BUILT_IN, ROOT, import_script, measure_part, relative_distance
-from tally_worker import force_lengths, profile, record_on_cpu
+from run import ROOT, import_script, measure_part
+from tally_worker import profile, record_on_cpu
 from throughput import FEW, Case, in_turn, pairs, part, start, tally
 
 RESULT = Path(__file__).with_suffix(".json")
 curves = import_script(ROOT / "benchmark/default/curves.py")
-KILLS = dict(training=9, rollout=20)  # the call of each phase
 
 
 def case(model: str, sizes: str, prompt: int, completion: int, **changes) -> Case:
@@ -67,32 +54,6 @@ def case(model: str, sizes: str, prompt: int, completion: int, **changes) -> Cas
 
 
 # ---- the row of a job
-
-
-def finished(*job) -> dict:
-    """A run of Tally that must not fail."""
-    run = tally(*job)
-    if "failed" in run:
-        raise SystemExit(run["failed"])
-    return run
-
-
-def recorded(case: Case, script: str, flags: str, *edits) -> dict:
-    """How many completions differ with recorded steps, and without?"""
-    one = finished(script, flags, *edits)
-    return count_different(one, finished(script, f"{flags} --no-cuda-graphs", *edits))
-
-
-def killed(case: Case, script: str, flags: str) -> dict:
-    """How far is a run that is killed twice and resumed from one that is not?"""
-    with tempfile.TemporaryDirectory() as folder:
-        one, two = Path(folder, "one"), Path(folder, "two")
-        kills = 0
-        for phase, call in KILLS.items():
-            kill = partial(kill_at, phase=phase, call=call)
-            kills += "exit code -9" in tally(script, flags, kill, two).get("failed", "")
-        row = count_different(finished(script, flags, one), finished(script, flags, two))
-        return row | dict(kills=kills, weights=relative_distance(two, one))
 
 
 def same_text(script):
@@ -130,19 +91,14 @@ def with_prediction(variants: dict, case: Case, script: str, flags: str) -> dict
 
 
 def learned(case: Case, script: str, flags: str) -> dict:
-    return curves.to_curve(finished(script, flags, same_text))
+    run = tally(script, flags, same_text)
+    if "failed" in run:
+        raise SystemExit(run["failed"])
+    return curves.to_curve(run)
 
 
 # ---- the parts of the program
 
-KILLED = [
-    ({}, "rloo", "--dtype float32 --num-ppo-epochs 2"),
-    ({}, "grpo", "--dtype bfloat16 --num-mini-batches 1"),
-    ({}, "ppo", "--dtype float32 --num-ppo-epochs 2"),
-]
-KILLED_RUN = f"{BUILT_IN} {FLAGS} --per-device-train-batch-size 8 --response-length 8"
-COMPILED = [({}, "rloo compile_layers.patch", "")]
-RECORDED = [({}, "rloo", f"--dtype {name}", force_lengths) for name in ("float32", "bfloat16")]
 PIECES = {f"pieces_{n}": ["", partial(read_at_once, count=2**n)] for n in (22, 24, 26)}
 PIECES |= dict(
     micro_4=["--per-device-train-batch-size 4"],
@@ -158,15 +114,11 @@ LARGE = case(
     "7B", "with the sizes of Mistral-7B", 1000, 64, lora_r=16, batch=16, micro_batch=2, steps=3
 )
 TABLE = {  # each part, and its seconds at most
-    "compiled": (190, pairs(SHORT, COMPILED, compiled=["--compile"])),
     "pieces": (300, part(partial(with_prediction, PIECES), qwen(256, 512, steps=4))),
     "tokens64_micro16": (150, pairs(BOTH, eager=["--no-cuda-graphs"], trl=[])),
     "profile": (60, pairs(qwen(256, 16), tally=["", profile])),
     "lora_7B": (200, pairs(LARGE, trl=[])),
     "smollm2": (200, part(learned, SHORT, LEARNED, curves.SMOLLM2)),
-    "killed": (120, part(killed, SHORT, KILLED, KILLED_RUN)),
-    "equal": (80, part(recorded, SHORT, RECORDED, "--save-rollouts --total-episodes 64")),
-    "shared_prompts": (80, pairs(qwen(1000, 64), shared=["--share-prompts True"])),
 }
 PARTS = {name: own for name, (_, own) in TABLE.items()}
 PARTS["smollm2"].short += f" {curves.TINY} {FEW}"
