@@ -41,7 +41,7 @@ def load_run(folder):
     """The flags of a run, and the function that decodes its tokens, the special ones too."""
     from transformers import AutoTokenizer  # It takes seconds, and --help does not need it.
 
-    flags = yaml.safe_load((folder / "args.yaml").read_text())
+    flags = yaml.safe_load((folder / "args.yaml").read_bytes())
     model = folder / "model"  # It is there when the run is finished.
     if not model.exists():
         model = flags["model_path"]

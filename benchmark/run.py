@@ -16,6 +16,7 @@ change of a default, an algorithm or random numbers, measure again what depends 
 take minutes.
 """
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -55,7 +56,7 @@ BUILT_IN = "--model-path benchmark/default/policy --dataset benchmark/default/tr
 BUILT_IN += " --reward exact_match"
 SCRIPTS = ("rloo", "grpo", "ppo")
 K_FLAGS = {"rloo": "--rloo-k", "grpo": "--num-generations"}
-LIBRARIES = ("accelerate", "matplotlib.pyplot", "tyro", "yaml", "safetensors.numpy")
+LIBRARIES = ("accelerate", "matplotlib.pyplot", "tyro", "typeguard", "yaml", "safetensors.numpy")
 LIBRARIES += ("transformers.models.llama.modeling_llama", "transformers.optimization")
 DEFAULTS = dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
@@ -101,7 +102,7 @@ def read_run(folder):
             seconds += row["time/rollout_s"] + row["time/train_s"]
         row["seconds"] = seconds
     found = dict(
-        args=yaml.safe_load((folder / "args.yaml").read_text()),
+        args=yaml.safe_load((folder / "args.yaml").read_bytes()),
         metrics=rows,
         evaluations=[row for row in rows if "eval/scores" in row],
     )
@@ -178,7 +179,7 @@ def run_here(job):
             module.main(tyro.cli(module.Args, args=words))
         except (Exception, SystemExit) as error:
             if getattr(error, "code", True):  # Otherwise the run was finished before.
-                printed = Path(log.name).read_text()[-4000:]
+                printed = Path(log.name).read_text("utf-8", "replace")[-4000:]
                 raise RuntimeError(f"{script} {flags}\n{printed}") from error
         return read_run(output_dir) | getattr(module, "found", {})
 
@@ -186,6 +187,7 @@ def run_here(job):
 def work(sender, variables, function, *args):
     """Send what a function returns, or why it failed."""
     os.environ |= variables
+    gc.freeze()  # Otherwise a run's garbage collection copies the memory of all libraries.
     tqdm.set_lock(threading.RLock())  # Its own lock would outlive a process that is killed.
     try:
         result = function(*args)
@@ -387,7 +389,7 @@ def read_result(path):
     each with its part."""
     if not path.exists():
         return dict(parts={}, rows=[])
-    return json.loads(path.read_text())
+    return json.loads(path.read_bytes())
 
 
 def write_result(path, parts, rows):

@@ -140,7 +140,7 @@ def rows_of(line):
     each = patterns.pop("each", "").split(",")
     rows = []
     for file in path.split(","):
-        rows += fitting(json.loads((BENCHMARK / file).read_text())["rows"], patterns)
+        rows += fitting(json.loads((BENCHMARK / file).read_bytes())["rows"], patterns)
     groups = []
     for row in rows:
         group = {name: row[name] for name in each if name in row}

@@ -4,6 +4,7 @@ compute."""
 import os
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -137,6 +138,43 @@ def test_half_of_an_interval_in_a_table():
     assert tables.fill("{x:±.2f}", rows, {}) == f"2.00 ± {4.303 / 3**0.5:.2f}"
     with raises(KeyError, match="no row has z"):
         tables.fill("{z}", rows, {})
+
+
+READERS = r"""
+import locale, pathlib, look, run, tables
+assert locale.getencoding() not in ("utf-8", "UTF-8")
+nano = {}
+for program in pathlib.Path("nano").iterdir():
+    exec(program.read_text("utf-8").partition("stream = ")[0], nano)  # the part that reads
+    assert nano["train_rows"] == nano["held_out"] == [dict(prompt="\u00e9")], program
+    del nano["train_rows"], nano["held_out"]
+folder = pathlib.Path("run")
+assert look.load_run(folder)[0]["reward"] == "\u00e9" == run.read_run(folder)["args"]["reward"]
+result = pathlib.Path("result.json").absolute()
+assert [*tables.rows_of(f"{result}: {{name}}")] == [[run.read_result(result)["rows"][0]["name"]]]
+assert nano
+"""
+
+
+@mark.slow
+def test_files_are_utf8_on_every_machine(tmp_path):
+    """Also where the machine's own encoding is ASCII. What reads data does so as the scripts do."""
+    shutil.copytree(HERE / "docs/nano", tmp_path / "nano", ignore=shutil.ignore_patterns("*.md"))
+    files = {
+        "benchmark/default/train.jsonl": '{"prompt": "\u00e9"}\n',
+        "benchmark/default/eval.jsonl": '{"prompt": "\u00e9"}\n',
+        "run/args.yaml": f"{{reward: \u00e9, model_path: {launcher.POLICY}}}",
+        "run/metrics.jsonl": "",
+        "result.json": '{"rows": [{"name": "\u00e9"}]}',
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    ascii_machine = dict(LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONPATH=str(HERE / "benchmark"))
+    words = [sys.executable, "-X", "utf8=0", "-c", READERS]
+    environment = os.environ | ascii_machine
+    ran = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 ONE_DIES = (

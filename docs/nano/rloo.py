@@ -71,8 +71,8 @@ def evaluate():
     print(f"held-out score {score(completions, held_out).mean():.3f}")
 
 
-train_rows = [json.loads(line) for line in open(dataset)]
-held_out = [json.loads(line) for line in open(eval_dataset)]
+train_rows = [json.loads(line) for line in open(dataset, "rb")]
+held_out = [json.loads(line) for line in open(eval_dataset, "rb")]
 stream = []  # the prompts of the whole run: each epoch is a permutation
 for epoch in range(num_train_epochs):
     order = np.random.default_rng([seed, 1, epoch]).permutation(len(train_rows))  # 1: for prompts
