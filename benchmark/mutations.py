@@ -12,7 +12,6 @@ mutation survives, or if its old text does not occur exactly once.
 tests/test_other_device.py plants bugs of its own.
 """
 
-import functools
 import os
 import shutil
 import sys
@@ -201,19 +200,24 @@ MUTATIONS = {
 # fmt: on
 
 
-class Failures(list):
-    """A pytest plugin that keeps the kinds of errors."""
+class Failures(dict):
+    """A pytest plugin that keeps each test that fails, and the kind of its error."""
 
-    def pytest_exception_interact(self, call):
-        self.append(type(call.excinfo.value).__name__)
+    def pytest_exception_interact(self, node, call):
+        self[node.nodeid] = type(call.excinfo.value).__name__
 
 
-def run_test(script, test, old, new):
-    """Run a test in this process, on copies of the scripts with `new` for `old` in one of them.
-
-    Returns how it has `ended`, and the end of the `log`.
-    """
+def node(test):
+    """The name that pytest gives a test."""
     file, name = test.split("/")
+    return f"tests/test_{file}.py::test_{name}"
+
+
+def run_tests(tests, script, old, new):
+    """Run tests in this process, on copies of the scripts with `new` for `old` in one of them.
+
+    Returns how they have `ended`, those that are `failing`, and the end of the `log`.
+    """
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         for other in SCRIPTS:
             copy_script(Path(folder), other)
@@ -223,35 +227,26 @@ def run_test(script, test, old, new):
         path = Path(folder, f"{script}.py")
         path.write_text(path.read_text().replace(old, new))
         os.chdir(folder)
-        words = "-q -x --tb=short -o addopts= -p no:cacheprovider --basetemp tmp".split()
+        words = "-q --tb=short -o addopts= -p no:cacheprovider --basetemp tmp".split()
         failures = Failures()
         with open("log", "w+") as log, redirect_stdout(log), redirect_stderr(log):
-            status = pytest.main([*words, f"tests/test_{file}.py::test_{name}"], [failures])
+            status = pytest.main([*words, *map(node, tests)], [failures])
             log.seek(0)
             text = log.read()[-3000:]
         os.chdir(ROOT)
     ended = "error" if status else "passed"
-    if {"AssertionError", "Failed", "UsageError"} & {*failures}:
+    if {"AssertionError", "Failed", "UsageError"} & {*failures.values()}:
         ended = "killed"
-    return dict(ended=ended, log=text)
-
-
-@functools.cache
-def run_before(test):
-    """Run a test on the scripts as they are."""
-    return apart(run_test, "rloo", test, "", "")
+    return dict(ended=ended, failing=[*failures], log=text)
 
 
 def attempt(name):
-    """Make a mutation, and run its test before and after."""
+    """Make a mutation, and run its test."""
     script, test, old, new = MUTATIONS[name]
     count = (ROOT / f"{script}.py").read_text().count(old)
     if count != 1:
         return dict(ended=f"stale, its old text occurs {count} times", log="")
-    before = run_before(test)
-    if before.get("ended") != "passed":
-        return before | dict(ended="fails without it")
-    return apart(run_test, script, test, old, new)
+    return apart(run_tests, [test], script, old, new)
 
 
 def main(only: Literal[tuple(MUTATIONS)] | None = None):
@@ -259,11 +254,18 @@ def main(only: Literal[tuple(MUTATIONS)] | None = None):
     # With it pytest shows the whole difference of two runs, and needs minutes to find it.
     os.environ.pop("CI", None)
     names = [only] if only else list(MUTATIONS)
+    tests = {MUTATIONS[name][1] for name in names}
     wrong = 0
     with ThreadPool(2) as pool:
+        # The tests, once on the scripts as they are
+        unbroken = pool.apply_async(apart, (run_tests, tests, "rloo", "", ""))
         for name, found in zip(names, pool.imap(attempt, names)):
             script, test, *_ = MUTATIONS[name]
             ended = found.get("ended", "error")
+            before = unbroken.get()
+            if node(test) in before.get("failing", map(node, tests)):
+                found = before
+                ended = "fails without it"
             print(f"{ended:8}  {script}: {name} ({test})", flush=True)
             if ended != "killed":
                 wrong += 1

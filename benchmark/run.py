@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import product
 from multiprocessing import connection
 from multiprocessing.pool import ThreadPool
@@ -59,6 +60,13 @@ K_FLAGS = {"rloo": "--rloo-k", "grpo": "--num-generations"}
 LIBRARIES = ("accelerate", "matplotlib.pyplot", "tyro", "typeguard", "yaml", "safetensors.numpy")
 LIBRARIES += ("transformers.models.llama.modeling_llama", "transformers.optimization")
 DEFAULTS = dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+
+
+def need(*packages):
+    """End the program in one line, if it lacks some of these packages."""
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise SystemExit(f"this program needs more packages: pip install {' '.join(missing)}")
 
 
 def read_rows(path):
@@ -277,6 +285,7 @@ def machine():
 
 
 # ---- a program that measures
+SEEN = set()  # the kinds of jobs of smoke runs
 
 
 @dataclass
@@ -301,17 +310,18 @@ class Part:
     """flags that make a smoke run of each job: the last of two equal flags counts"""
 
     def jobs(self, smoke=False):
-        """Each job, as `run_here` takes it, with the entries that name its row. A smoke run has
-        the first of each script, also of each that is changed by functions."""
+        """Each job, as `run_here` takes it, with the entries that name its row. Of each script,
+        also of each that is changed by functions, a smoke run has the first of all the program's
+        parts that keep or measure the same."""
         jobs = {}
-        seen = set()
         for seed, (names, script, own, *edits) in product(self.seeds, self.runs):
             flags = f"{self.flags} {own} --seed {seed}"
             if smoke:
                 flags += f" {self.short}"
-                if (script, *edits) in seen:
+                kind = script, *edits, self.keep, self.measure
+                if kind in SEEN:
                     continue
-                seen.add((script, *edits))
+                SEEN.add(kind)
             row = dict(script=script, flags=own.strip(), seed=seed) | names
             jobs[script, flags, *edits] = row
         return jobs

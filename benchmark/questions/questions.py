@@ -11,9 +11,9 @@ its reward function was shown, what it logged, and its final weights. The two si
 random numbers, so a run is only compared with runs of its own side. How far two runs are apart:
 |w1 - w2| / |w2 - w_start| of their final weights.
 
-A question's docstring has four paragraphs: what is asked; what is equal on both sides, beside FLAGS
-and SETTINGS; how an answer is shown; and what a maintainer of TRL may say. From them and the stored
-numbers `table` makes the table in benchmark/README.md.
+A question's docstring has three paragraphs: what is asked; what is equal on both sides, beside
+FLAGS and SETTINGS; and how the answer of each case is shown. From them and the stored numbers
+`table` makes the table in benchmark/README.md.
 """
 
 import inspect
@@ -165,15 +165,13 @@ def run_tally(script, flags, folder, settings, rows):
 
 
 def episodes(ask):
-    """490 prompts make 1,960 episodes. On how many does one epoch train?
+    """490 prompts make 1,960 episodes. On how many does an epoch train?
 
     Each batch is one micro-batch
 
-    in batches of 16: {batch_16:range,}
-    of 256: {batch_256:range,}
-
-    An incomplete batch is dropped on purpose, in each epoch other prompts. Batches whose prompts
-    divide 490 lose none."""
+    batches of 16: {batch_16:range,}
+    batches of 256: {batch_256:range,}
+    """
     found = {}
     for batch in (16, 256):
         run = ask(f"batch_{batch}", rows=490, batch=batch, micro=batch, save=10**6)
@@ -182,38 +180,36 @@ def episodes(ask):
 
 
 def again(ask):
-    """The same command twice: how far apart are the runs? And with another seed?
+    """How far apart are two runs of one command?
 
     Everything
 
-    same command: {again:apart}
+    the same seed: {again:apart}
     another seed: {another_seed:apart}
-
-    Both are right."""
+    """
     one = ask("one")
     return dict(again=distance(ask("again"), one), another_seed=distance(ask("seed", seed=2), one))
 
 
 def micro_batches(ask):
-    """Four micro-batches of 4 in place of one of 16: how far apart?
+    """How far apart are runs with micro-batches of 16 and of 4?
 
     The batch of 16
 
-    {micro:apart}
-
-    Both are right."""
+    : {micro:apart}
+    """
     one = ask("one")
     return dict(micro=distance(ask("four", micro=4), one))
 
 
 def two_processes(ask):
-    """Two processes in place of one: how far apart? How many batches have the same prompts?
+    """How far apart are runs on one process and on two?
 
     The batch of 16
 
-    {processes:apart}; {equal_prompts:range} of {rollouts:range} batches
-
-    Each process has its own seed, by design. Equal runs are not promised."""
+    final weights: {processes:apart}
+    batches with the same prompts: {equal_prompts:range} of {rollouts:range}
+    """
     two = ask("two", **TWO)
     one = ask("one")
     equal = 0
@@ -223,27 +219,26 @@ def two_processes(ask):
 
 
 def killed(ask):
-    """Killed in step 15 of 24, and resumed: how far from an unbroken run?
+    """A run is killed in step 15 of 24, and resumed. How far is it from an unbroken one?
 
     One step for each rollout, a checkpoint every 6 steps
 
-    {resumed:apart}
-
-    Both are right. One step is the default."""
+    one step for each rollout: {resumed:apart}
+    """
     ask("killed", **KILLED)
     return dict(resumed=distance(ask("resumed", "killed", resume=True), ask("one")))
 
 
 def killed_within(ask):
-    """The same with 8 steps for each rollout, in rollout 3 of 12. How many rollouts are made?
+    """The same with 8 steps for each of 12 rollouts. How many rollouts are made?
 
     48 prompts, 2 passes over 4 mini-batches. Tally saves only between rollouts
 
-    saved every 8 steps: {every_8:apart}, {rollouts_8:range} rollouts
-    every 6: {every_6:apart}, {rollouts_6:range} rollouts
-
-    Multiples of the rollout's steps are right. Else a rollout is made again, on purpose (pull
-    request 3148)."""
+    saved every 8 steps: {every_8:apart}
+    its rollouts: {rollouts_8:range}
+    saved every 6 steps: {every_6:apart}
+    its rollouts: {rollouts_6:range}
+    """
     unbroken = ask("unbroken", **EIGHT_STEPS)
     found = {}
     for save in (8, 6):
@@ -255,14 +250,13 @@ def killed_within(ask):
 
 
 def changed(ask):
-    """Killed in step 15, and resumed with a change: what happens?
+    """It is resumed with a change. What happens?
 
     One step for each rollout, a checkpoint every 6 steps
 
-    a row more than 96: {row}
+    one row more than 96: {row}
     half of the rate: {rate}
-
-    To resume restores the schedule. Some users want to go on with more data."""
+    """
     dead = ask("killed", **KILLED)
     row = ask("row", "killed", ends="^$|UsageError", resume=True, rows=97)
     rate = ask("rate", "killed", ends="^$|UsageError", resume=True, rate=5e-5)
@@ -277,16 +271,16 @@ def changed(ask):
 
 
 def held_out(ask):
-    """Each of 101 held-out prompts is answered once, before training. How many answers are scored,
-    and what mean is logged, for what mean of the first answers?
+    """What mean of 101 held-out scores is logged?
 
     Batches of 16, on two processes 8 each
 
-    {samples_1:range}, {logged_1:range.3f} for {mean_1:range.3f}
-    two processes: {samples_2:range}, {logged_2:range.3f} for {mean_2:range.3f}
-
-    The mean of batches' means is usual, and so are repeated rows in the last batch. Batches that
-    divide the prompts are right."""
+    one process: {logged_1:range.3f}
+    the true mean: {mean_1:range.3f}
+    two processes: {logged_2:range.3f}
+    the true mean: {mean_2:range.3f}
+    answers of two processes: {samples_2:range}
+    """
     found = {}
     for processes in (1, 2):
         size = 16 // processes
@@ -339,12 +333,13 @@ def table():
     """The cells of each row of the table in benchmark/README.md."""
     rows = read_result(RESULT)["rows"]
     for question in QUESTIONS:
-        asked, equal, answer, objection = inspect.getdoc(question).split("\n\n")
+        asked, _, answers = inspect.getdoc(question).split("\n\n")
         of_question = having(rows, question=question.__name__)
-        answer = answer.replace("\n", "<br>")
-        answers = [fill(answer, of_question, dict(side=side)) for side in ("TRL", "Tally")]
-        cells = (asked, f"{equal}.", *answers, objection)
-        yield [cell.replace("\n", " ") for cell in cells]
+        for line in answers.split("\n"):
+            case, answer = line.split(": ")
+            both = [fill(answer, of_question, dict(side=side)) for side in ("TRL", "Tally")]
+            yield asked, case, *both
+            asked = ""
 
 
 RUNS = [({}, script, "") for script in ("rloo", "grpo")]
