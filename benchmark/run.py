@@ -36,7 +36,6 @@ from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from importlib.metadata import version
-from importlib.util import find_spec
 from itertools import product
 from multiprocessing import connection
 from multiprocessing.pool import ThreadPool
@@ -60,13 +59,6 @@ K_FLAGS = {"rloo": "--rloo-k", "grpo": "--num-generations"}
 LIBRARIES = ("accelerate", "matplotlib.pyplot", "tyro", "typeguard", "yaml", "safetensors.numpy")
 LIBRARIES += ("transformers.models.llama.modeling_llama", "transformers.optimization")
 DEFAULTS = dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
-
-
-def need(*packages):
-    """End the program in one line, if it lacks some of these packages."""
-    missing = [name for name in packages if find_spec(name) is None]
-    if missing:
-        raise SystemExit(f"this program needs more packages: pip install {' '.join(missing)}")
 
 
 def read_rows(path):
