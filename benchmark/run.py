@@ -1,9 +1,9 @@
 """Start one of the three scripts, and read what it wrote: everything in benchmark/ does it in this
 way.
 
-run("rloo", "--kl-coef 0 --seed 3")["metrics"]        # in a folder that is gone afterwards
-run_all([("rloo", "--seed 1"), ("ppo", "--seed 1")])  # as many at once as there are cores
-main(__doc__, path, {"name": Part(runs)})             # the command line of a program that measures
+    run("rloo", "--kl-coef 0 --seed 3")["metrics"]        # in a folder that is gone afterwards
+    run_all([("rloo", "--seed 1"), ("ppo", "--seed 1")])  # as many at once as there are cores
+    main(__doc__, path, {"name": Part(runs)})             # the command line of a program
 
 In all of benchmark/ `rows` are a list of dicts, `flags` are one text, and a `path` or `folder` is a
 Path.
