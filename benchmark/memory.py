@@ -11,40 +11,49 @@ in another way, is not. All prompts are as long as the longest one, and all comp
 --response-length. Where --share-prompts is not given, it is as on a GPU.
 
 It prints what stays, and the peak of each stage, for micro-batches of 1, 2, 4, ... up to that of
---per-device-train-batch-size. A micro-batch changes a run by rounding alone.
+--per-device-train-batch-size. With --gib it stops at the first size that does not fit. A
+micro-batch changes a run by rounding alone.
 
---processes is for FSDP2, and is arithmetic on these counts: weights, gradients and optimizer are
-divided. A pass in training gathers two layers, with their gradients, and what is in no layer. With
-several passes in an update, gradients are whole meanwhile.
-Sampling holds all weights of the policy. Other models are whole.
+With --processes, the numbers are of one process, which has a share of the batch. The others do not
+exist: what they would send is fake, too. Under DDP a process has everything, and buckets for the
+exchange of gradients. Under FSDP2 the policy and the value model are divided.
 
-Not counted are CUDA's context, fragments, graphs, and models that a reward function loads.
+Not counted are CUDA's context, CUDA graphs, an allocator's fragments, an inference engine such as
+vLLM, and models that a reward function loads.
 """
 
+import contextlib
 import os
 import sys
 import weakref
 from dataclasses import dataclass, replace
-from math import ceil
+from functools import partial
+from math import ceil, inf
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 from unittest import mock
 
 import torch
 import transformers
 import tyro
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from run import import_script
-from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 GIB = 2**30
 USABLE = 0.85  # of a GPU's memory; the rest is for what is not counted
 STAGES = ("sampling", "scoring", "training", "update")
+SCORING = {"reward model", "value model"}  # beside the reference
 CANNOT_FOLLOW = (
-    UnsupportedFakeTensorException,
-    torch._subclasses.fake_tensor.DataDependentOutputException,
-    torch._subclasses.fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
 )
 
 
@@ -54,21 +63,43 @@ class Memory(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.alive = self.peak = 0
-        self.known = weakref.WeakSet()
+        self.sizes = {}  # bytes of each living storage, by its id
 
-    def free(self, count):
-        self.alive -= count
+    def note(self, storage):
+        """A storage is new, or has another size."""
+        if id(storage) not in self.sizes:
+            self.sizes[id(storage)] = 0
+            weakref.finalize(storage, self.free, id(storage))
+        self.alive += storage.nbytes() - self.sizes[id(storage)]
+        self.sizes[id(storage)] = storage.nbytes()
+        self.peak = max(self.peak, self.alive)
+
+    def free(self, name):
+        self.alive -= self.sizes.pop(name)
+
+    def __enter__(self):
+        resize = torch.UntypedStorage.resize_
+
+        def noted_resize(storage, size):  # FSDP2 frees memory so.
+            resize(storage, size)
+            self.note(storage)
+
+        self.patch = mock.patch.object(torch.UntypedStorage, "resize_", noted_resize)
+        self.patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.patch.stop()
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.prim.device.default:  # the most frequent question
+            return args[0].fake_device
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage not in self.known:
-                    self.known.add(storage)
-                    self.alive += storage.nbytes()
-                    self.peak = max(self.peak, self.alive)
-                    weakref.finalize(storage, self.free, storage.nbytes())
+                # Of a divided tensor only the share of this process is here.
+                self.note(getattr(tensor, "_local_tensor", tensor).untyped_storage())
         return result
 
     def peak_of(self, stage):
@@ -78,20 +109,54 @@ class Memory(TorchDispatchMode):
         return self.peak
 
 
-def measure(script, args, tokens, sizes, processes=1):
+@contextlib.contextmanager
+def fake_processes(count):
+    """Inside, this is the first of several processes. The others do not exist."""
+    distributed = torch.distributed
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield distributed.init_device_mesh("cpu", (count,), mesh_dim_names=("shards",))
+    finally:
+        distributed.destroy_process_group()
+
+
+def grouped_mm(meta, a, b, *inputs, **settings):
+    """The shape of a mixture's product. Real tensors may be float32, but torch has fake ones of
+    bfloat16 alone."""
+    return meta(a.bfloat16(), b.bfloat16(), *inputs, **settings).to(a.dtype)
+
+
+def read_config(script, path, **changes):
+    """The configuration of a model, or why it cannot be counted."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, **changes)
+    except (OSError, ValueError) as error:
+        raise script.UsageError(f"{path}: {first_line(error)}") from error
+    faults = {  # and whether the model has it
+        "quantized weights are not counted": hasattr(config, "quantization_config"),
+        "an encoder-decoder is not trained": config.is_encoder_decoder,
+    }
+    for fault, is_true in faults.items():
+        if is_true:
+            raise script.UsageError(f"{path}: {fault}")
+    return config
+
+
+def measure(script, args, tokens, sizes, processes=1, sharding="none", limit=inf):
     """Bytes by name, for each size of micro-batches: of what stays, and of the peak of each stage.
 
-    tokens: of a prompt; processes: that divide the model by FSDP2
+    tokens: of a prompt; processes, sharding: as in Options; limit: no size after one that needs
+    more
     """
+    is_sharded = sharding == "fsdp2"
     memory = Memory()
     found = {}  # the same for all sizes
     models = {}
     size = 1  # of the micro-batches that are measured now
 
     def load_model(path, dtype, longest, auto_class=transformers.AutoModelForCausalLM, **changes):
-        config = transformers.AutoConfig.from_pretrained(path, **changes)
-        if hasattr(config, "quantization_config"):
-            raise script.UsageError(f"{path}: quantized weights are not counted")
+        config = read_config(script, path, **changes)
+        script.check_positions(path, config, longest - 1)
         make = getattr(auto_class, "from_config", None) or auto_class._from_config
         return make(config, dtype=getattr(torch, dtype)).eval()
 
@@ -100,9 +165,28 @@ def measure(script, args, tokens, sizes, processes=1):
         models[name] = function(*inputs)
         found[name] = memory.alive - before
 
+    def load_trained(name, function, *inputs):
+        """As `prepare` of accelerate would change it."""
+        load(name, function, *inputs)
+        model = models[name]
+        if is_sharded:
+            names = {type(module).__name__ for module in model.modules()}
+            accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                auto_wrap_policy="transformer_based_wrap",
+                transformer_cls_names_to_wrap=[*names.intersection(model._no_split_modules or ())],
+                reshard_after_forward=True,
+            )
+            before = memory.alive
+            fsdp2_prepare_model(accelerator, model)
+            found[name] += memory.alive - before
+        trained.append(model)
+        weights.extend(weight for weight in model.parameters() if weight.requires_grad)
+
     share = ceil(args.batch_size / processes)  # of a process
     mini_batch = ceil(args.batch_size / args.num_mini_batches / processes)
     rollout = min(args.per_device_rollout_batch_size or share, share)
+    longest = tokens + args.response_length
     prompts = torch.ones(rollout, tokens, dtype=torch.long)
     completions = torch.ones(rollout, args.response_length, dtype=torch.long)
     rows = torch.cat([prompts, completions], dim=1)
@@ -111,21 +195,33 @@ def measure(script, args, tokens, sizes, processes=1):
         token_ids=[[1] * args.response_length] * max(sizes),
         tokens=completions,
     )
-    accelerator = SimpleNamespace(device=torch.device("cpu"), distributed_type="NO")
+    trained = []
+    weights = []  # that are trained
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"),
+        distributed_type="FSDP" if is_sharded else "NO",
+        is_fsdp2=is_sharded,
+        is_main_process=False,
+        mixed_precision="no",
+        parallelism_config=SimpleNamespace(fsdp_dim_names=("shards",)),
+        state=SimpleNamespace(),
+    )
 
     def sample():
         """The first token, and the last one, on a cache of all tokens before it."""
         policy = models["policy"]
-        script.set_checkpointing(policy, False)
-        config = policy.config
-        with torch.no_grad(), script.autocast():
-            pick(script.run_prompts(policy, prompts, script.KVCache(config=config)))
+        with torch.no_grad(), script.ready_to_sample(args, policy):
+            if args.cuda_graphs and not is_sharded:  # as `can_record` says on a GPU
+                cache = script.RecordedKVCache(policy.config, longest)
+                pick(script.run_prompts(policy, prompts, cache))
+                pick(script.forward(policy, rows, cache, cache.layers[0].cumulative_length[None]))
+                return
+            pick(script.run_prompts(policy, prompts, script.KVCache(config=policy.config)))
             first = memory.peak
-            cache = script.KVCache(config=config)
+            cache = script.KVCache(config=policy.config)
             script.run_prompts(policy, rows[:, :-1], cache)
             memory.peak = max(first, memory.alive)
             pick(script.forward(policy, rows, cache, slice(-1, None)))
-        script.set_checkpointing(policy, args.gradient_checkpointing)
 
     def pick(logits):
         log_p = torch.log_softmax(logits[:, -1].float(), dim=-1)
@@ -134,17 +230,28 @@ def measure(script, args, tokens, sizes, processes=1):
     @torch.no_grad()
     def score():
         episodes = range(min(size, share))
-        if models.get("reference") is not None:
+        if models["reference"] is not None:
             script.token_logprobs(args, models["reference"], batch, episodes)
         if "reward model" in models:
             script.reward_model_scores(models["reward model"], batch, episodes)
         if "value model" in models:
             script.token_values(models["value model"], batch, episodes)
 
+    def make_gradients():
+        for weight in weights:
+            weight.grad = torch.empty_like(weight)
+
     def train():
-        """One micro-batch, and another one if there is one. Then the gradients exist before."""
-        for _ in range(min(2, ceil(mini_batch / size))):
-            episodes = range(min(size, mini_batch))
+        """The last micro-batch of an update, beside the gradients of those before."""
+        episodes = range(min(size, mini_batch))
+        passes = [True]  # whether processes add up their gradients
+        if mini_batch > size and is_sharded:
+            passes = [False, True]  # Between passes, each process has whole gradients.
+        elif mini_batch > size:
+            make_gradients()
+        for is_last in passes:
+            for model in trained if is_sharded else ():
+                model.set_requires_gradient_sync(is_last)
             outputs = script.token_logprobs(args, models["policy"], batch, episodes)
             sum(output.sum() for output in tree_leaves(outputs)).backward()
             if "value model" in models:
@@ -170,82 +277,66 @@ def measure(script, args, tokens, sizes, processes=1):
         "unique_consecutive",
         lambda x, **_: (x[:: args.k], torch.arange(len(x)) // args.k),
     )
+    # Fake weights cannot be moved.
     stay = mock.patch.object(torch.nn.Module, "_apply", lambda module, *_, **__: module)
     # peft copies the head of a value model. A copied mode breaks the memory of this process.
     same = mock.patch.object(FakeTensorMode, "__deepcopy__", lambda mode, _: mode, create=True)
-    # Fake weights cannot be moved.
-    with mock.patch.multiple(script, **changes), unique, stay, same:
+    meta = torch._meta_registrations._meta_grouped_mm_common
+    products = mock.patch.object(
+        torch._meta_registrations, meta.__name__, partial(grouped_mm, meta)
+    )
+    group = fake_processes(processes) if is_sharded else contextlib.nullcontext()
+    with mock.patch.multiple(script, **changes), unique, stay, same, products, group as mesh:
+        accelerator.torch_device_mesh = mesh
         with FakeTensorMode(allow_non_fake_inputs=True), memory:
-            load("policy", script.load_policy, args, 0)
-            load("reference", script.load_reference, args, models["policy"], 0)
+            load_trained("policy", script.load_policy, args, longest)
+            load("reference", script.load_reference, args, models["policy"], longest)
             if args.reward_model_path is not None:
                 auto_class = transformers.AutoModelForSequenceClassification
-                inputs = args.reward_model_path, args.dtype, 0, auto_class
+                inputs = args.reward_model_path, args.dtype, longest + 1, auto_class
                 load("reward model", lambda: load_model(*inputs, num_labels=1))
             if hasattr(script, "load_value_model"):
-                load("value model", script.load_value_model, args, models["policy"], None, 0)
-            trained = [models[name] for name in ("policy", "value model") if name in models]
+                inputs = args, models["policy"], None, longest
+                load_trained("value model", script.load_value_model, *inputs)
+            if processes > 1 and not is_sharded:
+                load("buckets of DDP", lambda: [torch.empty_like(weight) for weight in weights])
+            is_scored = models["reference"] is not None or models.keys() & SCORING
             optimizers = [script.make_optimizer(args, model) for model in trained]
             start = memory.alive
-            train()
+            make_gradients()
             found["gradients"] = memory.alive - start
-            update()  # From now on there is the optimizer's state, too.
-            updating = memory.peak_of(update)
+            updating = memory.peak_of(update)  # It makes the optimizer's state.
             found["optimizer"] = memory.alive - start - found["gradients"]
             sampling = memory.peak_of(sample)
-            rows = []
+            columns = []
             for size in sizes:
-                scoring = memory.peak_of(score)
+                row = found | dict(sampling=sampling)
+                if is_scored:
+                    row["scoring"] = memory.peak_of(score)
                 for optimizer in optimizers:
                     optimizer.zero_grad()  # Until here a run has those of its last update.
-                training = memory.peak_of(train)
-                row = found | dict(zip(STAGES, (sampling, scoring, training, updating)))
-                if processes > 1:
-                    divide(row, trained, processes, mini_batch > size)
-                rows.append(row)
-    return rows
-
-
-def divide(row, trained, processes, has_several_passes):
-    """Change what one process holds alone to what it holds under FSDP2.
-
-    has_several_passes: of an update; between them each process keeps whole gradients
-    """
-    names = [name for name in ("policy", "value model", "gradients", "optimizer") if name in row]
-    whole = {name: row[name] for name in names}
-    for name in names:
-        row[name] = whole[name] / processes
-    saved = sum(whole[name] - row[name] for name in names)
-    for stage in STAGES:
-        row[stage] -= saved
-    gathered = max(map(gathered_bytes, trained))
-    row["sampling"] += whole["policy"]
-    row["scoring"] += gathered
-    row["training"] += gathered
-    if has_several_passes:
-        row["training"] += whole["gradients"] - row["gradients"]
-
-
-def gathered_bytes(model):
-    """Of two layers and what is in no layer, with gradients."""
-
-    def size(module):
-        return sum(w.nbytes * (1 + w.requires_grad) for w in module.parameters())
-
-    names = model._no_split_modules or ()
-    layers = [size(module) for module in model.modules() if type(module).__name__ in names]
-    return size(model) - sum(layers) + 2 * max(layers, default=0)
+                row |= dict(training=memory.peak_of(train), update=updating)
+                columns.append(row)
+                if peak(row) >= limit:
+                    break
+    return columns
 
 
 def peak(row):
-    return max(row[stage] for stage in STAGES)
+    return max(row[stage] for stage in STAGES if stage in row)
 
 
-def report(script, args, tokens, gib, processes):
-    """Print the table, what fits, and what would help."""
-    most = args.per_device_train_batch_size
+def report(script, args, tokens, gib, **hardware):
+    """Print the table, what fits, and what would help.
+
+    hardware: processes and sharding
+    """
+    share = ceil(args.batch_size / hardware["processes"])
+    most = min(args.per_device_train_batch_size, share)
     sizes = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
-    columns = measure(script, args, tokens, sizes, processes)
+    limit = inf if gib is None else USABLE * gib * GIB
+    columns = measure(script, args, tokens, sizes, limit=limit, **hardware)
+    sizes = sizes[: len(columns)]
     print(f"{tokens} tokens of a prompt, {args.response_length} of a completion; GiB")
     print(f"{'micro-batch':20}" + "".join(f"{size:8}" for size in sizes))
     for name in columns[0]:
@@ -253,7 +344,6 @@ def report(script, args, tokens, gib, processes):
         print(f"{title:20}" + "".join(f"{row[name] / GIB:8.2f}" for row in columns))
     if gib is None:
         return
-    limit = USABLE * gib * GIB
     fitting = [size for size, row in zip(sizes, columns) if peak(row) < limit]
     about = f"below {USABLE:.0%} of {gib:g} GiB"
     best = fitting[-1] if fitting else 1
@@ -263,29 +353,38 @@ def report(script, args, tokens, gib, processes):
         print(f"nothing stays {about}")
     now = peak(columns[sizes.index(best)])
     args = replace(args, per_device_train_batch_size=best)
-    rollout = args.per_device_rollout_batch_size or args.batch_size
+    rollout = ceil(min(args.per_device_rollout_batch_size or share, share) / 4)
     changes = {
-        f"--per-device-rollout-batch-size {ceil(rollout / 4)}": dict(
-            per_device_rollout_batch_size=ceil(rollout / 4)
-        ),
+        f"--per-device-rollout-batch-size {rollout}": dict(per_device_rollout_batch_size=rollout),
         "--gradient-checkpointing": dict(gradient_checkpointing=True),
         "--dtype bfloat16": dict(dtype="bfloat16"),
         "--lora-r 16": dict(lora_r=16),
     }
+    tries = {words: (change, hardware) for words, change in changes.items()}
+    if hardware["processes"] == 1:
+        words = "FSDP2 on 8 processes, each with an eighth of the batch"
+        tries[words] = {}, dict(processes=8, sharding="fsdp2")
+    elif hardware["sharding"] == "none":
+        tries["--sharding fsdp2"] = {}, hardware | dict(sharding="fsdp2")
     tried = {}
-    for words, change in changes.items():
-        if change.items() <= vars(args).items():
+    failed = {}
+    for words, (change, machine) in tries.items():
+        if change and change.items() <= vars(args).items():
             continue
         try:
-            other = replace(args, **change)
-        except ValueError:  # Not with these flags, such as bfloat16 with several updates.
-            continue
-        tried[words] = peak(*measure(script, other, tokens, [best], processes))
-    if processes == 1:
-        tried["FSDP2 on 8 processes"] = peak(*measure(script, args, tokens, [best], 8))
+            [row] = measure(script, replace(args, **change), tokens, [best], **machine)
+            tried[words] = peak(row)
+        except (ValueError, ImportError, *CANNOT_FOLLOW) as error:
+            failed[words] = first_line(error)
     print(f"the peak with micro-batches of {best} is {now / GIB:.2f}; with")
     for words in sorted(tried, key=tried.get):
         print(f"{tried[words] / GIB:8.2f}  {words}")
+    for words, reason in failed.items():
+        print(f"{'?':>8}  {words}: {reason}")
+
+
+def first_line(error):
+    return str(error).strip().split("\n")[0]
 
 
 @dataclass
@@ -297,27 +396,37 @@ class Options:
     gib: float | None = None
     """memory of the GPU: print what fits, and which change helps most"""
     processes: int = 1
-    """that divide the model by FSDP2"""
+    """that share a batch, each with a GPU"""
+    sharding: Literal["none", "fsdp2"] = "none"
+    """whether processes divide the model. none: as `accelerate launch` does without a
+    configuration, which is DDP"""
 
 
 def main(options, flags):
-    script = import_script(options.script)
-    if options.prompt_tokens is not None:
+    path = options.script.with_suffix(".py").resolve()
+    tokens = options.prompt_tokens
+    if not path.exists():
+        sys.exit(f"error: {path}: no such script")
+    if options.processes < 1 or tokens is not None and tokens < 1:
+        sys.exit("error: --prompt-tokens and --processes must be above 0")
+    script = import_script(path)
+    if tokens is not None:
         flags = ["--dataset", "none", *flags]
     args = script.check_flags(tyro.cli(script.Args, args=flags))
     args.share_prompts = bool(args.share_prompts)
-    tokens = options.prompt_tokens
     try:
         if tokens is None:
+            read_config(script, args.model_path)
             script.accelerator = SimpleNamespace(print=print)
             tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_path)
             prompts = script.load_prompts(args, args.dataset, args.reward, tokenizer)
             tokens = max(len(prompt.token_ids) for prompt in prompts)
-        report(script, args, tokens, options.gib, options.processes)
+        hardware = dict(processes=options.processes, sharding=options.sharding)
+        report(script, args, tokens, options.gib, **hardware)
     except CANNOT_FOLLOW as error:
-        sys.exit(f"error: a model that looks at numbers cannot be followed: {error}")
-    except script.UsageError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: a model that looks at numbers cannot be followed: {first_line(error)}")
+    except (script.UsageError, ImportError) as error:
+        sys.exit(f"error: {first_line(error)}")
 
 
 if __name__ == "__main__":
