@@ -48,7 +48,7 @@ from torch.utils._pytree import tree_leaves
 
 GIB = 2**30
 USABLE = 0.85  # of a GPU's memory; the rest is for what is not counted
-STAGES = ("sampling", "scoring", "training", "update")
+STAGES = ("sampling", "scoring", "training")  # An update adds nothing to the end of training.
 SCORING = {"reward model", "value model"}  # beside the reference
 CANNOT_FOLLOW = (
     fake_tensor.UnsupportedFakeTensorException,
@@ -257,11 +257,6 @@ def measure(script, args, tokens, sizes, processes=1, sharding="none", limit=inf
             if "value model" in models:
                 script.token_values(models["value model"], batch, episodes).sum().backward()
 
-    def update():
-        for optimizer in optimizers:
-            torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
-            optimizer.step()
-
     # What would look at numbers.
     changes = dict(
         accelerator=accelerator,
@@ -305,7 +300,8 @@ def measure(script, args, tokens, sizes, processes=1, sharding="none", limit=inf
             start = memory.alive
             make_gradients()
             found["gradients"] = memory.alive - start
-            updating = memory.peak_of(update)  # It makes the optimizer's state.
+            for optimizer in optimizers:
+                optimizer.step()  # It makes its state.
             found["optimizer"] = memory.alive - start - found["gradients"]
             sampling = memory.peak_of(sample)
             columns = []
@@ -315,7 +311,7 @@ def measure(script, args, tokens, sizes, processes=1, sharding="none", limit=inf
                     row["scoring"] = memory.peak_of(score)
                 for optimizer in optimizers:
                     optimizer.zero_grad()  # Until here a run has those of its last update.
-                row |= dict(training=memory.peak_of(train), update=updating)
+                row["training"] = memory.peak_of(train)
                 columns.append(row)
                 if peak(row) >= limit:
                     break

@@ -1,11 +1,12 @@
-"""What memory.py says, of three sizes, and beside the peak of a process.
+"""What memory.py says, of three sizes, and beside the peaks of processes.
 
     python benchmark/hardware/fits.py             # all
     python benchmark/hardware/fits.py process     # beside runs on a CPU
 
 The part `sizes` has the shapes of Qwen2.5 in bfloat16, prompts of 1,000 and completions of 512
-tokens, and micro-batches of 8. The part `process` makes runs of random Llamas. The memory of a
-process has the libraries, too.
+tokens, and micro-batches of 8. The other parts make runs of random Llamas: `process` has the memory
+of a process, with the libraries, and `two_processes` what torch allocates in each stage of a run on
+two processes, under DDP and FSDP2.
 
 Writes fits.json.
 """
@@ -13,6 +14,8 @@ Writes fits.json.
 import os
 import sys
 import tempfile
+import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,7 +31,11 @@ SIZES = {  # of Qwen2.5, and whether head and embedding are one
     "1.5B": ((1536, 8960, 28, 12, 2, 151_936), True),
     "7B": ((3584, 18_944, 28, 28, 4, 152_064), False),
 }
-LLAMAS = {"42M": (256, 768, 4, 4, 4, 151_936), "135M": (576, 1536, 30, 9, 3, 49_152)}
+LLAMAS = {
+    "16M": (384, 1024, 8, 6, 2, 8192),
+    "42M": (256, 768, 4, 4, 4, 151_936),
+    "135M": (576, 1536, 30, 9, 3, 49_152),
+}
 TINY = (64, 128, 2, 2, 2, 512)  # of a smoke run
 WAYS = {
     "all weights": "",
@@ -37,12 +44,13 @@ WAYS = {
 }
 
 
-def predict(script, flags, tokens):
+def predict(script, flags, tokens, **hardware):
     """What memory.py says of the flag's micro-batches, in GiB by name."""
     module = import_script(script)
     args = module.check_flags(memory.tyro.cli(module.Args, args=flags.split()))
     args.share_prompts = False
-    [row] = memory.measure(module, args, tokens, [args.per_device_train_batch_size])
+    args.cuda_graphs = tokens >= 1000  # not on a CPU
+    [row] = memory.measure(module, args, tokens, [args.per_device_train_batch_size], **hardware)
     return {name: row[name] / memory.GIB for name in row} | dict(peak=memory.peak(row) / memory.GIB)
 
 
@@ -57,6 +65,43 @@ def predict_sizes(jobs, smoke):
             transformers.Qwen2Config(**shape).save_pretrained(folder)
             rows.append(names | predict(script, f"{flags} --model-path {folder}", 1000))
     return rows
+
+
+def count_allocations(module):
+    """Leave in `found` the GiB that torch has allocated in each stage, at most."""
+    import torch
+
+    profiler = torch.profiler.profile(profile_memory=True)
+    spans = []
+
+    def note(owner, name, stage):
+        function = getattr(owner, name)
+
+        def noted(*args, **inputs):
+            own = stage or ("training" if torch.is_grad_enabled() else "scoring")
+            begin = time.time_ns()
+            result = function(*args, **inputs)
+            spans.append((own, begin, time.time_ns()))
+            return result
+
+        setattr(owner, name, noted)
+
+    def end(*args):
+        profiler.stop()
+        alive = 0
+        module.found = found = {}
+        for event in profiler.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                alive += event.nbytes()
+                for stage, begin, end in spans:
+                    if begin <= event.start_ns() <= end:
+                        found[stage] = max(found.get(stage, 0), alive / memory.GIB)
+
+    note(module, "generate", "sampling")
+    note(module, "token_logprobs", None)
+    note(module.accelerate.Accelerator, "backward", "training")
+    module.save_result = end
+    profiler.start()
 
 
 def compare_process(jobs, smoke):
