@@ -285,14 +285,14 @@ def measure(script, args, tokens, sizes, processes=1, sharding="none", limit=inf
         accelerator.torch_device_mesh = mesh
         with FakeTensorMode(allow_non_fake_inputs=True), memory:
             load_trained("policy", script.load_policy, args, longest)
-            load("reference", script.load_reference, args, models["policy"], longest)
+            inputs = args, models["policy"], None, longest
+            load("reference", script.load_reference, *inputs)
+            if hasattr(script, "load_value_model"):
+                load_trained("value model", script.load_value_model, *inputs)
             if args.reward_model_path is not None:
                 auto_class = transformers.AutoModelForSequenceClassification
-                inputs = args.reward_model_path, args.dtype, longest + 1, auto_class
-                load("reward model", lambda: load_model(*inputs, num_labels=1))
-            if hasattr(script, "load_value_model"):
-                inputs = args, models["policy"], None, longest
-                load_trained("value model", script.load_value_model, *inputs)
+                make = partial(load_model, auto_class=auto_class, num_labels=1)
+                load("reward model", make, args.reward_model_path, args.dtype, longest + 1)
             if processes > 1 and not is_sharded:
                 load("buckets of DDP", lambda: [torch.empty_like(weight) for weight in weights])
             is_scored = models["reference"] is not None or models.keys() & SCORING

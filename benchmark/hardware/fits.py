@@ -15,13 +15,14 @@ import os
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.append(str(Path(__file__).resolve().parent.parent / "throughput"))
 import memory
 from run import Part, import_script, main, run, write_rows
+from shards import fsdp2
+from tally_worker import force_lengths, watch
 
 RESULT = Path(__file__).with_suffix(".json")
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -37,6 +38,7 @@ LLAMAS = {
     "135M": (576, 1536, 30, 9, 3, 49_152),
 }
 TINY = (64, 128, 2, 2, 2, 512)  # of a smoke run
+MEASURED = ("peak_gib", *memory.STAGES)
 WAYS = {
     "all weights": "",
     "and checkpointing": "--gradient-checkpointing",
@@ -49,7 +51,6 @@ def predict(script, flags, tokens, **hardware):
     module = import_script(script)
     args = module.check_flags(memory.tyro.cli(module.Args, args=flags.split()))
     args.share_prompts = False
-    args.cuda_graphs = tokens >= 1000  # not on a CPU
     [row] = memory.measure(module, args, tokens, [args.per_device_train_batch_size], **hardware)
     return {name: row[name] / memory.GIB for name in row} | dict(peak=memory.peak(row) / memory.GIB)
 
@@ -104,12 +105,12 @@ def count_allocations(module):
     profiler.start()
 
 
-def compare_process(jobs, smoke):
-    from tally_worker import force_lengths, watch
+def compare(jobs, smoke):
+    """Runs of random Llamas, and what memory.py says of them."""
     from throughput import random_llama
 
     rows = []
-    for (script, flags), names in jobs.items():
+    for (script, flags, *edits), names in jobs.items():
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder, "model")
             shape = TINY if smoke else LLAMAS[names["size"]]
@@ -118,9 +119,12 @@ def compare_process(jobs, smoke):
             words = [f"w{number}" for number in range(200, 456)]  # 8 prompts of 32
             prompts = [" ".join(words[i::8]) for i in range(8)]
             write_rows(data, [dict(prompt=prompt) for prompt in prompts])
-            flags += f" --model-path {model} --dataset {data} --share-prompts False"
-            found = run(script, f"{flags} --no-save-rollouts", watch, force_lengths)
-            rows.append(names | dict(process_gib=found["peak_gib"]) | predict(script, flags, 32))
+            flags += f" --model-path {model} --dataset {data}"
+            hardware = dict(processes=names["processes"], sharding=names["sharding"])
+            edits += [force_lengths, Path(folder, "run")]
+            found = run(script, flags, *edits, processes=names["processes"])
+            real = {f"real_{name}": found[name] for name in MEASURED if name in found}
+            rows.append(names | real | predict(script, flags, 32, **hardware))
     return rows
 
 
@@ -129,6 +133,8 @@ JOBS = [  # Another seed makes another job.
     for seed, size in enumerate(SIZES)
     for way in WAYS
 ]
+ON_A_CPU = "--reward benchmark/throughput/rewards.py:share_of_letters --total-episodes 32"
+ON_A_CPU += " --share-prompts False --no-cuda-graphs --no-save-rollouts --save-every None"
 SHORT = "--response-length 8 --per-device-train-batch-size 1 --batch-size 4"
 PARTS = {
     "sizes": Part(
@@ -138,10 +144,27 @@ PARTS = {
         short=SHORT,
     ),
     "process": Part(
-        [(dict(size=size), "rloo", f"--seed {seed}") for seed, size in enumerate(LLAMAS)],
-        "--reward benchmark/throughput/rewards.py:share_of_letters --response-length 128"
-        " --total-episodes 16 --batch-size 8 --per-device-train-batch-size 8 --save-every None",
-        measure=compare_process,
+        [
+            (dict(size=size, processes=1, sharding="none"), "rloo", f"--seed {seed}", watch)
+            for seed, size in enumerate(["42M", "135M"])
+        ],
+        f"{ON_A_CPU} --response-length 128 --batch-size 8 --per-device-train-batch-size 8",
+        measure=compare,
+        short=SHORT,
+    ),
+    "two_processes": Part(
+        [
+            (
+                dict(size="16M", processes=2, sharding=sharding),
+                "rloo",
+                "",
+                count_allocations,
+                *edits,
+            )
+            for sharding, edits in dict(none=[], fsdp2=[fsdp2]).items()
+        ],
+        f"{ON_A_CPU} --response-length 32 --batch-size 16 --per-device-train-batch-size 4",
+        measure=compare,
         short=SHORT,
     ),
 }
