@@ -5,8 +5,8 @@
 
 The part `sizes` has the shapes of Qwen2.5 in bfloat16, prompts of 1,000 and completions of 512
 tokens, and micro-batches of 8. The other parts make runs of random Llamas: `process` has the memory
-of a process, with the libraries, and `two_processes` what torch allocates in each stage of a run on
-two processes, under DDP and FSDP2.
+of a process, with the libraries, and `two_processes` what the tensors of one of two processes take
+in each stage, under DDP and FSDP2.
 
 Writes fits.json.
 """
@@ -14,7 +14,6 @@ Writes fits.json.
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -68,41 +67,34 @@ def predict_sizes(jobs, smoke):
     return rows
 
 
-def count_allocations(module):
-    """Leave in `found` the GiB that torch has allocated in each stage, at most."""
+def count_tensors(module):
+    """Leave in `found` the GiB of living tensors in each stage, at most."""
     import torch
 
-    profiler = torch.profiler.profile(profile_memory=True)
-    spans = []
+    counted = memory.Memory()
+    found = {}
 
     def note(owner, name, stage):
         function = getattr(owner, name)
 
         def noted(*args, **inputs):
             own = stage or ("training" if torch.is_grad_enabled() else "scoring")
-            begin = time.time_ns()
+            counted.peak = counted.alive
             result = function(*args, **inputs)
-            spans.append((own, begin, time.time_ns()))
+            found[own] = max(found.get(own, 0), counted.peak / memory.GIB)
             return result
 
         setattr(owner, name, noted)
 
-    def end(*args):
-        profiler.stop()
-        alive = 0
-        module.found = found = {}
-        for event in profiler.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                alive += event.nbytes()
-                for stage, begin, end in spans:
-                    if begin <= event.start_ns() <= end:
-                        found[stage] = max(found.get(stage, 0), alive / memory.GIB)
+    def main(args, function=module.main):
+        with counted:
+            function(args)
+        module.found = found
 
     note(module, "generate", "sampling")
     note(module, "token_logprobs", None)
     note(module.accelerate.Accelerator, "backward", "training")
-    module.save_result = end
-    profiler.start()
+    module.main = main
 
 
 def compare(jobs, smoke):
@@ -135,6 +127,7 @@ JOBS = [  # Another seed makes another job.
 ]
 ON_A_CPU = "--reward benchmark/throughput/rewards.py:share_of_letters --total-episodes 32"
 ON_A_CPU += " --share-prompts False --no-cuda-graphs --no-save-rollouts --save-every None"
+TWO = dict(size="16M", processes=2)
 SHORT = "--response-length 8 --per-device-train-batch-size 1 --batch-size 4"
 PARTS = {
     "sizes": Part(
@@ -154,14 +147,8 @@ PARTS = {
     ),
     "two_processes": Part(
         [
-            (
-                dict(size="16M", processes=2, sharding=sharding),
-                "rloo",
-                "",
-                count_allocations,
-                *edits,
-            )
-            for sharding, edits in dict(none=[], fsdp2=[fsdp2]).items()
+            (TWO | dict(sharding="none"), "rloo", "", count_tensors),
+            (TWO | dict(sharding="fsdp2"), "rloo", "", count_tensors, fsdp2),
         ],
         f"{ON_A_CPU} --response-length 32 --batch-size 16 --per-device-train-batch-size 4",
         measure=compare,
