@@ -157,6 +157,7 @@ def measure(script, args, tokens, sizes, processes=1, sharding="none", limit=inf
     def load_model(path, dtype, longest, auto_class=transformers.AutoModelForCausalLM, **changes):
         config = read_config(script, path, **changes)
         script.check_positions(path, config, longest - 1)
+        config.get_text_config().output_router_logits = False  # as in the script's own
         make = getattr(auto_class, "from_config", None) or auto_class._from_config
         return make(config, dtype=getattr(torch, dtype)).eval()
 
