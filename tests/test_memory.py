@@ -37,10 +37,10 @@ CASES = {
     "experts": dict(model=dict(architecture="mixtral")),
     # A recorded cache has room for all tokens in every layer, also where a window is shorter.
     "recorded": dict(
-        model=dict(architecture="gemma3", head_dim=64),
+        model=dict(architecture="gemma3", head_dim=128),
         cuda_graphs=True,
         per_device_train_batch_size=1,
-        response_length=200,
+        response_length=228,
         gradient_checkpointing=True,
     ),
 }
