@@ -1,32 +1,40 @@
-"""Check a changed copy of a script: does it train on your loss, and is its run the same after kills
-and on two processes?
+"""Check a changed copy of a script: which stages of its run are its script's, which are not, and is
+the run the same after kills and on two processes?
 
-    python benchmark/check_copy.py my_rloo.py --loss my_loss.py:loss   # two minutes
-    python benchmark/check_copy.py my_rloo.py --my-new-flag 0.1        # with flags of the copy
+    python benchmark/check_copy.py my_rloo.py --loss my_loss.py:loss  # two minutes
+    python benchmark/check_copy.py my_rloo.py --stages-only  # the first part
+    python benchmark/check_copy.py my_rloo.py --changed scores --bonus 1  # with a flag of the copy
 
-The copy trains on seven prompts that return, with one update for each batch, and then with four.
+The stages: two small runs are computed again from what they wrote, one with a single update for
+each batch, and one with two PPO epochs of four. stages.py says what each stage must be. A stage
+that you changed is named by --changed. Then it may differ, and where it does is said. A changed
+loss is stated by --loss: the gradient of each update must be that of this function. losses.py has
+those of the scripts, and says what such a function gets. Without --loss, another loss is no fault,
+but it is not judged.
 
-The loss: the gradient of each update must be that of the function that --loss names. losses.py has
-those of the scripts, and says what such a function gets. Without --loss the copy is held against
-that of the script it came from. Then another loss is no fault, but it is not judged.
+The rewards of these runs are of both signs. Prompts return. One has equal scores, and in RLOO and
+GRPO one has no scores, and another misses some. Many completions are cut off. So most cases come in which a stage could
+go wrong. They are counted. What never came is not judged.
 
-Processes and kills: the copy runs on one process, on two, on two that are killed twice by SIGKILL
-and resumed, and on one that is killed and resumed on two. With the same number of processes, a
-resumed run must be the same bit by bit. Two processes add numbers up in another order, and have
-other micro-batches, so their run may differ by rounding from that of one. They share mini-batches
-of five episodes, so their shares are not equal. A copy that samples or trains in bfloat16 fails
-here, as does its loss: there, rounding is larger.
+Processes and kills: the copy runs on one process, again with other micro-batches and another
+PYTHONHASHSEED, on two processes, on two that are killed twice by SIGKILL and resumed, and on one
+that is killed and resumed on two. With the same number of processes, a resumed run must be the same
+bit by bit. Two processes, and other micro-batches, add numbers up in another order. What other
+micro-batches change, up to 1e-3, is rounding. Two processes may change ten times as much. They
+share mini-batches of five episodes, so their shares are not equal. A copy that samples or trains in
+bfloat16 fails here, as do its stages: there, rounding is larger.
 
-If something is broken, the exit status is 1, and the first thing that differs is named. The runs
-after it are not made. With the package coverage, the program names changed lines that no run has
-executed. Give each new flag a value with which it acts: at 0, its lines may run and do nothing.
+The first part that has a fault is the last one. Then the exit status is 1, and what differs first
+is named. With the package coverage, the program names changed lines that no run has executed. Give
+each new flag a value with which it acts: at 0, its lines may run and do nothing.
 
-Not judged are sampling and scores: scores of another row are "right". So is what goes wrong only
-with three processes, or after more than six iterations.
+"right" is said if all stages were judged. Never judged are three processes, what happens after more
+than five iterations, models and data other than these, and the loss of a new module.
 
 All runs are on the CPU, at temperature 2. Numbers are compared in units of their size, or of 1 if
-it is smaller, weights in units of the distance that they moved, and learning rates as they are.
-AdamW has eps 1e-3: with less it makes whole steps of a gradient that is 0 up to rounding.
+it is smaller, weights in units of the distance that they moved, and learning rates as they are. In
+the runs of processes and kills, AdamW has eps 1e-3: with less it makes whole steps of a gradient
+that is 0 up to rounding.
 """
 
 import ast
@@ -34,27 +42,30 @@ import os
 import re
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from math import inf
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import Literal
 
-import numpy as np
 import tyro
 from run import (
     BENCHMARK,
     DEFAULTS,
+    POLICY,
     ROOT,
     SCRIPTS,
-    import_script,
+    apart,
+    difference,
+    load_weights,
     read_run,
     relative_distance,
     run,
     write_rows,
 )
-from safetensors.numpy import load_file
 
 sys.path.append(str(BENCHMARK / "hardware"))
 from kill_and_resume import kill_at, start
@@ -64,20 +75,46 @@ try:
 except ImportError:
     coverage = None
 
-SUMS = "17+13=30 25+48=73 60+19=79 85+46=131 38+57=95 12+7=19 9+3=12"
-# Six iterations. With four updates, each mini-batch has 5 episodes, or 3 in the last iteration: two
+# The loss has a line of its own.
+STAGES = "prompts sampling scores reference mini-batches optimizer steps schedule evaluation result"
+STAGES = tuple(STAGES.split())
+
+# Prompts, and what their texts get: many points of both signs, equal ones, or none.
+POINTS = [-1.5, -1, -0.5, 0, 0.5, 1, 1.5]
+PROMPTS = {
+    "17+13=": POINTS,
+    "9+3=": [None, 1, None, -1, None, 0.5, -0.5],
+    "60+19=": [None] * 7,
+    "85+46=": POINTS,
+    "12+7=": [0.5] * 7,
+    "38+57=": POINTS,
+    "25+48=": POINTS,
+}
+# Five iterations. With four updates, a mini-batch has 5 episodes, or 3 in the last iteration: two
 # processes share them as 3 and 2, or as 2 and 1.
 FLAGS = (
-    "--total-episodes 112 --batch-size 20 --num-ppo-epochs 1 --per-device-train-batch-size 2"
-    " --learning-rate 1e-4 --temperature 2 --eval-every 2 --eval-temperature 1 --eval-k 4"
-    " --save-every 1 --save-rollouts --resume"
+    f"--model-path {POLICY} --reward {BENCHMARK}/stages.py:points --response-length 3"
+    " --total-episodes 92 --batch-size 20 --per-device-train-batch-size 3 --temperature 2"
+    " --eval-every 2 --eval-temperature 1 --eval-k 4 --save-rollouts --num-sample-generations 0"
 )
+# The runs that are computed again.
+SMALL_RUNS = {
+    "one update for each batch": "--num-ppo-epochs 1 --num-mini-batches 1 --max-grad-norm 0.1",
+    "two PPO epochs of four updates": "--num-ppo-epochs 2 --num-mini-batches 4 --weight-decay 0.1"
+    " --max-grad-norm inf --missing-eos-penalty 0.3 {more}",
+}
+RATE = "--learning-rate 1e-3"
+MORE = dict(ppo="--gamma 0.9 --score-norm --score-scaling --score-clip 1")
+# The runs of processes and kills, with `count` updates for each batch.
+RUNS = "--num-ppo-epochs 1 --num-mini-batches {count} --learning-rate 1e-4 --save-every 1 --resume"
+
+# Times differ, and so does the size of rounding itself.
+NOT_COMPARED = r".*(seconds|time|(^|[/_])eps|_s$)|val/sampling_logprob_difference"
 # What a run computes of each episode, in this order.
 COLUMNS = "prompt token_ids logprobs ref_logprobs score values returns advantage".split()
-# Times differ, and so does the size of rounding itself.
-NOT_COMPARED = "eps$|seconds$|time/|val/sampling_logprob_difference"
 
 RANDOM = "random numbers: take them from `keyed_rng`, with the iteration in their key"
+HASH = "the order of a set, or `hash` of a text, which PYTHONHASHSEED changes"
 SAVED = (
     "what one iteration hands to the next: numbers belong in `state`, which is JSON, so keys become"
     " text. Modules and optimizers go through `accelerator.prepare`"
@@ -85,25 +122,29 @@ SAVED = (
 SCHEDULE = (
     "the schedule: it goes to `accelerator.register_for_checkpointing`, and never through `prepare`"
 )
+MICRO = (
+    "a mean over a micro-batch or a process's share: divide by the size of the mini-batch. Or"
+    " random numbers inside of the loop over micro-batches"
+)
 # Between one process and two. In six copies, with two seeds, at most 9e-6 was measured.
 ROUNDING = 3e-5
+# Between micro-batches of two sizes: more is no rounding.
+MOST = 1e-3
 
-# The most likely cause if this is the first to differ: after kills, and on two processes.
+# The most likely cause if this is the first to differ: with other micro-batches and another hash
+# seed, on two processes, and after kills.
 CAUSES = {
-    "prompt|token_ids|eval/": (f"{SAVED}. Or {RANDOM}", RANDOM),
+    "prompt|token_ids|eval/": (f"{HASH}. Or {RANDOM}", RANDOM, f"{SAVED}. Or {RANDOM}"),
     "score|values|returns|advantage": (
-        SAVED,
+        f"{HASH}. Or {RANDOM}",
         "numbers that each process draws or computes alone: `main` has the whole batch, and"
         " `keyed_rng` gives all processes the same numbers",
-    ),
-    "lr$": (SCHEDULE, SCHEDULE),
-    "": (
         SAVED,
-        "a mean over a micro-batch or a process's share: divide by the size of the mini-batch."
-        " Or a new module: it goes through `accelerator.prepare`. Or random numbers inside of the"
-        " loop over micro-batches",
     ),
+    "lr$": (SCHEDULE, SCHEDULE, SCHEDULE),
+    "": (MICRO, f"{MICRO}. Or a new module: it goes through `accelerator.prepare`", SAVED),
 }
+OTHER, TWO, KILLED = range(3)
 
 
 def computed(run):
@@ -120,125 +161,196 @@ def computed(run):
     return {tuple(key): value for *key, value in entries}
 
 
-def difference(value, right):
-    """How far a number, or a list of them, is from the right one, in units of its size."""
-    if value == right:
-        return 0.0
-    try:
-        value, right = np.array([value, right], float)
-    except (TypeError, ValueError):  # texts, or lists of unequal length
-        return inf
-    return float((abs(value - right) / np.maximum(abs(right), 1)).max())
-
-
-def compare(about, folder, right, allowed, after_kills):
-    """Print whether a run is the right one, or what differs first. Returns whether it is."""
+def compare(about, folder, right, allowed, kind):
+    """Print whether a run is the right one, or what differs first. Returns the largest difference,
+    or None if it is broken. kind: OTHER, TWO or KILLED"""
     runs = read_run(folder), read_run(right)
     found, expected = map(computed, runs)
     print(f"  {about}: ", end="")
+    largest = 0.0
     for key in expected | found:
         value, its = found.get(key), expected.get(key)
         iteration, name, _ = key
-        if not difference(value, its) <= (0 if name == "lr" else allowed):
+        apart = difference(value, its)
+        if not apart <= (0 if name == "lr" else allowed):
             pair = f"{name} is {str(value):.60}, and not {str(its):.60}"
             print(f"BROKEN, first in iteration {iteration}: {pair}")
             break
+        largest = max(largest, apart)
     else:
         iteration = inf  # after the last one
         weights = relative_distance(folder, right, Path(runs[0]["args"]["model_path"]))
         distance = f"{weights:.1e} of the distance that they moved"
         if weights <= allowed:
             print(f"right; weights differ by {distance}")
-            return True
-        one, two = (load_file(path / "model/model.safetensors") for path in (folder, right))
+            return max(largest, weights)
+        one, two = (load_weights(path / "model") for path in (folder, right))
         name = max(two, key=lambda name: abs(one[name] - two[name]).max())
         print(f"BROKEN, at the end: weights differ by {distance}, and most in {name}")
-    lost, not_shared = next(CAUSES[pattern] for pattern in CAUSES if re.match(pattern, name))
-    cause = lost if after_kills else not_shared
-    if after_kills and iteration < 2:  # No run has been resumed yet.
+    cause = next(CAUSES[pattern][kind] for pattern in CAUSES if re.match(pattern, name))
+    if kind == KILLED and iteration < 2:  # No run has been resumed yet.
         cause = RANDOM
     print(f"    The most likely cause is {cause}.")
-    return False
+    return None
 
 
-def prepare(module, lines):
-    """Change the module of a copy before it runs, and note which of its lines are executed."""
-    module.torch.optim.AdamW = partial(module.torch.optim.AdamW, eps=1e-3)
+def note_lines(module, lines):
+    """Note which lines of a copy are executed."""
     if coverage:
         recorder = coverage.Coverage(lines, data_suffix=True, include=module.__file__)
         recorder.start()
         Finalize(None, recorder.save, exitpriority=0)  # when this process ends
 
 
-def make_flags(work, count, more=()):
-    """The flags of all runs with `count` updates for each batch. Writes the prompts."""
+def larger_eps(module):
+    module.torch.optim.AdamW = partial(module.torch.optim.AdamW, eps=1e-3)
+
+
+def make_flags(work, script, more=()):
+    """The flags of all runs. Writes the prompts."""
     data = f"{work}/prompts.jsonl"
-    sums = re.findall(r"(\S+)=(\d+)", SUMS)
-    write_rows(Path(data), [dict(prompt=f"{asked}=", answer=right) for asked, right in sums])
-    words = f"{FLAGS} --dataset {data} --eval-dataset {data} --num-mini-batches {count}"
-    return " ".join([words, *more])
+    rows = []
+    for prompt, points in PROMPTS.items():
+        if script == "ppo":  # It refuses a missing score.
+            points = [0 if point is None else point for point in points]
+        rows.append(dict(prompt=prompt, points=points))
+    write_rows(Path(data), rows)
+    return " ".join([FLAGS, f"--dataset {data} --eval-dataset {data}", *more])
+
+
+def try_loss(loss):
+    """What is wrong with a loss before it is called."""
+    stages = import_module("stages")
+    try:
+        stages.load_loss(loss)
+    except stages.Misstated as error:
+        return dict(fault=str(error))
+    return {}
 
 
 def hold(module, loss):
-    """Let a run end with what the oracle says about a loss, FILE.py:FUNCTION."""
-    oracle = import_module("oracle")
-    updates = oracle.record(module)
+    """Let a run end with what its stages are."""
+    stages = import_module("stages")
+    log = stages.record(module)
     train = module.main
 
     def train_and_judge(args):
         train(args)
-        file, _, function = loss.rpartition(":")
-        stated = getattr(import_script(file), function)
-        found = oracle.compare(read_run(args.output_dir), updates, stated)
-        module.found = dict(count=len(updates), verdict=oracle.judge(found))
+        stated = stages.load_loss(loss)
+        module.found = stages.judge(read_run(args.output_dir), log, stated, module.load_reward)
 
     module.main = train_and_judge
 
 
-def check_loss(path, flags, loss, lines):
-    """Make a run, and print how far its gradients are from those of a loss. Returns whether they
-    are its."""
-    flags += " --learning-rate 1e-3 --max-grad-norm inf"  # Ratios are clipped, and gradients not.
-    found = run(str(path), flags, partial(prepare, lines=lines), partial(hold, loss=loss))
-    distance, wrong = found["verdict"]
-    if wrong:
-        print(f"  the loss is not {Path(loss).name}, {wrong}")
-    else:
-        print(f"  the loss is {Path(loss).name}, in all {found['count']} updates:", end=" ")
-        print(f"gradients differ by {distance:.1e} of their length")
-    return not wrong
+def check_stages(path, script, flags, loss, args, lines):
+    """Make the small runs, and print what was judged. Returns whether nothing is broken, and what
+    was not judged."""
+    reports = {}
+    for about, own in SMALL_RUNS.items():
+        own = own.format(more=MORE.get(script, ""))
+        edits = partial(note_lines, lines=lines), partial(hold, loss=loss)
+        # The last of two equal flags counts, so those of the user come last.
+        reports[about] = run(str(path), f"{RATE} {own} {flags}", *edits)
+        if "misstated" in reports[about]:
+            sys.exit(f"--loss {loss}: {reports[about]['misstated']}")
+    not_judged = []
+    is_right = print_stages(reports, script, args.changed, not_judged)
+    is_loss = print_loss(reports, loss)
+    if not (is_loss or args.loss):
+        not_judged.append("the loss; state it with --loss")
+    print_cases(reports, not_judged)
+    return is_right and (is_loss or not args.loss), not_judged
 
 
-def check_processes(path, flags, folder, lines):
+def print_stages(reports, script, changed, not_judged):
+    """A line for the stages that are the script's, and one for each other. Returns whether all that
+    differ are named as changed."""
+    same = []
+    differ = {}
+    for about, report in reports.items():
+        same += report["stages"]
+        not_judged += report["not_judged"]
+        for name, first in report["stages"].items():
+            if first:
+                differ.setdefault(name, f"{name}. With {about}, in {first}")
+    failed = {reason.partition(":")[0] for reason in not_judged}
+    same = [name for name in STAGES if name in same and name not in failed | differ.keys()]
+    print(f"as in {script}.py: {', '.join(same)}")
+    for name in filter(differ.get, STAGES):
+        print(f"{'changed' if name in changed else f'not as in {script}.py'}: {differ[name]}")
+    not_judged += [f"{name}: more than that it differs" for name in differ if name in changed]
+    not_judged += [
+        f"{name}: it is named, and as in {script}.py" for name in changed if name in same
+    ]
+    return differ.keys() <= set(changed)
+
+
+def print_loss(reports, loss):
+    """Print how far gradients are from those of the loss. Returns whether they are its."""
+    name = Path(loss).name
+    for about, report in reports.items():
+        if report["wrong_loss"]:
+            print(f"the loss is not {name}. With {about}, {report['wrong_loss']}")
+            return False
+    count = sum(report["cases"]["updates"] for report in reports.values())
+    distance = max(report["distance"] for report in reports.values())
+    print(f"the loss is {name}, in all {count} updates:", end=" ")
+    print(f"gradients differ by {distance:.1e} of their length")
+    return True
+
+
+def print_cases(reports, not_judged):
+    """Print how often each case has come. One that never came is not judged."""
+    cases = sum((report["cases"] for report in reports.values()), Counter())
+    names = list(dict.fromkeys(name for report in reports.values() for name in report["cases"]))
+    names.remove("updates")
+    names.remove("updates with a gradient")
+    print(f"updates with a gradient: {cases['updates with a gradient']} of {cases['updates']}")
+    print("cases:", ", ".join(f"{name} {cases[name]}" for name in names))
+    not_judged += [name for name in names if cases[name] == 0]
+    for about, report in reports.items():
+        for iteration in report["without_gradient"]:
+            print(f"no update has a gradient: with {about}, in iteration {iteration}")
+
+
+def check_processes(path, flags, folder, lines, count):
     """Make the runs on one and on two processes, and compare them, until something is broken.
     Returns whether all is right."""
+    words = f"{RUNS.format(count=count)} {flags}"
 
-    def go(where, processes, *edits):
-        size = processes + 1  # Two processes have other micro-batches, too.
-        words = f"{flags} --per-device-train-batch-size {size}"
-        edits = partial(prepare, lines=lines), *edits
+    def go(where, processes, *edits, size=2, **settings):
+        edits = partial(note_lines, lines=lines), larger_eps, *edits
         # A run that takes longer hangs.
-        return start(str(path), words, where, processes, *edits, seconds=600)
+        more = f"{words} --per-device-train-batch-size {size}"
+        return start(str(path), more, where, processes, *edits, seconds=600, **settings)
 
     def kill(where, processes, phase, call):
         if not go(where, processes, partial(kill_at, phase=phase, call=call)):
             raise SystemExit("the run ended before a kill; it needs more iterations")
 
-    one, two, killed, moved = (folder / name for name in ("one", "two", "killed", "moved"))
+    one, other, two, killed, moved = (folder / x for x in "one other two killed moved".split())
     go(one, 1)
+    os.environ["PYTHONHASHSEED"] = "2"
+    go(other, 1, size=3, method="spawn")
+    os.environ["PYTHONHASHSEED"] = "1"
+    about = "one process, with other micro-batches and another PYTHONHASHSEED"
+    rounding = compare(about, other, one, MOST, OTHER)
+    if rounding is None:
+        return False
+    allowed = min(max(ROUNDING, 10 * rounding), MOST)
     go(two, 2)
-    if not compare("two processes, or one", two, one, ROUNDING, after_kills=False):
+    if compare("two processes, or one", two, one, allowed, TWO) is None:
         return False
     kill(killed, 2, "written", 2)  # in the second iteration
     kill(killed, 2, "metrics", 2)  # in the third
     go(killed, 2)
     about = "two processes, killed twice and resumed, or never killed"
-    if not compare(about, killed, two, 0, after_kills=True):
+    if compare(about, killed, two, 0, KILLED) is None:
         return False
     kill(moved, 1, "metrics", 3)  # in the second iteration
     go(moved, 2)
     about = "one process, killed and resumed on two, or never killed"
-    return compare(about, moved, one, ROUNDING, after_kills=True)
+    return compare(about, moved, one, allowed, KILLED) is not None
 
 
 def changed_lines(texts):
@@ -276,39 +388,43 @@ class Args:
     """the changed script; after it come its flags"""
     loss: str | None = None
     """FILE.py:FUNCTION, the loss that it must train on; None: that of the script it came from"""
+    changed: tuple[Literal[STAGES], ...] = ()
+    """the stages that may differ from those of the script"""
+    stages_only: bool = False
+    """judge the stages, and make no other runs"""
 
 
 def main(args, flags):
     path = args.copy.resolve()
+    if not path.is_file():
+        sys.exit(f"{args.copy}: there is no such file")
     texts = path.read_text(encoding="utf-8").splitlines()
-    name, changed = changed_lines(texts)
-    file, _, function = (args.loss or f"{BENCHMARK}/losses.py:{name}").rpartition(":")
-    if not Path(file).is_file():
-        sys.exit(f"--loss {args.loss}: there is no such file; it is FILE.py:FUNCTION")
-    loss = f"{Path(file).resolve()}:{function}"
-    os.chdir(ROOT)
-    os.environ |= DEFAULTS | dict(ACCELERATE_USE_CPU="true", PYTHONDONTWRITEBYTECODE="1")
-    is_loss = is_right = True
+    script, changed = changed_lines(texts)
+    loss = args.loss or f"{BENCHMARK}/losses.py:{script}"
+    variables = dict(ACCELERATE_USE_CPU="true", PYTHONDONTWRITEBYTECODE="1", PYTHONHASHSEED="1")
+    os.environ |= DEFAULTS | variables
+    fault = apart(try_loss, loss).get("fault")
+    if fault:
+        sys.exit(f"--loss {loss}: {fault}")
     with tempfile.TemporaryDirectory(prefix="check_copy_") as work:
         os.environ["TMPDIR"] = work  # A process that is killed removes nothing.
         lines = f"{work}/lines"
-        for count in (1, 4):
-            print(f"updates for each batch: {count}")
-            words = make_flags(work, count, flags)
-            is_loss &= check_loss(path, words, loss, lines)
-            is_right &= check_processes(path, words, Path(work, str(count)), lines)
-        never = changed & not_executed(path, lines) if coverage else set()
+        words = make_flags(work, script, flags)
+        is_right, not_judged = check_stages(path, script, words, loss, args, lines)
+        if args.stages_only:
+            not_judged.append("processes and kills")
+        for count in () if args.stages_only else (1, 4):
+            if is_right:
+                print(f"updates for each batch: {count}")
+                is_right = check_processes(path, words, Path(work, str(count)), lines, count)
+        never = changed & not_executed(path, lines) if coverage and is_right else set()
     for number in sorted(never):
         print(f"not executed, line {number}: {texts[number - 1].strip()}")
     if not coverage:
-        print("coverage is not installed: lines that were not executed are not named")
-    if not is_loss and not args.loss:
-        print("not judged: the loss; state it with --loss")
-    print(
-        "not judged: sampling, scores, and what needs three processes or more than six iterations"
-    )
-    verdict = "right" if is_loss and coverage and not never else "right, as far as it was judged"
-    is_right &= is_loss or not args.loss
+        not_judged.append("whether changed lines were executed: coverage is not installed")
+    for reason in dict.fromkeys(not_judged):
+        print(f"not judged: {reason}")
+    verdict = "right, as far as it was judged" if never or not_judged else "right"
     print(verdict if is_right else "BROKEN")
     sys.exit(not is_right)
 

@@ -9,10 +9,12 @@ A copy of a script can be held against another such function:
 
 A loss gets two lists of episodes, and the flags. It returns a number with a gradient, or two, which
 are added up. The batch has whole groups, side by side. An episode has what its row in rollouts/
-has, such as prompt, token_ids, columns, ended, score, and index, its place in the batch. The score
-has its penalty and its normalization already. It is None where the reward function gave none.
-`vars(episode)` has parts of the score by their names. These are tensors, with an entry for each
-token:
+has, such as iteration, row (of the dataset), prompt, token_ids, columns, ended, score, and index,
+its place in the batch. The score has its penalty and its normalization already. It is None where
+the reward function gave none. `vars(episode)` has parts of the score by their names. A copy may
+write more `columns` into rollouts/ in stage 4f, and its loss reads them. A loss is called once for
+each update, in their order, so its file may keep variables, such as those of earlier batches. These
+are tensors, with an entry for each token:
 
     old_logprobs    log p_old
     ref_logprobs    log p_ref; None without a reference
@@ -22,6 +24,9 @@ token:
     values          v_t, with gradient, in PPO
 
 With --adaptive-kl, `args.kl_coef` is that of the iteration.
+
+What other models or hidden states are in cannot be stated: the loss of a new module, a second pass
+with dropout or with other tokens.
 """
 
 import statistics
@@ -54,7 +59,7 @@ def rloo_advantage(rewards, i, k):
     return rewards[i] - baseline
 
 
-def rloo(mini_batch, batch, args):
+def rloo(mini_batch, batch, args, advantage_of=rloo_advantage):
     """The KL is in the reward. A completion has one ratio. The mean is over all episodes."""
     rewards = [episode.score for episode in batch]
     for i, episode in enumerate(batch):
@@ -63,7 +68,7 @@ def rloo(mini_batch, batch, args):
             rewards[i] -= args.kl_coef * kl.item()
     loss = 0.0
     for episode in mini_batch:
-        advantage = rloo_advantage(rewards, episode.index, args.rloo_k)
+        advantage = advantage_of(rewards, episode.index, args.rloo_k)
         logratio = (episode.logprobs - episode.old_logprobs).sum()
         loss = loss + clipped_loss(logratio, advantage, args.cliprange, args.cliprange)
     return loss / len(mini_batch)
@@ -82,7 +87,7 @@ def grpo_advantage(scores, i, k, scale_rewards):
     return centred / (statistics.stdev(compared) + 1e-4)
 
 
-def grpo(mini_batch, batch, args):
+def grpo(mini_batch, batch, args, advantage_of=grpo_advantage, clipped_loss=clipped_loss):
     """The KL is in the loss. No denominator counts an episode that is masked."""
     scores = [episode.score for episode in batch]
     if args.mask_truncated_completions:
@@ -92,7 +97,7 @@ def grpo(mini_batch, batch, args):
     high = low if args.cliprange_high is None else args.cliprange_high
     loss = 0.0
     for episode in mini_batch:
-        advantage = grpo_advantage(scores, episode.index, args.num_generations, args.scale_rewards)
+        advantage = advantage_of(scores, episode.index, args.num_generations, args.scale_rewards)
         logratio = episode.logprobs - episode.old_logprobs  # [tokens]
         if args.importance_sampling_level == "sequence":  # the mean, for each token
             logratio = logratio.mean().expand(len(logratio))
@@ -140,7 +145,7 @@ def whiten(values):
     return (values - values.mean()) / (values.var(correction=0) + 1e-8).sqrt()
 
 
-def ppo(mini_batch, batch, args, token_rewards=token_rewards):
+def ppo(mini_batch, batch, args, token_rewards=token_rewards, clipped_loss=clipped_loss):
     """The loss of the policy, and that of the value model. The means are over tokens."""
     lengths = [len(episode.token_ids) for episode in batch]
     rewards = torch.cat([token_rewards(episode, args) for episode in batch])

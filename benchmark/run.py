@@ -37,6 +37,7 @@ from datetime import date
 from functools import partial
 from importlib.metadata import version
 from itertools import product
+from math import inf
 from multiprocessing import connection
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -112,17 +113,38 @@ def read_run(folder):
     return found
 
 
+def difference(value, right):
+    """How far a number, or a list of them, is from the right one, in units of its size, or of 1 if
+    it is smaller. nan is equal to nan."""
+    if value == right:
+        return 0.0
+    try:
+        value, right = np.array([value, right], float)
+    except (TypeError, ValueError):  # texts, or lists of unequal length
+        return inf
+    apart = abs(value - right) / np.maximum(abs(right), 1)
+    return float(np.where(np.isnan(value) & np.isnan(right), 0, apart).max())
+
+
+def load_weights(folder):
+    """The weights of a model, or of LoRA adapters, by name."""
+    names = ("model.safetensors", "adapter_model.safetensors")
+    [file] = [folder / name for name in names if (folder / name).exists()]
+    return load_file(file)
+
+
 def relative_distance(folder, right, start=POLICY):
     """How far the final weights of two runs are apart, by norm, in units of how far the second
     one's moved. start: the folder of the model before"""
-    expected = load_file(right / "model/model.safetensors")
+    expected = load_weights(right / "model")
 
-    def distance(model):
-        weights = load_file(model / "model.safetensors")
+    def distance(weights):
         differences = [(expected[name] - weights[name]).ravel() for name in expected]
         return np.linalg.norm(np.concatenate(differences, dtype=np.float64))
 
-    return float(distance(folder / "model") / distance(start))
+    # New weights are left out. Only of adapters it is known that B is 0 at first.
+    before = {name: weights * ("lora_B" not in name) for name, weights in expected.items()}
+    return float(distance(load_weights(folder / "model")) / distance(before | load_weights(start)))
 
 
 def free_port():
@@ -196,14 +218,15 @@ def work(sender, variables, function, *args):
     sender.send(result)
 
 
-def apart(function, *args, processes=1, seconds=None):
+def apart(function, *args, processes=1, seconds=None, method="forkserver"):
     """What a function returns in a process of its own, or in the first of several, which get
     torchrun's variables. If one fails, dies or takes too long, all are killed. `failed` says why.
 
     The processes have imported the libraries already, and nothing else of this program's: a start
-    costs little.
+    costs little. They share PYTHONHASHSEED. With the method "spawn" a process imports all again,
+    and obeys os.environ.
     """
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context(method)
     context.set_forkserver_preload([*LIBRARIES])
     shared = dict(WORLD_SIZE=str(processes), LOCAL_WORLD_SIZE=str(processes))
     shared |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), ACCELERATE_USE_CPU="true")

@@ -80,7 +80,7 @@ for path in sorted(HERE.glob("*.py")):
         MODULES[path.stem] = import_file(path)
 SCRIPTS = [name for name in ("rloo", "grpo", "ppo") if name in MODULES]
 launcher = import_file(HERE / "benchmark/run.py")
-oracle = import_file(HERE / "benchmark/oracle.py")
+stages = import_file(HERE / "benchmark/stages.py")
 losses = import_file(HERE / "benchmark/losses.py")
 # Here and below: otherwise the garbage collector looks through all objects after each run.
 gc.freeze()
@@ -476,10 +476,10 @@ def hold(run, monkeypatch):
 
     def hold(script, loss=None, **flags):
         with monkeypatch.context() as patch:
-            updates = oracle.record(script, patch.setattr)
+            log = stages.record(script, patch.setattr)
             ran = run(script, **flags)
         loss = loss or getattr(losses, script.__name__.partition("_")[0])
-        return ran, oracle.compare(launcher.read_run(ran.folder), updates, loss)
+        return ran, stages.gradients(launcher.read_run(ran.folder), log, loss)
 
     return hold
 

@@ -15,9 +15,9 @@ from conftest import (
     losses,
     one_text,
     only,
-    oracle,
     save_classifier,
     save_model,
+    stages,
 )
 from plain import groups_of, token_counts, without_none
 from pytest import approx, mark
@@ -107,7 +107,7 @@ def test_updates_are_those_of_the_textbook(case, hold):
     flags |= dict(reward="letters" if name == "ppo" else "unsure", temperature=0.7)
     ran, updates = hold(MODULES[name], per_device_train_batch_size=5, **flags | UPDATES[case])
     args = ran.args
-    distance, wrong = oracle.judge(updates)
+    distance, wrong = stages.judge_gradients(updates)
     assert wrong is None
     rows = ran.rows_of(1)
     assert len(set(column(rows, "ended"))) == 2, "the test needs completions that are cut off"
@@ -217,7 +217,7 @@ def test_ppo_advantages_by_plain_computation(script, hold, case):
     flags = dict(kl_coef=0.2, kl_horizon=10, gamma=0.8, lam=0.9, ref_model_path="reference")
     flags |= dict(model_path="pad_is_eos", reward="parts", batch_size=5, total_episodes=15)
     ran, updates = hold(script, **flags | ADVANTAGES[case])
-    assert oracle.judge(updates)[1] is None
+    assert stages.judge_gradients(updates)[1] is None
     args = ran.args
     assert min(token_counts(ran.rollouts)) < 6, "the test needs an episode that ended early"
     coefficient = 0.2
@@ -233,7 +233,7 @@ def test_ppo_advantages_by_plain_computation(script, hold, case):
             scores = scores.clip(-0.5, 0.5)
         assert column(rows, "score") == approx(scores, abs=1e-5)
         args.kl_coef = coefficient
-        rewards = [losses.token_rewards(oracle.make_episode(row), args) for row in rows]
+        rewards = [losses.token_rewards(stages.make_episode(row), args) for row in rows]
         without_scores = torch.cat(rewards).sum().item() - sum(scores)
         assert line["objective/non_score_reward"] == approx(without_scores / 5, rel=1e-4)
         assert line["objective/kl_coef"] == approx(coefficient, rel=1e-5)

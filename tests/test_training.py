@@ -23,10 +23,10 @@ from conftest import (
     make_rows,
     one_text,
     only,
-    oracle,
     read_jsonl,
     record_calls,
     save_model,
+    stages,
     weights_of,
     write_jsonl,
 )
@@ -58,7 +58,7 @@ def test_gradient_is_that_of_plain_passes(script, hold, world, tmp_path, policy)
         for row, logprobs in zip(rows, row_logprobs(path, rows, 0.7)):
             assert row["logprobs"] == approx(logprobs, abs=1e-5)
             assert row["ref_logprobs"] == approx(logprobs, abs=1e-5)
-        distance, wrong = oracle.judge(updates)
+        distance, wrong = stages.judge_gradients(updates)
         assert distance < 1e-5, wrong
 
 
@@ -76,7 +76,7 @@ def test_episodes_without_gradient_take_no_pass(script, hold, monkeypatch, kl_co
     flags = dict(ref_model_path=path, kl_coef=kl_coef, num_ppo_epochs=2, batch_size=24)
     flags |= dict(total_episodes=120, per_device_train_batch_size=2, learning_rate=1e-6)
     ran, updates = hold(script, reward="seldom", **flags)
-    assert oracle.judge(updates)[1] is None
+    assert stages.judge_gradients(updates)[1] is None
     counts = [sum(row["advantage"] != 0 for row in ran.rows_of(number)) for number in (4, 5)]
     assert ("objective/kl" in ran.metrics[0]) == bool(path)
     if path:  # RLOO's KL is in the reward, so here no advantage is 0.
@@ -227,7 +227,7 @@ def test_bfloat16_runs_and_keeps_weights_in_float32(script, hold, world):
         difference = np.hstack(row_logprobs(path, rows)) - np.hstack(column(rows, name))
         assert 1e-4 < np.abs(difference).mean() < 0.1
     # Rounding of the training pass shows in its gradient.
-    assert 1e-3 < oracle.judge(updates)[0] < 0.3
+    assert 1e-3 < stages.judge_gradients(updates)[0] < 0.3
 
 
 @contextlib.contextmanager

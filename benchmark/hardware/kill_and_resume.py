@@ -78,10 +78,13 @@ def kill_at(module, phase, call, rank=0):
     setattr(owner, name, struck)
 
 
-def start(script, flags, folder, processes, *edits, seconds=None):
-    """Start a run, and wait. Returns whether it was killed. If it fails, this program ends."""
+def start(script, flags, folder, processes, *edits, **settings):
+    """Start a run, and wait. Returns whether it was killed. If it fails, this program ends.
+
+    settings: of `apart`
+    """
     job = (script, flags, *edits, folder)
-    failed = apart(run_here, job, processes=processes, seconds=seconds).get("failed", "")
+    failed = apart(run_here, job, processes=processes, **settings).get("failed", "")
     is_killed = "exit code -9" in failed
     if failed and not is_killed:
         raise SystemExit(failed)
