@@ -3,7 +3,7 @@ the run the same after kills and on two processes?
 
     python benchmark/check_copy.py my_rloo.py --loss my_loss.py:loss  # two minutes
     python benchmark/check_copy.py my_rloo.py --stages-only  # the first part
-    python benchmark/check_copy.py my_rloo.py --changed scores --bonus 1  # with a flag of the copy
+    python benchmark/check_copy.py my_rloo.py --changed scores --my-new-flag 0.1
 
 The stages: two small runs are computed again from what they wrote, one with a single update for
 each batch, and one with two PPO epochs of four. stages.py says what each stage must be. A stage

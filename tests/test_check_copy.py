@@ -292,8 +292,8 @@ def judge(tmp_path, monkeypatch):
             patch.setattr(check_copy, "run", run_here)
             patch.setattr(check_copy, "coverage", None)
             words = check_copy.make_flags(tmp_path, script, ["--total-episodes 32", *flags])
-            args = check_copy.Args(Path(path), loss, tuple(changed))
             stated = loss or f"{HERE}/benchmark/losses.py:{script}"
+            args = check_copy.Args(Path(path), stated, tuple(changed))
             return check_copy.check_stages(path, script, words, stated, args, tmp_path)
 
     return judge
