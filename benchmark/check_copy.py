@@ -13,8 +13,8 @@ those of the scripts, and says what such a function gets. Without --loss, anothe
 but it is not judged.
 
 The rewards of these runs are of both signs. Prompts return. One has equal scores, and in RLOO and
-GRPO one has no scores, and another misses some. Many completions are cut off. So most cases come in which a stage could
-go wrong. They are counted. What never came is not judged.
+GRPO one has no scores, and another misses some. Many completions are cut off. So most cases come in
+which a stage could go wrong. They are counted. What never came is not judged.
 
 Processes and kills: the copy runs on one process, again with other micro-batches and another
 PYTHONHASHSEED, on two processes, on two that are killed twice by SIGKILL and resumed, and on one
