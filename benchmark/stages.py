@@ -639,7 +639,7 @@ def judge_gradients(rows):
     distances = [0.0]
     for row in rows:
         largest = max(other.its.norm() for other in rows if other.model is row.model)
-        size = max(row.its.norm(), 0.05 * largest)
+        size = max(float(row.its.norm()), 0.05 * float(largest), 1e-12)
         distances.append(float((row.its - row.stated).norm() / size))
         if not distances[-1] <= ALLOWED:
             length = row.its @ row.stated / (row.stated @ row.stated)
