@@ -144,7 +144,8 @@ def relative_distance(folder, right, start=POLICY):
 
     # New weights are left out. Only of adapters it is known that B is 0 at first.
     before = {name: weights * ("lora_B" not in name) for name, weights in expected.items()}
-    return float(distance(load_weights(folder / "model")) / distance(before | load_weights(start)))
+    apart = distance(load_weights(folder / "model"))
+    return float(apart / distance(before | load_weights(start))) if apart else 0.0
 
 
 def free_port():

@@ -38,6 +38,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 # Rounding made at most 1.1e-5, and a bonus of 0.01 that counts padding 2e-3.
 ALLOWED = 1e-4
+# Of log-probabilities and values. It is the limit of the scripts between two kinds of passes.
+ALLOWED_OF_TOKENS = 1e-3
 
 
 def points(completions, points, **_):
@@ -315,7 +317,7 @@ def hold_completions(stage, run, batch, numbers, temperature):
         for name in ("logprobs", "values"):
             if name in row:  # Evaluations have no values.
                 right = vars(episode)[name].tolist()
-                stage.hold(f"{where}, {name}", row[name], right, ALLOWED)
+                stage.hold(f"{where}, {name}", row[name], right, ALLOWED_OF_TOKENS)
         is_end = [token in ends for token in tokens]
         stage.hold(f"{where}, ended", row["ended"], is_end[-1])
         length = is_end.index(True) + 1 if True in is_end else args.response_length
@@ -387,7 +389,8 @@ def judge_reference(run):
         for row, episode in zip(batch, episodes):
             where = f"iteration {iteration}, episode {episode.index}"
             if has_one:
-                stage.hold(where, row["ref_logprobs"], episode.logprobs.tolist(), ALLOWED)
+                right = episode.logprobs.tolist()
+                stage.hold(where, row["ref_logprobs"], right, ALLOWED_OF_TOKENS)
             elif row["ref_logprobs"] is not None:
                 stage.hold(where, row["ref_logprobs"], None)
 
@@ -730,7 +733,7 @@ def likely_cause(run, row):
             clips.append(values_outside(episode, run.args))
         is_of_kind = {
             "without a score": episode.score is None,
-            "of advantage 0 (is it `to_train`?)": not np.any(vars(episode).get("advantage", 1)),
+            "of advantage 0 (is it `has_gradient`?)": not np.any(vars(episode).get("advantage", 1)),
             "cut off": not episode.ended,
             "where a clip acts": any(clip.any() for clip in clips),
             f"of one group, that of episode {episode.index // run.k * run.k}": True,

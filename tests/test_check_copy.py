@@ -88,7 +88,7 @@ COPIES = {
     "second loss": BONUS | ALL,
     "bonus left out": BONUS | {SKIPPED: "True", " | (iteration <= 3)]": "]"},
     "entropy of padding": {
-        "losses = losses - entropy_coef * entropies\n": "",
+        "                        losses = losses - entropy_coef * entropies\n": "",
         WEIGHTS: WEIGHTS.replace("= (losses * mask", "= (losses * mask - entropy_coef * entropies"),
     },
     "denominator": {
@@ -108,7 +108,7 @@ COPIES = {
     # A running mean that a checkpoint gives back only to as many processes.
     "as many": {
         REWARDS: f"""state["n"] = accelerator.num_processes
-        state["mean"] = 0.9 * state.get("mean", 0.0) + 0.1 * scores.mean().item()
+        state["mean"] = 0.9 * state.get("mean", 0.0) + 0.1 * scores.nanmean().item()
         {REWARDS} * (1 + 20 * state["mean"])""",
         LOADED: f"{LOADED}\n            state['mean'] *= state['n'] == accelerator.num_processes",
     },
@@ -319,7 +319,7 @@ def test_stages(line, judge, tmp_path, capsys):
 # 4: killed on one process, resumed on two
 RUNS = r"""
 hash           | 1 | 1 | iteration 1: prompt .*\n.* the order of a set
-noise          | 4 | 1 | iteration 1: loss/policy_avg .*\n.* inside of the loop
+noise          | 4 | 2 | iteration 1: loss/policy_avg .*\n.* inside of the loop
 prepared       | 1 | 2 | iteration 2: lr is .*\n.*never through `prepare`
 share          | 4 | 2 | iteration 1: loss/policy_avg .*\n.* a mean over
 counter        | 1 | 3 | iteration 2: prompt is .*\n.* `state`
