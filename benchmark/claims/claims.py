@@ -6,7 +6,6 @@ its own runs. Most of it is on the built-in task.
     python benchmark/claims/claims.py --plot               # only the figure, and the p-values
 """
 
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -320,11 +319,6 @@ TINY = f"{BUILT_IN} --eval-dataset benchmark/default/eval.jsonl --response-lengt
 TINY += " --total-episodes 16 --batch-size 16"
 SAMPLES = {"train": 4, "eval": 8}  # of each of 140 and 60 questions
 TEMPERATURES = (0.1, 0.3, 0.6, 1.0)
-TASKS = {  # of reasoning-gym, with their settings
-    "chain_sum": "--max-terms 2 --max-digits 1",
-    "products": "--max-digits 1",
-    "spell_backward": "--max-word-len 3",
-}
 
 
 def run_passes(jobs, smoke):
@@ -361,24 +355,6 @@ def train_smollm2(script, own, seeds):
     return Part([({}, script, own)], flags, seeds, measure=run_passes, short=TINY)
 
 
-def make_tasks():
-    for task, settings in TASKS.items():
-        command = [sys.executable, "benchmark/smollm2/tasks.py", task, *settings.split()]
-        subprocess.run(command, check=True)
-
-
-def share_right(result):
-    answers = [row["columns"]["answer"] for row in result["eval_rollouts"]]
-    constant = max(Counter(answers).values()) / len(answers)
-    return dict(right=round(result["evaluations"][0]["eval/scores"], 4), constant=constant)
-
-
-UNTRAINED = []  # the most likely answer, and eight samples
-for task, (temperature, own) in product(TASKS, ((0.0, "0"), (1.0, "1 --eval-k 8"))):
-    flags = f"--eval-dataset runs/{task}_eval.jsonl --eval-temperature {own}"
-    UNTRAINED.append((dict(task=task, temperature=temperature), "rloo", flags))
-
-
 # ---- the parts
 PARTS = {name: Part(*settings, SEEDS, to_curve) for name, settings in FLAGS.items()}
 PARTS["loss"].prepare = need_policy
@@ -400,9 +376,6 @@ PARTS |= {
         measure=run_pairs,
     ),
     "smollm2_start": Part([], measure=run_passes),
-    "smollm2_tasks": Part(
-        UNTRAINED, WITHOUT_TRAINING, keep=share_right, prepare=make_tasks, short=TINY
-    ),
     "smollm2_rloo": train_smollm2("rloo", "--rloo-k 8", SEEDS),
     "smollm2_grpo": train_smollm2("grpo", "--num-generations 8", (1,)),
     "smollm2_ppo": train_smollm2("ppo", "--num-ppo-epochs 1", (1,)),
