@@ -94,7 +94,7 @@ VARIANTS = (HERE / "docs/variants.md").read_text("utf-8")
 [MODEL] = re.findall(r"models of the way .*`if .*: (.*?)` \|", VARIANTS)
 CHANGES = {"rows": ROWS, "models": {SAVE: f"        {MODEL}\n{SAVE}"}}
 # The changes that docs/papers.md shows, in its order: texts before, and after.
-NAMES = "remax pass_at_4 gdpo two_sided".split()
+NAMES = "remax gdpo two_sided".split()
 BLOCKS = re.findall(r"(?:^    [+-].*\n)+", (HERE / "docs/papers.md").read_text("utf-8"), re.M)
 for name, block in zip(NAMES, BLOCKS, strict=True):
     lines = block.splitlines()
@@ -159,14 +159,6 @@ def normalized_parts(ran):
 def test_advantages(name, expected, flags, load, run, world):
     ran = run(load(name), **flags, total_episodes=12, eval_dataset=world.dataset(7))
     assert np.hstack(column(ran.rollouts, "advantage")) == approx(expected(ran), abs=2e-3)
-
-
-def test_pass_at_4(load):
-    # Of 6 answers 1 is right: it is in 10 of the 15 sets of 4, and in 6 of the 10 that hold a
-    # certain wrong answer.
-    advantages = load("grpo pass_at_4").grpo_advantages(torch.eye(6)[0], 6, "none")
-    expected = np.array([1 / 3] + [0.6 - 2 / 3] * 5) / (2 / 9) ** 0.5
-    assert advantages.tolist() == approx(expected, abs=1e-3)
 
 
 def test_overlong_punishment(load, run):
