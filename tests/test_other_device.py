@@ -42,7 +42,7 @@ def test_float32(script, run, world, tmp_path):
     flags |= dict(per_device_rollout_batch_size=8, eval_dataset=3, reward_model_path="classifier")
     resumed = base_flags(world, flags | dict(save_every=1))
     printed = launch_twice(script, 1, tmp_path, resumed, **DEVICE)
-    assert "\n1 x sim, float32, " in printed
+    assert "\n1 x sim (alone), float32, " in printed
     assert "resuming after iteration " in printed
     compare_runs(run(script, **flags).folder, tmp_path / "out")
 
