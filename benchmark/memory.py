@@ -5,7 +5,8 @@
 
 The script's own flags come after it. No GPU and no weights are needed: a model's configuration and
 tokenizer are read. The script's functions run on fake tensors, which have a shape and no numbers,
-and the bytes of living tensors are counted. A copy's `load_policy`, `load_reference`,
+and the bytes of living tensors are counted. If all layers are equal, three and five of them are
+counted, and a line through both gives the rest. A copy's `load_policy`, `load_reference`,
 `token_logprobs` and so on are counted as the copy has them. What `main` itself computes, or loads
 in another way, is not. All prompts are as long as the longest one, and all completions as
 --response-length. Where --share-prompts is not given, it is as on a GPU.
@@ -28,7 +29,7 @@ import sys
 import weakref
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil, inf
+from math import ceil, inf, isclose
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -47,6 +48,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 GIB = 2**30
+FEW = (3, 5)  # layers, for a line
 USABLE = 0.85  # of a GPU's memory; the rest is for what is not counted
 STAGES = ("sampling", "scoring", "training")  # An update adds nothing to the end of training.
 SCORING = {"reward model", "value model"}  # beside the reference
@@ -63,6 +65,7 @@ class Memory(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.alive = self.peak = 0
+        self.peaks = []  # of the parts of a stage
         self.sizes = {}  # bytes of each living storage, by its id
 
     def note(self, storage):
@@ -102,11 +105,29 @@ class Memory(TorchDispatchMode):
                 self.note(getattr(tensor, "_local_tensor", tensor).untyped_storage())
         return result
 
-    def peak_of(self, stage):
-        """The most bytes while a function runs."""
+    def begin_part(self, *_):
+        """A stage is in the first or last layer, or between them. On a line through numbers of
+        layers is the peak of such a part alone, as the highest part may be another one."""
+        self.peaks.append(self.peak)
         self.peak = self.alive
+
+    def watch(self, layer):
+        """A part begins at the layer, at its end, and where its gradient arrives."""
+
+        def end(layer, inputs, output):
+            self.begin_part()
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self.begin_part)
+
+        layer.register_forward_pre_hook(self.begin_part)
+        layer.register_forward_hook(end)
+
+    def peaks_of(self, stage):
+        """The most bytes in each part of a function."""
+        self.peaks, self.peak = [], self.alive
         stage()
-        return self.peak
+        return [*self.peaks, self.peak]
 
 
 @contextlib.contextmanager
@@ -142,24 +163,64 @@ def read_config(script, path, **changes):
     return config
 
 
-def measure(script, args, tokens, sizes, processes=1, sharding="none", limit=inf):
-    """Bytes by name, for each size of micro-batches: of what stays, and of the peak of each stage.
+def measure(*inputs, line=None, **hardware):
+    """Bytes by name: of what stays, and of the peak of each stage. Inputs are those of `count`.
 
-    tokens: of a prompt; processes, sharding: as in Options; limit: no size after one that needs
-    more
+    line: the number of layers, all equal, or None, which counts all layers
+    """
+    if line is None:
+        return {name: max(parts) for name, parts in count(*inputs, **hardware).items()}
+    few, more = (count(*inputs, layers=layers, **hardware) for layers in FEW)
+    steps = (line - FEW[0]) / (FEW[1] - FEW[0])
+    return {
+        name: max(low + (high - low) * steps for low, high in zip(few[name], more[name]))
+        for name in few
+    }
+
+
+def equal_layers(script, args, tokens, **hardware):
+    """Their number, or None if there are several kinds. Equal ones add equally to what stays."""
+    text = read_config(script, args.model_path).get_text_config()
+    number = text.num_hidden_layers
+    if number <= FEW[1] or len({*(getattr(text, "layer_types", None) or [None])}) > 1:
+        return None
+    inputs = script, args, tokens, ()
+    try:
+        line = measure(*inputs, line=number, **hardware)
+    except ValueError:  # A model cannot have FEW layers, or keeps them in its own way.
+        return None
+    stays = measure(*inputs, **hardware)
+    return number if all(isclose(stays[name], line[name], rel_tol=1e-4) for name in line) else None
+
+
+def count(script, args, tokens, stages=STAGES, processes=1, sharding="none", layers=None):
+    """Bytes by name, of what stays and of stages; of a stage those of its parts.
+
+    tokens: of a prompt; processes, sharding: as in Options; layers: of each model, None: all
     """
     is_sharded = sharding == "fsdp2"
     memory = Memory()
-    found = {}  # the same for all sizes
+    found = {}
     models = {}
-    size = 1  # of the micro-batches that are measured now
+    size = args.per_device_train_batch_size
 
     def load_model(path, dtype, longest, auto_class=transformers.AutoModelForCausalLM, **changes):
         config = read_config(script, path, **changes)
         script.check_positions(path, config, longest - 1)
-        config.get_text_config().output_router_logits = False  # as in the script's own
+        text = config.get_text_config()
+        text.output_router_logits = False  # as in the script's own
+        if layers is not None:
+            text.num_hidden_layers = layers
+            if getattr(text, "layer_types", None):
+                text.layer_types = text.layer_types[:layers]
         make = getattr(auto_class, "from_config", None) or auto_class._from_config
-        return make(config, dtype=getattr(torch, dtype)).eval()
+        model = make(config, dtype=getattr(torch, dtype)).eval()
+        if layers is not None:
+            lists = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList)]
+            [its_layers, *_] = [part for part in lists if len(part) == layers]
+            memory.watch(its_layers[0])
+            memory.watch(its_layers[-1])
+        return model
 
     def load(name, function, *inputs):
         before = memory.alive
@@ -192,8 +253,8 @@ def measure(script, args, tokens, sizes, processes=1, sharding="none", limit=inf
     completions = torch.ones(rollout, args.response_length, dtype=torch.long)
     rows = torch.cat([prompts, completions], dim=1)
     batch = SimpleNamespace(
-        prompts=[SimpleNamespace(token_ids=[1] * tokens)] * max(sizes),
-        token_ids=[[1] * args.response_length] * max(sizes),
+        prompts=[SimpleNamespace(token_ids=[1] * tokens)] * size,
+        token_ids=[[1] * args.response_length] * size,
         tokens=completions,
     )
     trained = []
@@ -218,10 +279,12 @@ def measure(script, args, tokens, sizes, processes=1, sharding="none", limit=inf
                 pick(script.forward(policy, rows, cache, cache.layers[0].cumulative_length[None]))
                 return
             pick(script.run_prompts(policy, prompts, script.KVCache(config=policy.config)))
-            first = memory.peak
+            memory.begin_part()
+            parts = len(memory.peaks)
             cache = script.KVCache(config=policy.config)
             script.run_prompts(policy, rows[:, :-1], cache)
-            memory.peak = max(first, memory.alive)
+            del memory.peaks[parts:]  # It stands for many steps, and is none.
+            memory.peak = memory.alive
             pick(script.forward(policy, rows, cache, slice(-1, None)))
 
     def pick(logits):
@@ -304,19 +367,16 @@ def measure(script, args, tokens, sizes, processes=1, sharding="none", limit=inf
             for optimizer in optimizers:
                 optimizer.step()  # It makes its state.
             found["optimizer"] = memory.alive - start - found["gradients"]
-            sampling = memory.peak_of(sample)
-            columns = []
-            for size in sizes:
-                row = found | dict(sampling=sampling)
-                if is_scored:
-                    row["scoring"] = memory.peak_of(score)
+            found = {name: [bytes_] for name, bytes_ in found.items()}
+            if "sampling" in stages:
+                found["sampling"] = memory.peaks_of(sample)
+            if "scoring" in stages and is_scored:
+                found["scoring"] = memory.peaks_of(score)
+            if "training" in stages:
                 for optimizer in optimizers:
                     optimizer.zero_grad()  # Until here a run has those of its last update.
-                row["training"] = memory.peak_of(train)
-                columns.append(row)
-                if peak(row) >= limit:
-                    break
-    return columns
+                found["training"] = memory.peaks_of(train)
+    return found
 
 
 def peak(row):
@@ -332,7 +392,13 @@ def report(script, args, tokens, gib, **hardware):
     most = min(args.per_device_train_batch_size, share)
     sizes = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
     limit = inf if gib is None else USABLE * gib * GIB
-    columns = measure(script, args, tokens, sizes, limit=limit, **hardware)
+    hardware |= dict(line=equal_layers(script, args, tokens, **hardware))
+    columns = []
+    for size in sizes:
+        args = replace(args, per_device_train_batch_size=size)
+        columns.append(measure(script, args, tokens, **hardware))
+        if peak(columns[-1]) >= limit:
+            break
     sizes = sizes[: len(columns)]
     print(f"{tokens} tokens of a prompt, {args.response_length} of a completion; GiB")
     print(f"{'micro-batch':20}" + "".join(f"{size:8}" for size in sizes))
@@ -360,7 +426,7 @@ def report(script, args, tokens, gib, **hardware):
     tries = {words: (change, hardware) for words, change in changes.items()}
     if hardware["processes"] == 1:
         words = "FSDP2 on 8 processes, each with an eighth of the batch"
-        tries[words] = {}, dict(processes=8, sharding="fsdp2")
+        tries[words] = {}, hardware | dict(processes=8, sharding="fsdp2")
     elif hardware["sharding"] == "none":
         tries["--sharding fsdp2"] = {}, hardware | dict(sharding="fsdp2")
     tried = {}
@@ -369,8 +435,7 @@ def report(script, args, tokens, gib, **hardware):
         if change and change.items() <= vars(args).items():
             continue
         try:
-            [row] = measure(script, replace(args, **change), tokens, [best], **machine)
-            tried[words] = peak(row)
+            tried[words] = peak(measure(script, replace(args, **change), tokens, **machine))
         except (ValueError, ImportError, *CANNOT_FOLLOW) as error:
             failed[words] = first_line(error)
     print(f"the peak with micro-batches of {best} is {now / GIB:.2f}; with")

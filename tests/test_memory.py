@@ -90,9 +90,42 @@ def test_a_prediction_is_the_peak_of_a_run(case, world, run, tmp_path, monkeypat
     with counted:
         run(script, **flags)
     args = script.check_flags(make_args(script, **base_flags(world, flags)))
-    [row] = memory.measure(script, args, 24, [args.per_device_train_batch_size])
+    row = memory.measure(script, args, 24)
     assert memory.peak(row) == approx(counted.peak, rel=0.04)
     assert ("scoring" in row) == (case != "no KL")
+
+
+@mark.parametrize("sharding, width", [("none", 1000), ("fsdp2", 192)])
+def test_a_line_through_few_layers_is_what_all_take(sharding, width, world, tmp_path):
+    """Also where few layers have the peak of a stage in another part of it."""
+    script = MODULES["ppo"]
+    shape = dict(intermediate_size=width, vocab_size=1000, tie_word_embeddings=True)
+    path = save_model(tmp_path, num_hidden_layers=12, hidden_size=64, **shape)
+    flags = dict(model_path=path, batch_size=18, response_length=12, share_prompts=False)
+    args = script.check_flags(
+        make_args(script, **base_flags(world, flags | dict(cuda_graphs=False)))
+    )
+    hardware = dict(processes=2, sharding=sharding)
+    assert memory.equal_layers(script, args, 24, **hardware) == 12
+    line = memory.measure(script, args, 24, line=12, **hardware)
+    assert line == approx(memory.measure(script, args, 24, **hardware), rel=1e-4)
+
+
+def test_other_layers_have_no_line(world, tmp_path, monkeypatch):
+    """A copy freezes some of them, or they are of several kinds."""
+    script = MODULES["rloo"]
+    load = script.load_policy
+
+    def freeze(*inputs):
+        policy = load(*inputs)
+        policy.model.layers[:6].requires_grad_(False)
+        return policy
+
+    for edit, shape in (freeze, {}), (load, dict(architecture="gemma3", head_dim=16)):
+        monkeypatch.setattr(script, "load_policy", edit)
+        path = save_model(tmp_path / edit.__name__, num_hidden_layers=12, **shape)
+        args = script.check_flags(make_args(script, **base_flags(world, dict(model_path=path))))
+        assert memory.equal_layers(script, args, 8) is None
 
 
 @mark.parametrize("sharding", ["none", "fsdp2"])

@@ -50,7 +50,8 @@ def predict(script, flags, tokens, **hardware):
     module = import_script(script)
     args = module.check_flags(memory.tyro.cli(module.Args, args=flags.split()))
     args.share_prompts = False
-    [row] = memory.measure(module, args, tokens, [args.per_device_train_batch_size], **hardware)
+    line = memory.equal_layers(module, args, tokens, **hardware)
+    row = memory.measure(module, args, tokens, line=line, **hardware)
     return {name: row[name] / memory.GIB for name in row} | dict(peak=memory.peak(row) / memory.GIB)
 
 
