@@ -106,8 +106,8 @@ class Memory(TorchDispatchMode):
         return result
 
     def begin_part(self, *_):
-        """A stage is in the first or last layer, or between them. On a line through numbers of
-        layers is the peak of such a part alone, as the highest part may be another one."""
+        """A part of a stage is the first or last layer, or what is between them. A line through
+        numbers of layers needs parts, as with more layers another part may have the peak."""
         self.peaks.append(self.peak)
         self.peak = self.alive
 
@@ -316,15 +316,24 @@ def count(script, args, tokens, stages=STAGES, processes=1, sharding="none", lay
         for is_last in passes:
             for model in trained if is_sharded else ():
                 model.set_requires_gradient_sync(is_last)
-            outputs = script.token_logprobs(args, models["policy"], batch, episodes)
-            sum(output.sum() for output in tree_leaves(outputs)).backward()
+            backward(script.token_logprobs(args, models["policy"], batch, episodes))
             if "value model" in models:
-                script.token_values(models["value model"], batch, episodes).sum().backward()
+                backward(script.token_values(models["value model"], batch, episodes))
+
+    def backward(outputs):
+        memory.begin_part()  # What the forward pass alone needed is gone.
+        sum(output.sum() for output in tree_leaves(outputs)).backward()
+
+    @contextlib.contextmanager
+    def autocast():
+        with torch.autocast("cpu", torch.bfloat16, args.dtype == "bfloat16"):
+            yield
+        memory.begin_part()  # The layers' copies in bfloat16 are gone.
 
     # What would look at numbers.
     changes = dict(
         accelerator=accelerator,
-        autocast=lambda: torch.autocast("cpu", torch.bfloat16, args.dtype == "bfloat16"),
+        autocast=autocast,
         load_model=load_model,
         check_vocabulary=lambda *_: None,
         pass_tokens=lambda _, episodes: [

@@ -106,7 +106,7 @@ def values_of(rows, group, words):
         if value is not None:
             for place in index:
                 value = value[int(place) if isinstance(value, list) else place]
-            values.append(value)
+            values += value if isinstance(value, list) else [value]
     return values
 
 

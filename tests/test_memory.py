@@ -24,7 +24,7 @@ FITS = HERE / "benchmark" / "hardware" / "fits.py"
 CASES = {
     "all weights": {},
     "checkpointing": dict(gradient_checkpointing=True),
-    "LoRA, bfloat16": dict(lora_r=4, dtype="bfloat16"),
+    "LoRA, bfloat16": dict(lora_r=4, share_prompts=True, dtype="bfloat16"),
     "one pass": dict(per_device_train_batch_size=12),
     # Sampling has the highest peak, beside the gradients of the update before.
     "sampling": dict(
@@ -95,20 +95,17 @@ def test_a_prediction_is_the_peak_of_a_run(case, world, run, tmp_path, monkeypat
     assert ("scoring" in row) == (case != "no KL")
 
 
-@mark.parametrize("sharding, width", [("none", 1000), ("fsdp2", 192)])
-def test_a_line_through_few_layers_is_what_all_take(sharding, width, world, tmp_path):
+def test_a_line_through_few_layers_is_what_all_take(world, tmp_path):
     """Also where few layers have the peak of a stage in another part of it."""
     script = MODULES["ppo"]
-    shape = dict(intermediate_size=width, vocab_size=1000, tie_word_embeddings=True)
-    path = save_model(tmp_path, num_hidden_layers=12, hidden_size=64, **shape)
-    flags = dict(model_path=path, batch_size=18, response_length=12, share_prompts=False)
-    args = script.check_flags(
-        make_args(script, **base_flags(world, flags | dict(cuda_graphs=False)))
-    )
-    hardware = dict(processes=2, sharding=sharding)
-    assert memory.equal_layers(script, args, 24, **hardware) == 12
-    line = memory.measure(script, args, 24, line=12, **hardware)
-    assert line == approx(memory.measure(script, args, 24, **hardware), rel=1e-4)
+    shape = dict(hidden_size=64, intermediate_size=256, vocab_size=1000, tie_word_embeddings=True)
+    path = save_model(tmp_path, num_hidden_layers=24, max_position_embeddings=128, **shape)
+    flags = dict(model_path=path, response_length=48, dtype="bfloat16", share_prompts=False)
+    flags |= dict(batch_size=18, per_device_train_batch_size=4, gradient_checkpointing=True)
+    args = script.check_flags(make_args(script, **base_flags(world, flags)))
+    inputs = script, args, 40
+    assert memory.equal_layers(*inputs) == 24
+    assert memory.measure(*inputs, line=24) == approx(memory.measure(*inputs), rel=1e-4)
 
 
 def test_other_layers_have_no_line(world, tmp_path, monkeypatch):

@@ -14,7 +14,8 @@ the seconds of a step without sampling.
 Memory is the peak of the resident memory, with models and used libraries (Linux). On a GPU it
 is the most that PyTorch's tensors had at once. Every process gets the variables of `ENVIRONMENT`.
 With them glibc keeps the memory of freed tensors. Otherwise it gives large ones back at once, and
-the kernel clears their pages again for the next tensor.
+the kernel clears their pages again for the next tensor. Case i does without, as users do, and has
+runs with larger pieces of logits.
 
 What fails leaves its error in the row: a run, or a pair whose prompts had other lengths, or which
 sampled other numbers of tokens. The tolerance for those is 10 %. `trl_worker.py` has TRL's
@@ -58,8 +59,8 @@ LIMIT = 1800  # seconds of a run
 ends = inf  # the time at which runs are stopped
 EDITS = []  # functions that change the script of every run
 world = cache(tempfile.TemporaryDirectory)  # gets models and prompts
-ENVIRONMENT = dict(MALLOC_TRIM_THRESHOLD_=str(2**31 - 1), MALLOC_MMAP_MAX_="0")
-ENVIRONMENT["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # A look for GPUs starts none.
+MALLOC = dict(MALLOC_TRIM_THRESHOLD_=str(2**31 - 1), MALLOC_MMAP_MAX_="0")
+ENVIRONMENT = MALLOC | dict(PYTORCH_NVML_BASED_CUDA_CHECK="1")  # A look for GPUs starts none.
 
 
 @dataclass
@@ -78,6 +79,7 @@ class Case:
     dtype: str = "float32"  # or bfloat16, where the weights are float32 all the same
     lora_r: int | None = None
     kl_coef: float = 0.05
+    keeps_memory: bool = True  # with MALLOC
 
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
@@ -99,10 +101,9 @@ CASES = {
     "d": Case(f"{SMALL}, 350 and 53 tokens", "135M", 16, 8, 350, 53, 4, 2, ("rloo",)),
     "e": Case("a random Llama of 4 layers of 128, 5 and 32 tokens", "128", 64, 64, 5, 32, 20, 3),
     "h": Case(f"{LARGE}, 32 and 128 tokens", "42M", 8, 8, 32, 128, 5, 3, ("rloo",)),
-    "i": Case(
-        f"{LARGE}, 32 and 256 tokens, no KL", "42M", 8, 8, 32, 256, 5, 3, ("grpo",), kl_coef=0.0
-    ),
+    "i": Case(f"{LARGE}, 32 and 256 tokens, no KL", "42M", 8, 8, 32, 256, 4, 5, ("grpo",)),
 }
+CASES["i"] = replace(CASES["i"], kl_coef=0.0, keeps_memory=False)
 CASES["a"] = replace(CASES["a"], forced=False, reward="exact_match")
 
 # what a smoke run changes
@@ -180,6 +181,7 @@ def summary(case: Case, runs: list[dict], ours: list[dict]) -> dict:
     steps = sum((run["steps"][DROPPED_STEPS:] for run in runs), [])
     found = dict(
         peak_gib=max(column(runs, "peak_gib")),
+        peaks_by_run=column(runs, "peak_gib"),
         seconds_by_run=list(map(seconds_of, runs)),
         token_ms=1000 * statistics.median(column(steps, "sampling")) / case.completion_tokens,
         update_s=statistics.median(step["seconds"] - step["sampling"] for step in steps),
@@ -224,6 +226,8 @@ def in_turn(variants: dict, case: Case, script: str, flags: str) -> dict:
 def measure(row_of, case: Case, jobs: dict, smoke: bool) -> list[dict]:
     """The row of each job, printed as it comes."""
     os.environ |= DEFAULTS | ENVIRONMENT
+    for name in () if case.keeps_memory else MALLOC:
+        del os.environ[name]
     if smoke:
         case = replace(case, **TINY)
         jobs = dict([*jobs.items()][-1:])
@@ -274,7 +278,12 @@ def pairs(case: Case, runs: list[tuple] = (), **variants) -> Part:
     return part(partial(in_turn, dict(tally=[""]) | variants), case, runs)
 
 
+def in_large_pieces(module):
+    module.LOGITS_AT_ONCE = 2**24
+
+
 PARTS = {name: pairs(case, trl=[]) for name, case in CASES.items()}
+PARTS["i"] = pairs(CASES["i"], large=["", in_large_pieces], trl=[])
 for each in PARTS.values():
     each.needs = "TRL"
 
