@@ -39,7 +39,7 @@ import throughput
 import tyro
 from run import ROOT, import_script, measure_part
 from tally_worker import profile, record_on_cpu
-from throughput import FEW, Case, in_turn, pairs, part, start, tally
+from throughput import FEW, Case, in_turn, pairs, part, read_at_once, start, tally
 
 RESULT = Path(__file__).with_suffix(".json")
 curves = import_script(ROOT / "benchmark/default/curves.py")
@@ -65,10 +65,6 @@ def same_text(script):
     sys.modules["reasoning_gym"] = SimpleNamespace(get_score_answer_fn=lambda task: verify)
 
 
-def read_at_once(module, count):
-    module.LOGITS_AT_ONCE = count
-
-
 def predict(script: str, flags: str, tokens: int, *edits) -> dict:
     """What memory.py says of the peak of a run, whose prompts have so many tokens."""
     import memory
@@ -78,7 +74,7 @@ def predict(script: str, flags: str, tokens: int, *edits) -> dict:
     for edit in edits:
         edit(module)
     args = module.check_flags(tyro.cli(module.Args, args=flags.split()))
-    [row] = memory.measure(module, args, tokens, [args.per_device_train_batch_size])
+    row = memory.measure(module, args, tokens)
     return dict(predicted_gib=memory.peak(row) / memory.GIB)
 
 

@@ -278,12 +278,12 @@ def pairs(case: Case, runs: list[tuple] = (), **variants) -> Part:
     return part(partial(in_turn, dict(tally=[""]) | variants), case, runs)
 
 
-def in_large_pieces(module):
-    module.LOGITS_AT_ONCE = 2**24
+def read_at_once(module, count):
+    module.LOGITS_AT_ONCE = count
 
 
 PARTS = {name: pairs(case, trl=[]) for name, case in CASES.items()}
-PARTS["i"] = pairs(CASES["i"], large=["", in_large_pieces], trl=[])
+PARTS["i"] = pairs(CASES["i"], large=["", partial(read_at_once, count=2**24)], trl=[])
 for each in PARTS.values():
     each.needs = "TRL"
 
