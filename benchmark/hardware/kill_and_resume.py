@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -132,6 +133,7 @@ def measure(jobs, smoke):
     for (job, names), (name, processes) in cases[2:3] if smoke else cases:
         work = Path(tempfile.mkdtemp(prefix="kill_and_resume_"))  # It stays, if this fails.
         rows.append(names | dict(processes=name) | kill_run(job, processes, draw, work))
+        shutil.rmtree(work)
     return rows
 
 
