@@ -184,19 +184,20 @@ def equal_layers(script, args, tokens, **hardware):
     number = text.num_hidden_layers
     if number <= FEW[1] or len({*(getattr(text, "layer_types", None) or [None])}) > 1:
         return None
-    inputs = script, args, tokens, ()
+    inputs = script, args, tokens, False
     try:
         line = measure(*inputs, line=number, **hardware)
-    except ValueError:  # A model cannot have FEW layers, or keeps them in its own way.
+    except Exception:  # It cannot have FEW layers. Other reasons come when all are counted.
         return None
     stays = measure(*inputs, **hardware)
     return number if all(isclose(stays[name], line[name], rel_tol=1e-4) for name in line) else None
 
 
-def count(script, args, tokens, stages=STAGES, processes=1, sharding="none", layers=None):
-    """Bytes by name, of what stays and of stages; of a stage those of its parts.
+def count(script, args, tokens, with_stages=True, processes=1, sharding="none", layers=None):
+    """Lists of bytes by name, of what stays and of stages; of a stage those of its parts.
 
-    tokens: of a prompt; processes, sharding: as in Options; layers: of each model, None: all
+    tokens: of a prompt; with_stages: or only what stays; processes, sharding: as in Options
+    layers: of each model, None: all
     """
     is_sharded = sharding == "fsdp2"
     memory = Memory()
@@ -377,11 +378,10 @@ def count(script, args, tokens, stages=STAGES, processes=1, sharding="none", lay
                 optimizer.step()  # It makes its state.
             found["optimizer"] = memory.alive - start - found["gradients"]
             found = {name: [bytes_] for name, bytes_ in found.items()}
-            if "sampling" in stages:
+            if with_stages:
                 found["sampling"] = memory.peaks_of(sample)
-            if "scoring" in stages and is_scored:
-                found["scoring"] = memory.peaks_of(score)
-            if "training" in stages:
+                if is_scored:
+                    found["scoring"] = memory.peaks_of(score)
                 for optimizer in optimizers:
                     optimizer.zero_grad()  # Until here a run has those of its last update.
                 found["training"] = memory.peaks_of(train)

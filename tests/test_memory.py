@@ -109,7 +109,7 @@ def test_a_line_through_few_layers_is_what_all_take(world, tmp_path):
 
 
 def test_other_layers_have_no_line(world, tmp_path, monkeypatch):
-    """A copy freezes some of them, or they are of several kinds."""
+    """A copy freezes some of them, fails with few, or they are of several kinds."""
     script = MODULES["rloo"]
     load = script.load_policy
 
@@ -118,7 +118,13 @@ def test_other_layers_have_no_line(world, tmp_path, monkeypatch):
         policy.model.layers[:6].requires_grad_(False)
         return policy
 
-    for edit, shape in (freeze, {}), (load, dict(architecture="gemma3", head_dim=16)):
+    def need_all(*inputs):
+        policy = load(*inputs)
+        assert len(policy.model.layers) == 12
+        return policy
+
+    kinds = dict(architecture="gemma3", head_dim=16)
+    for edit, shape in (freeze, {}), (need_all, {}), (load, kinds):
         monkeypatch.setattr(script, "load_policy", edit)
         path = save_model(tmp_path / edit.__name__, num_hidden_layers=12, **shape)
         args = script.check_flags(make_args(script, **base_flags(world, dict(model_path=path))))
