@@ -3,6 +3,7 @@
 import sys
 
 import numpy as np
+from run import column, grouped
 
 try:
     import matplotlib
@@ -60,6 +61,27 @@ def curve(axis, x, values, **style):
     mean, band = mean_and_band(values)
     [line] = axis.plot(x, mean, lw=1.6, **style)
     axis.fill_between(x, mean - band, mean + band, color=line.get_color(), alpha=0.2, lw=0)
+
+
+def panel(axis, title, rows, metric):
+    """A metric against episodes, a curve for each `label` of the rows."""
+    others = iter(OTHERS)
+    for label, some in grouped(rows, "label").items():
+        color = COLORS.get(label.removesuffix(".py").lower()) or next(others)
+        curve(axis, some[0]["episode"], column(some, metric), color=color, label=label)
+    if metric == "eval/scores":
+        axis.set_ylim(-0.03, 1.03)  # A line at 0 does not lie on the axis.
+    axis.set_title(title, fontsize=9)
+    axis.legend(frameon=False, fontsize=7)
+    in_thousands(axis)
+
+
+def figure_of(path, columns, settings):
+    """A figure of panels. settings: of each its title, rows and metric"""
+    figure, grid = panels(len(settings) // columns, columns, width=3.3, height=2.4)
+    for axis, own in zip(grid.flat, settings, strict=True):
+        panel(axis, *own)
+    save(figure, path)
 
 
 def save(figure, path):

@@ -37,7 +37,7 @@ from datetime import date
 from functools import partial
 from importlib.metadata import version
 from itertools import product
-from math import inf
+from math import inf, nan
 from multiprocessing import connection
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -59,6 +59,7 @@ SCRIPTS = ("rloo", "grpo", "ppo")
 K_FLAGS = {"rloo": "--rloo-k", "grpo": "--num-generations"}
 LIBRARIES = ("accelerate", "matplotlib.pyplot", "tyro", "typeguard", "yaml", "safetensors.numpy")
 LIBRARIES += ("transformers.models.llama.modeling_llama", "transformers.optimization")
+SUMS = ("seconds", "generated_episodes")  # metrics that add up over a run
 DEFAULTS = dict(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
 
@@ -306,8 +307,8 @@ SEEN = set()  # the kinds of jobs of smoke runs
 
 @dataclass
 class Part:
-    """One measurement of a program: a set of runs, and what is kept of each. Its rows and its
-    minutes are kept apart from those of the other parts."""
+    """One measurement of a program: a set of runs, and their curves. Its rows and its minutes are
+    kept apart from those of the other parts."""
 
     runs: list[tuple]
     """of each: the entries that name its row, the script, its flags, and functions that change the
@@ -316,10 +317,10 @@ class Part:
     """flags of all runs"""
     seeds: Iterable[int] = (1,)
     """each run is made with each of them"""
-    keep: Callable[[dict], dict] = lambda result: {}
-    """keep(what `read_run` reads) returns the other entries of the row"""
+    metrics: str = "objective/scores eval/scores"
+    """the row of a run has their `curves`"""
     measure: Callable[[dict, bool], list[dict]] | None = None
-    """measure(jobs, smoke) returns the rows, where a row is not what is kept of one job"""
+    """measure(jobs, smoke) returns the rows, where a row is not the curves of one job"""
     prepare: Callable[[], None] | None = None
     """what must be made before, if this is no smoke run"""
     short: str = "--total-episodes 128 --eval-every 2"
@@ -334,7 +335,7 @@ class Part:
             flags = f"{self.flags} {own} --seed {seed}"
             if smoke:
                 flags += f" {self.short}"
-                kind = script, *edits, self.keep, self.measure
+                kind = script, *edits, self.metrics, self.measure
                 if kind in SEEN:
                     continue
                 SEEN.add(kind)
@@ -347,7 +348,7 @@ class Part:
         jobs = self.jobs(smoke)
         if self.measure:
             return self.measure(jobs, smoke)
-        return run_all(list(jobs), lambda job, result: jobs[job] | self.keep(result))
+        return run_all(list(jobs), lambda job, result: jobs[job] | curves(result, self.metrics))
 
 
 def main(about, result, parts, plot=None):
@@ -425,19 +426,20 @@ def write_result(path, parts, rows):
 
 
 def curves(result, metrics):
-    """A run in few points, one for each evaluation: its episode, and metrics. A point of a metric
-    that is not of the evaluation is the mean since the evaluation before. The first point is that
-    of iteration 1."""
+    """A run in few points, one for each evaluation: its episode, and those of the metrics that the
+    run has. A point of a metric of training is the mean since the evaluation before. The first
+    point is that of iteration 1."""
     evaluations = result["evaluations"]
     rows = result["metrics"][1:]
     ends = column(evaluations, "iteration")
     points = {"episode": column(evaluations, "episode")}
-    for name in metrics:
+    for name in metrics.split():
         spans = [rows[start:end] for start, end in zip([0, *ends], [1, *ends[1:]])]
-        if name.startswith("eval/"):
+        if name.startswith("eval/") or name in SUMS:
             spans = [[row] for row in evaluations]
-        means = [mean(row[name] for row in span if name in row) for span in spans]
-        points[name] = [float(f"{value:.4g}") for value in means]
+        values = [[row[name] for row in span if name in row] for span in spans]
+        if any(values):
+            points[name] = [float(f"{mean(some or [nan]):.4g}") for some in values]
     return points
 
 

@@ -3,9 +3,8 @@
     python benchmark/default/curves.py                                # all of them
     python benchmark/default/curves.py --plot                         # only the figures again
 
-curves.png shows the score of sampled training completions, mean of ten iterations, and that of
-held-out prompts at temperature 0. smollm2.png has the score of held-out prompts, a line for each
-seed.
+curves.png shows the score of sampled training completions, and that of held-out prompts at
+temperature 0. smollm2.png has the score of held-out prompts, a line for each seed.
 """
 
 import sys
@@ -27,53 +26,14 @@ SMOLLM2 += " --kl-coef 0"
 TINY = f"{BUILT_IN} --eval-dataset benchmark/default/eval.jsonl --total-episodes 128"
 
 
-def to_curve(result):
-    """What is kept of a run."""
-    rows = result["metrics"][1:]
-    evaluations = result["evaluations"]
-    sampled = [round(row["objective/scores"], 4) for row in rows]
-    greedy = [round(row["eval/scores"], 4) for row in evaluations]
-    return {
-        "sampled_before": sampled[0],
-        "sampled_after": round(float(np.mean(sampled[-10:])), 4),
-        "greedy_before": greedy[0],
-        "greedy_after": greedy[-1],
-        "episode": column(rows, "episode"),
-        "objective/scores": sampled,
-        "eval_episode": column(evaluations, "episode"),
-        "eval_seconds": [round(row["seconds"], 2) for row in evaluations],
-        "eval/scores": greedy,
-    }
-
-
 def plot(rows, folder):
-    draw_means(having(rows, part="default"), folder / "curves.png")
-    smollm2 = [row for row in rows if row["part"].startswith("smollm2")]
-    draw_seeds(smollm2, folder / "smollm2.png")
-
-
-def running_mean(values):
-    """The mean of each value and the nine before it."""
-    return [np.mean(values[max(0, end - 10) : end]) for end in range(1, len(values) + 1)]
-
-
-def draw_means(runs, path):
-    figure, [axes] = draw.panels(1, 2, width=3.6, height=2.8, sharey=True)
-    axes[0].set_title("sampled, training prompts")
-    axes[0].set_ylabel("right answers")
-    axes[0].set_ylim(0, 1.02)
-    axes[1].set_title("greedy, held-out prompts")
-    for script in SCRIPTS:
-        some = having(runs, script=script)
-        style = dict(color=draw.COLORS[script], label=f"{script}.py")
-        sampled = list(map(running_mean, column(some, "objective/scores")))
-        draw.curve(axes[0], some[0]["episode"], sampled, **style)
-        greedy = column(some, "eval/scores")
-        draw.curve(axes[1], some[0]["eval_episode"], greedy, marker=".", **style)
-    for axis in axes:
-        draw.in_thousands(axis)
-    axes[0].legend(frameon=False, loc="lower right")
-    draw.save(figure, path)
+    some = having(rows, part="default")
+    panels = (
+        ("sampled, training prompts", some, "objective/scores"),
+        ("greedy, held-out prompts", some, "eval/scores"),
+    )
+    draw.figure_of(folder / "curves.png", 2, panels)
+    draw_seeds([row for row in rows if row["part"] != "default"], folder / "smollm2.png")
 
 
 def draw_seeds(runs, path):
@@ -86,10 +46,9 @@ def draw_seeds(runs, path):
         some = having(runs, script=script)
         color = draw.COLORS[script]
         for run in some:
-            axis.plot(run["eval_episode"], run["eval/scores"], color=color, lw=1.1)
-        before = np.mean(column(some, "greedy_before"))
-        after = np.mean(column(some, "greedy_after"))
-        end = some[0]["eval_episode"][-1]
+            axis.plot(run["episode"], run["eval/scores"], color=color, lw=1.1)
+        before, *_, after = np.mean(column(some, "eval/scores"), 0)
+        end = some[0]["episode"][-1]
         axis.axhline(before, color=draw.GRAY, lw=1, ls="--")
         style = dict(color=draw.GRAY, ha="right", va="top")
         axis.text(end, before - 0.03, f"before: {before:.2f}", **style)
@@ -101,11 +60,12 @@ def draw_seeds(runs, path):
     draw.save(figure, path)
 
 
-RUNS = [({}, script, "") for script in SCRIPTS]
-PARTS = {"default": Part(RUNS, "--eval-every 16", range(1, 11), to_curve)}
+METRICS = "objective/scores eval/scores seconds"
+RUNS = [(dict(label=f"{script}.py"), script, "") for script in SCRIPTS]
+PARTS = {"default": Part(RUNS, "--eval-every 16", range(1, 11), METRICS)}
 SMOLLM2_FLAGS = dict(rloo="--rloo-k 8", grpo="--num-generations 8", ppo="--num-ppo-epochs 1")
 for script, own in SMOLLM2_FLAGS.items():
-    PARTS[f"smollm2_{script}"] = Part([({}, script, own)], SMOLLM2, (1, 2, 3), to_curve, short=TINY)
+    PARTS[f"smollm2_{script}"] = Part([({}, script, own)], SMOLLM2, (1, 2, 3), METRICS, short=TINY)
 
 if __name__ == "__main__":
     main(__doc__, RESULT, PARTS, plot)

@@ -25,7 +25,6 @@ from run import (
     BENCHMARK,
     Part,
     column,
-    curves,
     grouped,
     having,
     main,
@@ -79,16 +78,10 @@ LEARNING = RUNGS | {
 }
 
 
-def to_curve(result):
-    """The evaluations on held-out prompts."""
-    points = curves(result, ["eval/scores"])
-    return dict(episode=points["episode"], held_out=points["eval/scores"])
-
-
 def gradient_rows(_, smoke):
     """Measure the gradients of each rung at the start and half-way: a row for each rung and set of
     prompts."""
-    rungs = {names["rung"]: job for job, names in PARTS["gradients"].jobs().items()}
+    rungs = {names["label"]: job for job, names in PARTS["gradients"].jobs().items()}
     # The learning rate is constant, so this is the first half of a whole run.
     episodes = BATCH * UPDATES // 2
     repetitions = REPETITIONS
@@ -242,7 +235,8 @@ def of_sets(rung, weights, name):
 
 def plot(rows, folder):
     figure, [[learning, noises]] = draw.panels(1, 2, width=4.6, height=3.4)
-    plot_learning(learning, having(rows, part="learning"))
+    draw.panel(learning, "learning", having(rows, part="learning"), "eval/scores")
+    learning.set_ylabel("right answers to held-out prompts")
     plot_noises(noises)
     draw.save(figure, folder / "ladder.png")
     for weights in WEIGHTS:
@@ -256,19 +250,6 @@ def plot(rows, folder):
 
 def color_of(rung):
     return draw.COLORS.get(rung.split(",")[0].lower(), draw.OTHERS[0])
-
-
-def plot_learning(axis, rows):
-    """The score on held-out prompts, a curve for each rung."""
-    for rung, ls in zip(LEARNING, ("-", "-", "-", "-", "--", "--", ":"), strict=True):
-        runs = having(rows, rung=rung)
-        style = dict(color=color_of(rung), ls=ls, label=rung)
-        draw.curve(axis, runs[0]["episode"], column(runs, "held_out"), **style)
-    axis.set_title("learning")
-    axis.set_ylabel("right answers to held-out prompts")
-    axis.set_ylim(0, 1.02)
-    draw.in_thousands(axis)
-    axis.legend(frameon=False, loc="lower right", fontsize=7.5)
 
 
 def plot_noises(axis):
@@ -302,11 +283,11 @@ EVALUATED += " --eval-reward exact_match"
 
 
 def runs_of(rungs):
-    return [(dict(rung=rung), *job) for rung, job in rungs.items()]
+    return [(dict(label=rung), *job) for rung, job in rungs.items()]
 
 
 PARTS = {
-    "learning": Part(runs_of(LEARNING), EVALUATED, range(1, 11), to_curve),
+    "learning": Part(runs_of(LEARNING), EVALUATED, range(1, 11), "eval/scores"),
     "gradients": Part(runs_of(GRADIENTS), measure=gradient_rows),
 }
 
