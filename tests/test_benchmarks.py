@@ -51,6 +51,7 @@ gsm8k = import_file(HERE / "benchmark" / "gsm8k" / "gsm8k.py")
 code = import_file(HERE / "benchmark" / "code" / "reward.py")
 ladder = import_file(HERE / "benchmark" / "ladder" / "ladder.py")
 claims = import_file(HERE / "benchmark" / "claims" / "claims.py")
+throughput = import_file(HERE / "benchmark" / "throughput" / "throughput.py")
 of_each_program = mark.parametrize("program", launcher.PROGRAMS, ids=str)
 WITH_MAIN = [
     path
@@ -109,36 +110,50 @@ def test_a_smoke_run(program, tmp_path):
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_part_is_measured_alone_and_in_its_time(tmp_path, monkeypatch, capsys):
-    """Its rows and its stamp are new. Those of the others stay. In gpu.py a part that fails does
-    not stop the next one. A part that may take longer than what is left does not begin, and runs of
-    one that takes too long are stopped."""
-    folder = HERE / "benchmark" / "throughput"
-    monkeypatch.syspath_prepend(folder)
-    gpu = import_file(folder / "gpu.py")
-
-    def measure(jobs, smoke):
-        gpu.throughput.ends = 0
-        return [gpu.throughput.start(time.sleep, 60)]
-
-    kinds = dict(fails=sys.exit, slow=measure, long=None)
+def test_a_part_is_measured_alone(tmp_path, monkeypatch):
+    """Its rows and its stamp are new. Those of the others stay."""
     monkeypatch.chdir(HERE)
-    monkeypatch.setattr(gpu, "RESULT", tmp_path / "gpu.json")
-    monkeypatch.setattr(
-        gpu, "PARTS", {name: launcher.Part([], measure=kinds[name]) for name in kinds}
-    )
-    monkeypatch.setattr(gpu, "TABLE", dict(fails=(1, None), slow=(2, None), long=(200, None)))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
-    rows = [dict(part=name, x=1) for name in kinds]
-    launcher.write_result(gpu.RESULT, dict.fromkeys(kinds, "old"), rows)
-    gpu.main(("fails", "long", "slow"), seconds=150)
-    assert capsys.readouterr().out == "left out: fails, long\n"
-    found = launcher.read_result(gpu.RESULT)
-    rows[1] = dict(part="slow", failed="no result in 0 s\nexit code -9")
-    assert found["rows"] == rows
-    assert found["parts"].pop("slow")["machine"]
-    assert found["parts"] == dict(fails="old", long="old")
+    path = tmp_path / "result.json"
+    parts = {name: launcher.Part([], measure=lambda *_: [dict(x=2)]) for name in ("one", "two")}
+    launcher.write_result(path, dict.fromkeys(parts, "old"), [dict(part="one", x=1)])
+    launcher.measure_part(path, "two", parts)
+    found = launcher.read_result(path)
+    assert found["rows"] == [dict(part="one", x=1), dict(part="two", x=2)]
+    assert found["parts"].pop("two")["machine"]
+    assert found["parts"] == dict(one="old")
+
+
+def test_speed(monkeypatch):
+    """The first two iterations do not count. What fails is in the row, and so is other work. If the
+    time on a GPU is over, the program stops, and writes nothing."""
+
+    def runs(*seconds, tokens=8):
+        counted = dict(tokens=[tokens] * 4, scores=[0.0] * 4)
+        return [counted | dict(seconds=[9, 9, n, n], peak_gib=n) for n in seconds]
+
+    found = throughput.summary(runs(2, 3), runs(1, 2))
+    assert [found[name] for name in ("ratio", "lowest", "highest")] == [1.75, 1.5, 2]
+    assert found["peak_gib"] == 3
+    for run in runs(1, tokens=6) + [dict(failed="tokens of a completion")]:
+        assert "tokens of a completion" in throughput.summary([run], runs(1))["failed"]
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(throughput, "START", -throughput.GPU_LIMIT)
+    part = throughput.part_of(replace(throughput.CASES["a"], on_gpu=True))
+    with raises(SystemExit, match="the time is over"):
+        part.rows()
+
+
+def test_curves():
+    """A metric of training is the mean since the evaluation before, and at first that of iteration
+    1. It may be absent from some rows, and from all."""
+    metrics = [dict(iteration=0, episode=0, seconds=0.0)]
+    for iteration in range(1, 5):
+        metrics.append(dict(iteration=iteration, episode=8 * iteration, seconds=float(iteration)))
+        metrics[-1] |= {"x": iteration} if iteration != 3 else {}
+    evaluations = [metrics[i] | {"eval/y": i / 8} for i in (0, 2, 4)]
+    found = launcher.curves(dict(metrics=metrics, evaluations=evaluations), "x eval/y seconds z")
+    expected = dict(episode=[0, 16, 32], x=[1, 1.5, 4], seconds=[0, 2, 4])
+    assert found == expected | {"eval/y": [0, 0.25, 0.5]}
 
 
 def test_half_of_an_interval_in_a_table():
@@ -283,15 +298,11 @@ def test_the_recipe_of_tldr_runs(script, run, tmp_path, monkeypatch):
 
 
 TASKS = """
-number | 3 + 4 = 7. | 7 | 1
-number | 5-9 | 9 | 1
-number | 1, or \u22121,000 | -1000 | 1
-number | 7 or 8 | 7 | 0
-word | It is "sun". | sun | 1
-word | sun or nus | sun | 0
-word | suns | sun | 0
-line | So:/5 days/ | 5 days | 1
-text | Q _/_ Q/ | Q _/_ Q | 1
+tasks | 3 + 4 = 7. | 7 | 1
+tasks | 5-9 | 9 | 1
+tasks | 1, or \u22121,000 | -1000 | 1
+tasks | 7 or 8 | 7 | 0
+tasks | none | 0 | 0
 gsm8k | 7 or 42.0. | 42 | 1
 gsm8k | $1,000 | 1000 | 1
 gsm8k | 10% of 77-70% | 70 | 1
@@ -305,31 +316,26 @@ gsm8k | none | 0 | 0
 def test_tasks(tmp_path, monkeypatch):
     """One answer of a completion counts, in gsm8k.py, too. The program writes the committed
     questions, mirrored ones on one side, if it draws them in another order and twice."""
-
-    def verify(text, entry):
-        """Credit by length, and an error where there is no answer: some verifiers are so."""
-        text.index(entry["answer"])
-        return len(entry["answer"]) / len(text)
-
-    monkeypatch.setattr(tasks, "verifier", lambda task: verify)
     for line in TASKS.strip().split("\n"):
-        form, text, answer, expected = line.replace("/", "\n").split(" | ")
-        program = gsm8k if form == "gsm8k" else tasks
+        name, text, answer, expected = line.split(" | ")
+        program = dict(tasks=tasks, gsm8k=gsm8k)[name]
         two = [text, [dict(content=text)]]
-        assert program.score(two, [answer] * 2, form=[form] * 2) == [float(expected)] * 2
+        assert program.score(two, [answer] * 2) == [float(expected)] * 2
     paths = HERE.glob("benchmark/smollm2/*.jsonl")
     files = {path.name: read_jsonl(path) for path in paths}
     entries = []
     for row in sum(files.values(), []):
         question = row["prompt"][1]["content"]
-        entries += [dict(question=question, answer=row["answer"], metadata=0)] * 2
+        entries += [dict(question=question, answer=row["answer"])] * 2
     factory = SimpleNamespace(DATASETS=dict(chain_sum=(lambda settings: entries[::-1], dict)))
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
     monkeypatch.setattr(sys, "argv", ["", "chain_sum", f"--folder={tmp_path}"])
     tasks.main()
     for name, rows in files.items():
-        made = read_jsonl(tmp_path / name)
-        assert rows == [dict(prompt=row["prompt"], answer=row["answer"]) for row in made]
+        assert rows == read_jsonl(tmp_path / name)
+    entries.append(dict(question="Who?", answer="Ann"))
+    with raises(SystemExit, match="the answers of chain_sum are not all numbers"):
+        tasks.main()
 
 
 # The score of a program, and the program. Each ¦ is a new line.

@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "throughput"))
 import memory
 from run import Part, import_script, main, run, write_rows
 from shards import fsdp2
-from tally_worker import force_lengths, watch
+from throughput import force_lengths, keep_peak, random_llama
 
 RESULT = Path(__file__).with_suffix(".json")
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -100,8 +100,6 @@ def count_tensors(module):
 
 def compare(jobs, smoke):
     """Runs of random Llamas, and what memory.py says of them."""
-    from throughput import random_llama
-
     rows = []
     for (script, flags, *edits), names in jobs.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +124,7 @@ JOBS = [  # Another seed makes another job.
     for seed, size in enumerate(SIZES)
     for way in WAYS
 ]
-ON_A_CPU = "--reward benchmark/throughput/rewards.py:share_of_letters --total-episodes 32"
+ON_A_CPU = "--reward benchmark/throughput/throughput.py:share_of_letters --total-episodes 32"
 ON_A_CPU += " --share-prompts False --no-cuda-graphs --no-save-rollouts --save-every None"
 TWO = dict(size="16M", processes=2)
 SHORT = "--response-length 8 --per-device-train-batch-size 1 --batch-size 4"
@@ -139,7 +137,7 @@ PARTS = {
     ),
     "process": Part(
         [
-            (dict(size=size, processes=1, sharding="none"), "rloo", f"--seed {seed}", watch)
+            (dict(size=size, processes=1, sharding="none"), "rloo", f"--seed {seed}", keep_peak)
             for seed, size in enumerate(["42M", "135M"])
         ],
         f"{ON_A_CPU} --response-length 128 --batch-size 8 --per-device-train-batch-size 8",

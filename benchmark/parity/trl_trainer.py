@@ -60,14 +60,13 @@ def make_trainer(
     folder,
     model=POLICY,
     callbacks=(),
-    subclass=None,
+    peft_config=None,
     given=None,
     **changes,
 ):
     """A trainer of TRL's, unchanged, on `rows` with `reward` (one function, or several).
 
-    subclass: makes another class of TRL's; given: batches of completions' token ids, which take the
-    place of TRL's own
+    given: batches of completions' token ids, which take the place of TRL's own
     """
     import trl
     from datasets import Dataset
@@ -75,13 +74,14 @@ def make_trainer(
 
     name = algorithm.upper()
     args = getattr(trl, f"{name}Config")(**settings(algorithm, folder, **changes))
-    trainer_class = getattr(trl, f"{name}Trainer")
-    if subclass:
-        trainer_class = subclass(trainer_class)
-    data = dict(
-        reward_funcs=reward, train_dataset=Dataset.from_list(rows), callbacks=list(callbacks)
+    trainer = getattr(trl, f"{name}Trainer")(
+        model=str(model),
+        args=args,
+        reward_funcs=reward,
+        train_dataset=Dataset.from_list(rows),
+        callbacks=list(callbacks),
+        peft_config=peft_config,
     )
-    trainer = trainer_class(model=str(model), args=args, **data)
     trainer.remove_callback(PrinterCallback)
     if given is not None:
         batches = iter(given)
