@@ -69,7 +69,7 @@ def make_policy(_=None, smoke=False):
     prompts = tokenizer(texts[:count])["input_ids"]
     rng = np.random.default_rng([1, 0])
     make = import_script(BENCHMARK / "default/make.py")
-    answers = make.complete(policy, tokenizer, prompts, rng.random((len(prompts), 4)))
+    answers = make.complete(policy, prompts, rng.random((len(prompts), 4)))
     space = tokenizer.convert_tokens_to_ids(" ")
     rows = []  # prompt, answer, spaces, EOS
     for text, prompt, answer in zip(texts, prompts, answers):

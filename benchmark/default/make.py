@@ -13,7 +13,8 @@ and is trained on these pairs (Stiennon et al. 2020, arXiv 2009.01325). Only dif
 scores mean something: the loss leaves the zero open. It has never learned what to think of answers
 that this policy never gives, and `curves.py` shows what RL makes of that.
 
-One thread and seeded generators write the same bytes again on the same machine.
+The policy has the configuration and the tokenizer that are in policy/. One thread and seeded
+generators write the same bytes again on the same machine.
 """
 
 import itertools
@@ -24,17 +25,14 @@ import numpy as np
 import torch
 import transformers
 import tyro
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from run import import_script, read_rows, write_rows
+from run import POLICY, import_script, read_rows, write_rows
 
 rloo = import_script("rloo")
 FOLDER = Path(__file__).resolve().parent
-VOCAB = ["<pad>", "<eos>", *"0123456789+-= "]
-PAD = 0
-EOS = 1
+TOKENIZER = transformers.AutoTokenizer.from_pretrained(POLICY)  # a token for each character
 PROMPT_LENGTH = len("37+58=")
 NUM_TRAIN = 2048
 NUM_EVAL = 256
@@ -64,40 +62,6 @@ def write_jsonl(path, sums):
     write_rows(path, rows)
 
 
-def make_tokenizer():
-    """One token per character; a character outside the vocabulary raises an error."""
-    ids = {token: i for i, token in enumerate(VOCAB)}
-    backend = Tokenizer(models.WordLevel(ids))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        model_input_names=["input_ids", "attention_mask"],
-        pad_token="<pad>",
-        eos_token="<eos>",
-        model_max_length=64,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def new_policy():
-    special = dict(eos_token_id=EOS, pad_token_id=PAD)
-    config = transformers.LlamaConfig(
-        vocab_size=len(VOCAB),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        attention_dropout=0.0,
-        bos_token_id=None,
-        **special,
-    )
-    policy = transformers.LlamaForCausalLM(config)
-    policy.generation_config = transformers.GenerationConfig(do_sample=True, **special)
-    return policy
-
-
 def fit(model, losses, steps, lr, warmup):
     """A step of AdamW for each of `losses`, which a generator makes; the rate is warmed up, then
     falls to 0."""
@@ -123,22 +87,22 @@ def losses_on_answers(policy, sums, steps, rng, wrong_digits=None, wrong=0.0):
         for i in np.flatnonzero(rng.random(BATCH_SIZE) < wrong):
             wrong_digit = wrong_digits[tuple(batch[i] % 10)]
             answers[i] = answers[i][:-1] + str(wrong_digit)
-        rows = []
-        for (a, b), answer in zip(batch, answers):
-            rows.append(torch.tensor([*map(VOCAB.index, f"{a}+{b}={answer}"), EOS]))
-        tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+        texts = [f"{a}+{b}={answer}<eos>" for (a, b), answer in zip(batch, answers)]
+        tokens = TOKENIZER(texts, padding=True, return_tensors="pt")["input_ids"]
         # The last token is only predicted, never read. The last token of a prompt predicts the
         # first of its answer.
         logits = policy(tokens[:, :-1]).logits[:, PROMPT_LENGTH - 1 :]
         targets = tokens[:, PROMPT_LENGTH:].flatten()
-        yield torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, ignore_index=PAD)
+        pad = TOKENIZER.pad_token_id
+        yield torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, ignore_index=pad)
 
 
 def make_policy(folder, seed):
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     seen, held_out = split_sums(rng)
-    policy = new_policy()
+    policy = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(POLICY))
+    policy.generation_config = transformers.GenerationConfig.from_pretrained(POLICY)
     losses = losses_on_answers(policy, seen, 3000, rng)
     fit(policy, losses, 3000, lr=1e-3, warmup=50)
     # 10 x 10 wrong last digits, one for every pair of last digits
@@ -150,39 +114,41 @@ def make_policy(folder, seed):
     write_jsonl(folder / "train.jsonl", seen[:NUM_TRAIN])
     write_jsonl(folder / "eval.jsonl", held_out)
     policy.save_pretrained(folder / "policy")
-    make_tokenizer().save_pretrained(folder / "policy")
+    for file in POLICY.glob("tokenizer*"):
+        (folder / "policy" / file.name).write_bytes(file.read_bytes())
 
 
 # ---- the reward model
 
 
-def complete(policy, tokenizer, prompts, uniforms):
+def complete(policy, prompts, uniforms):
     """Complete prompts as the scripts do -> the tokens of each completion.
 
     uniforms: [prompts, length], the random numbers
     """
     rloo.start_accelerator(rloo.check_flags(rloo.Args()))
-    ends = transformers.StoppingCriteriaList([transformers.EosTokenCriteria(EOS)])
-    sampler = rloo.Sampler(policy, tokenizer, ends, is_recorded=False)
+    end = transformers.EosTokenCriteria(TOKENIZER.eos_token_id)
+    ends = transformers.StoppingCriteriaList([end])
+    sampler = rloo.Sampler(policy, TOKENIZER, ends, is_recorded=False)
     batch = rloo.sample(sampler, rloo.pad_left(prompts), torch.from_numpy(uniforms), 1.0)
     return [[token for token in row if token >= 0] for row in batch["tokens"].tolist()]
 
 
-def draw_pairs(policy, tokenizer, path, seed):
+def draw_pairs(policy, path, seed):
     """Samples completions of a file's prompts -> pairs (chosen, rejected) of tokens, prompt and
     completion.
 
     A pair counts once, however often its two completions were drawn.
     """
     rows = read_rows(path)
-    prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows for _ in range(NUM_SAMPLES)]
+    prompts = [TOKENIZER(row["prompt"])["input_ids"] for row in rows for _ in range(NUM_SAMPLES)]
     uniforms = rloo.keyed_rng(seed, SAMPLES).random((len(prompts), SAMPLED_LENGTH))
-    drawn = complete(policy, tokenizer, prompts, uniforms)
+    drawn = complete(policy, prompts, uniforms)
     pairs = []
     for i, row in enumerate(rows):
         right, wrong = {}, {}  # as sets that keep their order
         for j in range(i * NUM_SAMPLES, (i + 1) * NUM_SAMPLES):
-            text = tokenizer.decode(drawn[j], skip_special_tokens=True)
+            text = TOKENIZER.decode(drawn[j], skip_special_tokens=True)
             side = right if text.strip() == row["answer"] else wrong
             side[(*prompts[j], *drawn[j])] = None
         pairs += itertools.product(right, wrong)
@@ -206,9 +172,8 @@ def losses_of(model, pairs, batches):
 def make_reward_model(folder, seed):
     logging.set_verbosity_error()  # the new head is meant to be missing in the policy's checkpoint
     torch.manual_seed(seed)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "policy")
     policy = transformers.AutoModelForCausalLM.from_pretrained(folder / "policy")
-    pairs = draw_pairs(policy, tokenizer, folder / "train.jsonl", seed)
+    pairs = draw_pairs(policy, folder / "train.jsonl", seed)
     classifier = transformers.AutoModelForSequenceClassification
     model = classifier.from_pretrained(folder / "policy", num_labels=1)
     torch.nn.init.zeros_(model.score.weight)
@@ -218,7 +183,7 @@ def make_reward_model(folder, seed):
     losses = losses_of(model, pairs, batches)
     fit(model, losses, len(batches), lr=3e-4, warmup=10)
     model.save_pretrained(folder / "reward_model")
-    tokenizer.save_pretrained(folder / "reward_model")
+    TOKENIZER.save_pretrained(folder / "reward_model")
 
 
 def main(seed: int = 1, folder: Path = FOLDER):

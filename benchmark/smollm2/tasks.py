@@ -1,4 +1,4 @@
-"""Questions of any task of reasoning-gym, and the reward of their answers:
+"""Questions of reasoning-gym whose answers are numbers, and their reward:
 
     pip install reasoning-gym==0.1.25
     python benchmark/smollm2/tasks.py chain_sum --min-terms 2 --max-terms 2 --max-digits 1
@@ -9,22 +9,18 @@ The second line writes both files. Flags that --help does not list are settings 
 max_digits. No question is in both files, and questions of the same characters are in one of them:
 4 - 3 and 3 - 4.
 
-A completion's answer is its last number, last word, last line, or all of it. A whole task has one
-of these forms: the first in which the reward accepts the task's own answers. So working before the
-answer ("3 + 4 = 7") costs nothing, and a list of guesses gains nothing. The verifiers of some
-tasks, such as n_queens, run an answer as Python code.
+A completion's answer is its last number. So working before the answer ("3 + 4 = 7") costs nothing,
+and a list of guesses gains nothing.
 
 chain_sum_train.jsonl and chain_sum_eval.jsonl beside this program have the questions of the command
-above, without the columns `task`, `form` and `metadata`.
+above.
 """
 
-import functools
 import importlib
 import json
 import random
 import re
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 
 import tyro
@@ -42,41 +38,13 @@ def last_number(text):
     return numbers[-1].replace(",", "") if numbers else ""
 
 
-def last_word(text):
-    """The last word, without quotes, stars and the marks that end a sentence."""
-    words = [word.strip("\"'`*.,;:!?") for word in text.split()]
-    return next(filter(None, reversed(words)), "")
-
-
-def last_line(text):
-    return text.strip().rpartition("\n")[2]
-
-
-FORMS = {"number": last_number, "word": last_word, "line": last_line, "text": str.strip}
-
-
-@functools.cache
-def verifier(task):
-    return importlib.import_module("reasoning_gym").get_score_answer_fn(task)
-
-
-def score_one(completion, answer, task, form, metadata):
-    text = completion if isinstance(completion, str) else completion[0]["content"]
-    verify = verifier(task)
-    try:
-        value = verify(FORMS[form](text), entry={"answer": answer, "metadata": metadata})
-    except Exception:  # Some verifiers raise where they cannot read an answer.
-        return 0.0
-    # Less than 1 is credit for an answer's length, or for a part of it. It does not count.
-    return float(value == 1.0)
-
-
-def score(
-    completions, answer, task=repeat("chain_sum"), form=repeat("number"), metadata=repeat(None), **_
-):
-    """1.0 or 0.0 per completion, text or chat messages: whether the verifier of the row's task
-    accepts its answer."""
-    return list(map(score_one, completions, answer, task, form, metadata))
+def score(completions, answer, **_):
+    """1.0 or 0.0 per completion, text or chat messages: whether its last number is the answer."""
+    scores = []
+    for completion, right in zip(completions, answer):
+        text = completion if isinstance(completion, str) else completion[0]["content"]
+        scores.append(float(last_number(text) == right))
+    return scores
 
 
 # ---- the questions
@@ -93,7 +61,7 @@ class Options:
 
 
 def draw(options, settings):
-    """Different entries of reasoning-gym: each has a question, an answer and metadata."""
+    """Different entries of reasoning-gym: each has a question and an answer."""
     tasks = importlib.import_module("reasoning_gym.factory").DATASETS
     if options.task not in tasks:
         raise SystemExit(f"no task {options.task}; the tasks are {', '.join(sorted(tasks))}")
@@ -122,16 +90,11 @@ def split(entries, num_held_out):
     return [train, held_out]
 
 
-def to_row(entry, options, form):
+def to_row(entry):
     # Without a system message the chat template of SmolLM2 inserts one of its own.
-    system = {"role": "system", "content": f"Answer with the {form} only."}
-    return dict(
-        prompt=[system, {"role": "user", "content": entry["question"]}],
-        answer=entry["answer"],
-        task=options.task,
-        form=form,
-        metadata=json.loads(json.dumps(entry["metadata"], default=str)),  # as a reward gets it
-    )
+    system = {"role": "system", "content": "Answer with the number only."}
+    question = {"role": "user", "content": entry["question"]}
+    return dict(prompt=[system, question], answer=str(entry["answer"]))
 
 
 def main():
@@ -140,19 +103,15 @@ def main():
     sides = split(entries, round(options.held_out * len(entries)))
     if not all(sides):
         raise SystemExit("these questions have too few sets of characters to be divided")
-    for form in FORMS:
-        rows = [to_row(entry, options, form) for entry in entries]
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        if all(score(list(map(str, columns["answer"])), **columns)):
-            break
-    else:
-        raise SystemExit(f"the verifier of {options.task} does not accept the task's own answers")
+    answers = [str(entry["answer"]) for entry in entries]
+    if not all(score(answers, answers)):
+        raise SystemExit(f"the answers of {options.task} are not all numbers")
     options.folder.mkdir(parents=True, exist_ok=True)
     for name, side in zip(("train", "eval"), sides):
         path = options.folder / f"{options.task}_{name}.jsonl"
-        lines = [json.dumps(to_row(entry, options, form)) + "\n" for entry in side]
+        lines = [json.dumps(to_row(entry)) + "\n" for entry in side]
         path.write_text("".join(lines), encoding="utf-8")
-        print(f"{path}: {len(lines)} rows, form: {form}")
+        print(f"{path}: {len(lines)} rows")
 
 
 if __name__ == "__main__":
