@@ -231,11 +231,11 @@ def try_loss(loss):
 def hold(module, loss):
     """Let a run end with what its stages are."""
     stages = import_module("stages")
-    log = stages.record(module)
     train = module.main
 
     def train_and_judge(args):
-        train(args)
+        with stages.record(module) as log:
+            train(args)
         stated = stages.load_loss(loss)
         module.found = stages.judge(read_run(args.output_dir), log, stated, module.load_reward)
 

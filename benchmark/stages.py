@@ -19,6 +19,7 @@ wrote before it, so that a difference stays in the stage where it arises.
     result         model/ is what the last step left
 """
 
+import contextlib
 import copy
 import inspect
 import traceback
@@ -26,6 +27,7 @@ from collections import Counter, defaultdict
 from math import ceil, inf, nan
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -66,12 +68,10 @@ def shown(value):
 
 
 # ======================================= while it runs =======================================
-def record(module, change=setattr):
-    """From now on, a script's run is noted in what is returned. Its `updates` are one for each
-    mini-batch. Of its `stages`, steps are held at once.
-
-    change: how an attribute is set. `monkeypatch.setattr` sets it for one test
-    """
+@contextlib.contextmanager
+def record(module):
+    """Inside, a script's run is noted in what is given. Its `updates` are one for each mini-batch.
+    Of its `stages`, steps are held at once."""
     log = SimpleNamespace(updates=[], models=[], optimizers=[], weights={}, twins={})
     log.stages = defaultdict(Stage)
     draw = module.draw_mini_batches
@@ -108,11 +108,13 @@ def record(module, change=setattr):
         note_gradients(log)
         note_step(log, optimizer.optimizer, lambda: step(optimizer, *inputs))
 
-    change(module, "draw_mini_batches", keep_episodes)
-    change(Accelerator, "prepare", keep_prepared)
-    change(torch.nn.utils, "clip_grad_norm_", clip_and_note)
-    change(AcceleratedOptimizer, "step", step_and_note)
-    return log
+    with (
+        mock.patch.object(module, "draw_mini_batches", keep_episodes),
+        mock.patch.object(Accelerator, "prepare", keep_prepared),
+        mock.patch.object(torch.nn.utils, "clip_grad_norm_", clip_and_note),
+        mock.patch.object(AcceleratedOptimizer, "step", step_and_note),
+    ):
+        yield log
 
 
 def trained(model):

@@ -470,13 +470,12 @@ def run(world, tmp_path):
 
 
 @fixture
-def hold(run, monkeypatch):
+def hold(run):
     """hold(script, loss, **flags): a run, and its gradients beside those of a loss, which is the
     script's own if it is None."""
 
     def hold(script, loss=None, **flags):
-        with monkeypatch.context() as patch:
-            log = stages.record(script, patch.setattr)
+        with stages.record(script) as log:
             ran = run(script, **flags)
         loss = loss or getattr(losses, script.__name__.partition("_")[0])
         return ran, stages.gradients(launcher.read_run(ran.folder), log, loss)

@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import textwrap
-from functools import partial
 from pathlib import Path
 
 import check_copy
@@ -286,8 +285,6 @@ def judge(tmp_path, monkeypatch):
     def judge(path, script, number, loss, changed, flags):
         about = list(check_copy.SMALL_RUNS)[int(number) - 1]
         with monkeypatch.context() as patch:
-            record = partial(stages.record, change=patch.setattr)
-            patch.setattr(stages, "record", record)
             patch.setattr(check_copy, "SMALL_RUNS", {about: check_copy.SMALL_RUNS[about]})
             patch.setattr(check_copy, "run", run_here)
             patch.setattr(check_copy, "coverage", None)
