@@ -80,7 +80,7 @@ def test_any_hardware_gives_the_same_run(script, run, world, tmp_path):
 def test_fsdp2_is_the_run_of_one_process(script, run, world, tmp_path):
     """With weights sharded over two processes a run that was stopped and resumed is the same, and
     its model/ loads. Some passes hold one completion of one token: no process waits for ever. A
-    dropped update leaves nothing behind. benchmark/hardware/sharded.py has the other scripts."""
+    dropped update leaves nothing behind. benchmark/hardware/same_run.py has the other scripts."""
     flags = STRADDLING | EVERYTHING["ppo"] | MODELS
     flags |= dict(per_device_train_batch_size=1, save_every=2)
     alone = run(script, **flags)

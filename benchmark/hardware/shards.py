@@ -3,7 +3,7 @@ use DDP there. On GPUs the configurations of benchmark/accelerate/ are enough.
 
     torchrun --nproc-per-node 2 benchmark/hardware/shards.py rloo.py --total-episodes 128
 
-sharded.py does so with DeepSpeed, too. Both leave in `found` of the script's module how often
+same_run.py does so with DeepSpeed, too. Both leave in `found` of the script's module how often
 weights were gathered, in all and while completions were sampled.
 """
 
