@@ -11,8 +11,8 @@ values are those of Tally's run, at the weights of each update. So check_copy.py
 The runs have the prompts and the reward of check_copy.py, and two iterations. Compared are
 gradients before clipping, by |ours - theirs| / |ours|, of all updates the largest: `left`. It must
 be below TOLERANCE. Of a known difference `gradient` is what it makes, and `left` what is left
-without it. `cut` is the share of ratios where the clip changes the loss (cispo: the ratio), in the
-second iteration. Writes mini_batch.json, a line for each run. In a smoke run Tally alone makes
+without it. `cut` is the share of ratios where the clip changes the loss (cispo: the ratio), in one
+of the two iterations. Writes mini_batch.json, a line for each run. In a smoke run Tally alone makes
 updates.
 """
 
@@ -267,7 +267,8 @@ def measure(jobs, smoke):
             losses = names.pop("losses")
             edits = [] if smoke else [partial(keep_distances, losses)]
             result = run(script, make_flags(folder, script.split()[0], [flags]), *edits)
-            row = names | dict(cut=result["metrics"][-1].get("policy/clipfrac_avg"))
+            cut = max(row.get("policy/clipfrac_avg", 0) for row in result["metrics"])
+            row = names | dict(cut=cut)
             row |= {name: result[name] for name in losses if name in result}
             print(row, flush=True)
             if not row.get("left", 0) < TOLERANCE:
@@ -276,7 +277,7 @@ def measure(jobs, smoke):
     return rows
 
 
-RUN = "--batch-size 20 --total-episodes 40 --learning-rate 1e-3 --max-grad-norm inf"
+RUN = "--batch-size 20 --total-episodes 40 --learning-rate 3e-3 --max-grad-norm inf"
 PARTS = {}
 for part, cases in dict(same=same(), different=DIFFERENT).items():
     runs = [(dict(what=what, losses=losses), *job) for what, *job, losses in cases]
