@@ -149,10 +149,11 @@ def torchrl(mini_batch, batch, args, valid=True, **changes):
 
 # ========== the cases: what it is, script, flags, and losses by what is measured ==========
 TWICE = "--num-ppo-epochs 2"
+PPO = f"{TWICE} --kl-coef 0.05 --learning-rate 1e-3"
 
 
 def grpo_flags(loss_type, level="token", scale="group", kl=0.05):
-    low, high = dict(token=(0.2, 0.28), sequence=(0.05, 0.07))[level]
+    low, high = dict(token=(0.1, 0.4), sequence=(0.02, 0.1))[level]
     if loss_type == "cispo":
         low = 1.0  # TRL has no lower bound of the ratio.
     flags = f"--loss-type {loss_type} --importance-sampling-level {level} --scale-rewards {scale}"
@@ -173,7 +174,7 @@ def same():
             flags = grpo_flags(loss_type, level, kl=0.5)
             name = "GRPO with `unbiased_kl.patch`, TRL with its default KL"
             yield name, "grpo unbiased_kl.patch", flags, biased
-    flags = f"{TWICE} --kl-coef 0.05 --gamma 0.98 --cliprange-value 0.5 --vf-coef 0.5"
+    flags = f"{PPO} --gamma 0.98 --cliprange-value 0.5 --vf-coef 0.5"
     yield "PPO and torchrl's `ClipPPOLoss`", "ppo", flags, dict(left=torchrl)
 
 
@@ -207,12 +208,12 @@ NO_BOUND = "cispo: TRL has no lower bound of the ratio, Tally has 1 - `--clipran
 DIFFERENT = [
     (
         "PPO, whitening: torchrl takes the deviation of a sample, Tally that of the population",
-        *("ppo", f"{TWICE} --kl-coef 0.05"),
+        *("ppo", PPO),
         dict(gradient=partial(torchrl, valid=False), left=torchrl),
     ),
     (
         "PPO, value loss: Tally halves the square, torchrl does not",
-        *("ppo", f"{TWICE} --kl-coef 0.05 --vf-coef 0.1"),
+        *("ppo", f"{PPO} --vf-coef 0.1"),
         dict(gradient=partial(torchrl, critic_coeff=0.1), left=torchrl),
     ),
     (
@@ -237,7 +238,7 @@ for loss_type in ("dapo", "cispo"):
     flags = f"--num-mini-batches 2 --cliprange 1 --cliprange-high 0.28 --loss-type {loss_type}"
     DIFFERENT.append((TOKENS, "grpo", flags, dict(gradient=trl, left=by_own_tokens)))
 for loss_type in ("grpo", "dr_grpo"):
-    flags = f"{TWICE} --mask-truncated-completions --loss-type {loss_type}"
+    flags = f"{TWICE} --mask-truncated-completions --response-length 3 --loss-type {loss_type}"
     DIFFERENT.append((MASKED, "grpo", flags, dict(gradient=trl, left=by_those_left)))
 
 
@@ -277,7 +278,8 @@ def measure(jobs, smoke):
     return rows
 
 
-RUN = "--batch-size 20 --total-episodes 40 --learning-rate 3e-3 --max-grad-norm inf"
+RUN = "--batch-size 40 --total-episodes 80 --response-length 8 --learning-rate 3e-3"
+RUN += " --max-grad-norm inf"
 PARTS = {}
 for part, cases in dict(same=same(), different=DIFFERENT).items():
     runs = [(dict(what=what, losses=losses), *job) for what, *job, losses in cases]
