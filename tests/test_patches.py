@@ -319,7 +319,7 @@ def test_models_of_the_way(load, run, world, tmp_path):
     out = tmp_path / "out"
     flags = base_flags(world, flags | dict(output_dir=out, resume=True))
     killed = launch(module, 1, tmp_path, flags, program=tmp_path / "kills.py")
-    assert killed.returncode == -9, killed.stderr
+    assert "exit code -9" in killed.stderr
     found = contents(out / "models")
     assert "2/model.safetensors" in found and "2/tokenizer.json" not in found
     launched(module, 1, tmp_path, flags, program=tmp_path / "kills.py")
