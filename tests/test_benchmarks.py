@@ -23,6 +23,7 @@ from conftest import (
     HERE,
     MODULES,
     base_flags,
+    changed,
     column,
     command_line,
     distance,
@@ -42,7 +43,7 @@ from conftest import (
     write_jsonl,
 )
 from pytest import approx, mark, raises
-from test_pages import changed, first_command
+from test_pages import first_command
 
 plot = import_file(HERE / "benchmark" / "plot.py")
 win_rate = import_file(HERE / "benchmark" / "win_rate.py")

@@ -15,6 +15,7 @@ from conftest import (
     MODULES,
     PAD,
     base_flags,
+    changed,
     column,
     compare_runs,
     contents,
@@ -32,7 +33,6 @@ from conftest import (
 from plain import groups_of, row_logprobs, token_counts
 from pytest import approx, fixture, mark, raises
 from safetensors.torch import load_file
-from test_pages import changed
 
 REFUSED = "sampling and training give log-probabilities"
 ENTROPY = "grpo entropy_bonus.patch"
