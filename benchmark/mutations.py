@@ -39,11 +39,11 @@ MUTATIONS = {
         "plan.iterations = max(1, plan.episodes // args.batch_size)"),
     # processes
     "schedule stepped once per process": (
-        "rloo", "processes/any_hardware_gives_the_same_run[rloo]",
+        "rloo", "accounting/processes_change_no_count[rloo]",
         "policy, optimizer = accelerator.prepare(policy, optimizer)",
         "policy, optimizer, scheduler = accelerator.prepare(policy, optimizer, scheduler)"),
     "repeated episode counted": (
-        "rloo", "processes/any_hardware_gives_the_same_run[rloo]",
+        "rloo", "accounting/processes_change_no_count[rloo]",
         "(losses * is_real[:, None]).sum()",
         "losses.sum()"),
     "mean of means": (

@@ -17,7 +17,6 @@ from conftest import (
     base_flags,
     changed,
     column,
-    compare_runs,
     contents,
     distance,
     import_file,
@@ -281,13 +280,10 @@ PROCESSES = {  # what can differ between processes, or be lost in a kill
 
 @mark.slow
 @mark.parametrize("name", PROCESSES)
-def test_two_processes_stopped_and_resumed_make_the_run_of_one(name, load, run, world, tmp_path):
+def test_two_processes_stopped_and_resumed_make_the_run_of_one(name, load, elsewhere):
     module = load(name)
     flags = PROCESSES[name] | dict(num_train_epochs=3.0, save_every=1)
-    ran = run(module, **flags)
-    out = tmp_path / "out"
-    launch_twice(module, 2, tmp_path, base_flags(world, flags | dict(output_dir=out)))
-    compare_runs(ran.folder, out)
+    ran, _ = elsewhere(module, 2, launch_twice, **flags)
     if name == "rloo rows":
         assert abs(ran.metrics[-1]["val/ratio"] - 1) > 1e-3
         assert "probe.weight" in load_file(ran.folder / "model/model.safetensors")

@@ -15,7 +15,6 @@ from conftest import (
     base_flags,
     changed,
     column,
-    compare_runs,
     encode,
     fresh_imports,
     launched,
@@ -68,8 +67,11 @@ def test_a_reward_is_called_as_trl_calls_it(script, run, tmp_path, world):
 
 
 PLACES = """
+import pathlib
+
 def score(prompts, completions, level, **_):
     texts = [c if isinstance(p, str) else c[0]["content"] for p, c in zip(prompts, completions)]
+    pathlib.Path(__file__).with_name("scored").open("a").write("x" * len(texts))
     places = []
     for first in range(0, len(texts), 3):
         group = texts[first : first + 3]
@@ -80,11 +82,11 @@ def score(prompts, completions, level, **_):
 
 @one_text
 @mark.slow
-def test_processes_score_whole_groups_of_any_rows(script, run, world, tmp_path):
+def test_processes_score_whole_groups_of_any_rows(script, elsewhere, tmp_path):
     """A reward that compares the completions of a prompt gives the same run on three processes,
     also where one has only texts, another one only chats, with a column that texts lack, and the
-    third one nothing. Scores of texts are equal: some updates have fewer episodes than there are
-    processes, and some have none."""
+    third one nothing. No completion is scored twice. Scores of texts are equal: some updates have
+    fewer episodes than there are processes, and some have none."""
     chat = {"prompt": messages("22"), "level": 5}
     rows = [{"prompt": "1+1="}, chat, {"prompt": "3"}, chat]
     dataset = write_jsonl(tmp_path / "data.jsonl", rows)
@@ -102,10 +104,10 @@ def test_processes_score_whole_groups_of_any_rows(script, run, world, tmp_path):
         eval_k=3,
         eval_temperature=1.0,
     )
-    alone = run(script, **flags)
+    alone, _ = elsewhere(script, 3, **flags)
     assert {line["grad_norm"] == 0 for line in alone.metrics[1:]} == {True, False}
-    launched(script, 3, tmp_path, base_flags(world, flags))
-    compare_runs(alone.folder, tmp_path / "out")
+    count = len(alone.rollouts + alone.eval_rollouts)
+    assert (tmp_path / "scored").read_text() == "x" * 2 * count  # by both runs
 
 
 @one_text
