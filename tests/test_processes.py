@@ -33,18 +33,6 @@ STRADDLING = dict(
 )
 
 
-def test_memory_flags_give_the_same_run(script, run):
-    """Micro-batches and rollouts of 1, 3 and all episodes give the same completions, metrics and
-    weights. test_accounting.py has several processes."""
-    flags = STRADDLING | EVERYTHING[script.__name__]
-    alone = run(script, **flags)
-    assert column(alone.metrics, "episode") == [8, 16, 24, 26]
-    for size in (1, 3):
-        sizes = dict(per_device_train_batch_size=size, per_device_rollout_batch_size=size)
-        other = run(script, **flags, **sizes, gradient_checkpointing=size == 3)
-        compare_runs(alone.folder, other.folder)
-
-
 @only("ppo")
 @mark.slow
 def test_fsdp2_is_the_run_of_one_process(script, elsewhere):
