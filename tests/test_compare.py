@@ -10,15 +10,7 @@ from itertools import product
 import compare
 import numpy as np
 import tyro
-from conftest import (
-    HERE,
-    MODULES,
-    base_flags,
-    command_line,
-    import_file,
-    reset_accelerate,
-    with_group,
-)
+from conftest import HERE, MODULES, base_flags, command_line, reset_accelerate, with_group
 from pytest import approx, mark, raises
 
 
@@ -129,11 +121,3 @@ def test_kills_and_a_run_that_fails(world, tmp_path):
     assert ran.returncode == 0, ran.stdout
     assert "equal in all seeds; did the other lines run?" in ran.stdout
     assert set((tmp_path / "gpus").read_text().split()) == {"4", "6"}
-
-
-@mark.parametrize("package", ("matplotlib", "scipy"))
-def test_a_package_that_is_missing_is_named(package, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, "draw")
-    with raises(SystemExit, match=f"^this program needs {package}: pip install {package}$"):
-        import_file(HERE / "benchmark/draw.py")

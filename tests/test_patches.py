@@ -1,8 +1,7 @@
 """Every patch of benchmark/patches/ applies, trains, and does the one thing that it promises. So do
-the lines of docs/papers.md and the broken functions.
+the lines of docs/papers.md.
 
-test_turns.py tests turns.patch, and test_benchmarks.py reinforce.patch. Those of vLLM run with a
-stand-in for it.
+test_turns.py tests turns.patch. Those of vLLM run with a stand-in for it.
 """
 
 import functools
@@ -35,7 +34,6 @@ from safetensors.torch import load_file
 
 REFUSED = "sampling and training give log-probabilities"
 ENTROPY = "grpo entropy_bonus.patch"
-broken = import_file(HERE / "benchmark/failures/broken.py")
 vllm = import_file(HERE / "tests/stand_in_engine/vllm.py")
 
 # Three rows of docs/variants.md in one copy: lines of rloo.py, and what takes their place.
@@ -126,6 +124,10 @@ def whitened_returns(ran):
     return (returns - np.mean(returns)) / np.std(returns, ddof=1)
 
 
+def scores_alone(ran):
+    return column(ran.rollouts, "score")
+
+
 def minus_greedy(ran):
     """The evaluation before training has the score of each prompt's most likely completion."""
     greedy = {row["prompt"]: row["score"] for row in ran.eval_rollouts[:7]}
@@ -151,6 +153,7 @@ def normalized_parts(ran):
     "name, expected, flags",
     [
         ("rloo reinforce_plus_plus.patch", whitened_returns, dict(k=1, ref_model_path="reference")),
+        ("rloo reinforce.patch", scores_alone, dict(kl_coef=0.0)),
         ("rloo remax", minus_greedy, dict(kl_coef=0.0)),
         ("grpo gdpo", normalized_parts, dict(reward="parts")),
     ],
@@ -323,7 +326,7 @@ def test_models_of_the_way(load, run, world, tmp_path):
     load_policy(out / "models/3")
 
 
-# ---- the engine, and the broken functions
+# ---- the engine
 # Its stop string is a special token, which vLLM hides by default.
 ENGINE_FLAGS = dict(
     model_path="emits_pad",
@@ -358,10 +361,3 @@ def test_an_engine_with_old_weights_stops_the_run(script, load, run, monkeypatch
     monkeypatch.setattr(vllm.LLM, "collective_rpc", lambda *_, **__: None)
     with raises(module.UsageError, match=REFUSED):
         run(module, **ENGINE_FLAGS)
-
-
-@mark.parametrize("name, breaks", [("ppo", "temperature"), ("rloo", "eos_masked")])
-def test_a_script_notices_that_it_is_broken(name, breaks, run):
-    module = broken.load(name, [breaks])
-    with raises(module.UsageError, match=REFUSED):
-        run(module, num_ppo_epochs=2)
