@@ -61,6 +61,11 @@ torch.set_num_threads(1)  # The models are too small to gain from more threads.
 transformers.utils.logging.disable_progress_bar()
 
 
+def pytest_collection_modifyitems(items):
+    """README's commands take longest. They come first, so that no worker ends long after others."""
+    items.sort(key=lambda item: item.path.stem != "test_pages")
+
+
 def import_file(path):
     """A Python file as a module, imported anew."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
