@@ -282,8 +282,8 @@ def count_looks(args, asked):
     fewest = ceil(log2(2 * comparisons * looks / ALPHA))  # The smallest p of n seeds is 2 / 2^n.
     if args.seeds < fewest:
         sys.exit(
-            f"--seeds {args.seeds} can give no verdict. {fewest} or more can, as there are"
-            f" {comparisons} comparisons, and {looks} looks at {asked['baseline']} in {args.folder}"
+            f"no verdict: --seeds {args.seeds} is too few, and {fewest} is enough. Comparisons:"
+            f" {comparisons}. Looks at {asked['baseline']} in {args.folder}, with this one: {looks}"
         )
     return others, looks
 
