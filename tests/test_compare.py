@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -10,7 +11,6 @@ from itertools import product
 import compare
 import numpy as np
 import psutil
-import tyro
 from conftest import (
     HERE,
     MODULES,
@@ -18,7 +18,6 @@ from conftest import (
     command_line,
     import_file,
     launcher,
-    reset_accelerate,
     with_group,
     write_jsonl,
 )
@@ -59,27 +58,25 @@ def test_verdicts():
         assert found[0]["verdict"].startswith(verdict)
 
 
+SEVEN = range(1, 8)
 ALMOST = [1, 2] * 3 + [-0.1]  # p is 4 / 128
 
 
-def test_a_comparison_of_finished_runs(world, tmp_path, monkeypatch, capsys):
-    """Scores are planted in seven seeds of two methods. All verdicts beside the same script are
-    looks. What cannot have a verdict is refused."""
+def test_a_comparison_of_finished_runs(run, tmp_path, monkeypatch, capsys):
+    """A run stands for those of two methods, with planted scores. All verdicts beside the same
+    script are looks. What cannot have a verdict is refused."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compare, "made_of", lambda path: ("rloo", None))
-    script = MODULES["rloo"]
-    (tmp_path / "rloo.py").write_bytes(script.SCRIPT)
-    flags = command_line(with_group(script, base_flags(world, dict(eval_dataset=8))))
+    ran = run(MODULES["rloo"], eval_dataset=8)
+    shutil.copy(ran.folder / "rloo.py", ".")
     methods = ("rloo.py", "rloo.py --cliprange 0.3")
     args = compare.Args(methods, seeds=7)
+    flags = ["--kl-coef", "0"]
     for own, scores in (([], [0] * 7), (["--cliprange=0.3"], ALMOST)):
-        runs = compare.runs_of(args, ["rloo.py", *own, *flags], range(1, 8))
-        for (folder, words), planted in zip(runs.items(), scores):
-            reset_accelerate()
-            script.main(tyro.cli(script.Args, args=[*words[1:], "--output-dir", str(folder)]))
-            rows = compare.read_run(folder)["metrics"]
-            rows[-1]["eval/scores"] = planted
-            write_jsonl(folder / "metrics.jsonl", rows)
+        for folder, score in zip(compare.runs_of(args, ["rloo.py", *own, *flags], SEVEN), scores):
+            shutil.copytree(ran.folder, folder)
+            ran.metrics[-1]["eval/scores"] = score
+            write_jsonl(folder / "metrics.jsonl", ran.metrics)
     unrelated = dict(baseline="grpo.py", looks=8)
     (args.folder / "compare.json").write_text(json.dumps(dict(comparisons=[unrelated])))
     for seeds, verdict in ((6, "better"), (6, "better"), (7, "no difference")):
@@ -163,7 +160,7 @@ import os
 def score(completions, **_):
     with open("gpus", "a") as file:
         file.write(os.environ["CUDA_VISIBLE_DEVICES"] + "\\n")
-    if os.path.exists(__file__.replace(".py", "_fails")):
+    if __file__.endswith("two.py"):
         raise ValueError("planted")
     return [len(text) for text in completions]
 """
@@ -175,7 +172,6 @@ def test_kills_and_a_run_that_fails(world, tmp_path):
     of two GPUs. One of them fails, so no run of another seed is started."""
     for name in ("one", "two"):
         (tmp_path / f"{name}.py").write_text(REWARD)
-    (tmp_path / "two_fails").touch()
     flags = base_flags(world, dict(eval_dataset=8, total_episodes=48))
     del flags["reward"]
     flags = command_line(with_group(MODULES["rloo"], flags))
@@ -196,7 +192,6 @@ def test_kills_and_a_run_that_fails(world, tmp_path):
     [finished] = tmp_path.glob("runs/compare/*/*/model")
     assert finished.parent.name == "1"
     assert set((tmp_path / "gpus").read_text().split()) == {"4", "6"}
-    (tmp_path / "two_fails").unlink()
 
 
 @mark.parametrize("package", ("matplotlib", "scipy"))
