@@ -18,8 +18,6 @@ import json
 import math
 import os
 import random
-import runpy
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +34,7 @@ import torch
 import transformers
 import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from program import run_program
 from pytest import fixture, mark, raises
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -70,6 +69,18 @@ def import_file(path):
     sys.modules[spec.name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
+
+
+def changed(name, folder, patches=None, texts={}):
+    """A script with patches, or with other texts, as a module. folder: of its own"""
+    path = launcher.copy_script(folder, name, *(patches or "").split())
+    text = path.read_text(encoding="utf-8")
+    for old, new in texts.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    copy = folder / f"{name}_changed.py"  # `import_file` must not replace the script itself.
+    copy.write_text(text)
+    return import_file(copy)
 
 
 # MODULES has every script in the folder by name, also your copy of one. SCRIPTS names the three of
@@ -623,51 +634,26 @@ def command_line(flags):
     return words
 
 
-def run_program(folder, words):
-    """Run a Python file in `folder`. It prints into files there, `stdout` and `stderr`."""
-    os.chdir(folder)
-    for number, name in enumerate(("stdout", "stderr"), start=1):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
-    sys.argv = words
-    sys.path.insert(0, os.path.dirname(words[0]))
-    try:
-        runpy.run_path(words[0], run_name="__main__")
-    except SystemExit as error:
-        if error.code:
-            raise
-    return {}
+def forked(folder, words, processes=1, **variables):
+    """Run a Python file in `folder`, as a program in forks of a process that has the libraries.
+    This saves most of the time of a start. Returns the finished program.
 
-
-def forked(folder, words, processes=1):
-    """Run a Python file in `folder` in forks of a process that has imported the libraries. This
-    saves most of the time of a start. Returns the finished program."""
+    variables: of its environment"""
     printed = [Path(folder, name) for name in ("stdout", "stderr")]
     for path in printed:
         path.unlink(missing_ok=True)
-    ran = launcher.apart(run_program, folder, words, processes=processes, seconds=600)
+    ran = launcher.apart(run_program, folder, words, variables, processes=processes, seconds=600)
     stdout, stderr = (path.read_text() for path in printed)
     failed = ran.get("failed", "")
     return SimpleNamespace(returncode=bool(failed), stdout=stdout, stderr=stderr + failed)
 
 
-def launch(script, processes, folder, flags, program=None, **environment):
-    """Run a script in `folder` as a program of its own, and wait for its end.
-
-    Returns the finished program. program: a Python file that runs the script"""
+def launch(script, processes, folder, flags, program=None, **variables):
+    """Run a script as `forked` does. program: a Python file that runs it"""
     words = [script.__file__, *command_line(with_group(script, flags))]
     if program is not None:
         words.insert(0, str(program))
-    if processes > 1:
-        return forked(folder, words, processes)
-    environment = os.environ | environment
-    return subprocess.run(
-        [sys.executable, *words],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return forked(folder, words, processes, **variables)
 
 
 def launched(script, processes, folder, flags, **more):

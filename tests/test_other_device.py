@@ -5,6 +5,7 @@ import yaml
 from conftest import (
     HERE,
     base_flags,
+    changed,
     compare_runs,
     launch,
     launch_twice,
@@ -14,7 +15,6 @@ from conftest import (
     read_rollouts,
 )
 from pytest import approx, mark
-from test_pages import changed
 
 NEEDED = "_setup_privateuseone_for_python_backend"
 LACKING = not hasattr(torch.utils.backend_registration, NEEDED) or not hasattr(torch._C, "_acc")

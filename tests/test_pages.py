@@ -22,7 +22,7 @@ import tables
 import tyro
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from conftest import HERE, MODULES, import_file, launcher, make_tokenizer, save_model
+from conftest import HERE, MODULES, changed, forked, launcher, make_tokenizer, save_model
 from pytest import fixture, mark
 from torch.distributed.run import get_args_parser
 
@@ -125,18 +125,6 @@ def first_command(page, beginning):
     return next(command for command in commands(page) if command.startswith(beginning))
 
 
-def changed(name, folder, patches=None, texts={}):
-    """A script with patches, or with other texts, as a module. folder: of its own"""
-    path = launcher.copy_script(folder, name, *(patches or "").split())
-    text = read(path)
-    for old, new in texts.items():
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    copy = folder / f"{name}_changed.py"  # `import_file` must not replace the script itself.
-    copy.write_text(text)
-    return import_file(copy)
-
-
 def check_command(command, folder):
     """Fail unless its launcher and its script know their flags, or a program of benchmark/ names
     them. `git apply PATCHES && ` before them gives the script flags of patches."""
@@ -235,19 +223,25 @@ YOURS = {"your/model": "policy", "prompts.jsonl": "train.jsonl", "held_out.jsonl
 
 @fixture
 def run(tmp_path):
-    """run(command) runs it, a script with few episodes, in a copy of the repository. Returns what
-    it prints."""
+    """run(command) runs it, a script with few episodes, in a copy of the repository. A Python
+    file, also by torchrun on one machine, runs as `forked` does. Returns what it prints."""
     made = shutil.ignore_patterns("smollm2", "runs", "__pycache__", ".*")  # by programs
     shutil.copytree(HERE, tmp_path, ignore=made, dirs_exist_ok=True)
     (tmp_path / "reward.py").write_text(readme_reward())
     (tmp_path / "my_loss.py").write_text(readme_code("from losses"))
     environment = os.environ | dict(PATH=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
+    of_python = r"(?:python|\S+ torchrun --nproc-per-node (\d)) (\S+\.py.*)"
 
     def run(command):
         for yours, ours in YOURS.items():
             command = command.replace(yours, f"benchmark/default/{ours}")
         if "rloo.py" in command and not re.match("sed|.*check_copy", command):
             command += FEW
+        match = re.fullmatch(of_python, command)
+        if match:
+            ran = forked(tmp_path, shlex.split(match[2]), int(match[1] or 1))
+            assert not ran.returncode, ran.stdout + ran.stderr
+            return ran.stdout
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
         ran = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, **pipes)
         assert ran.returncode == 0, ran.stdout

@@ -15,6 +15,7 @@ from conftest import (
     MODULES,
     PAD,
     base_flags,
+    changed,
     column,
     compare_runs,
     contents,
@@ -32,7 +33,6 @@ from conftest import (
 from plain import groups_of, row_logprobs, token_counts
 from pytest import approx, fixture, mark, raises
 from safetensors.torch import load_file
-from test_pages import changed
 
 REFUSED = "sampling and training give log-probabilities"
 ENTROPY = "grpo entropy_bonus.patch"
@@ -319,7 +319,7 @@ def test_models_of_the_way(load, run, world, tmp_path):
     out = tmp_path / "out"
     flags = base_flags(world, flags | dict(output_dir=out, resume=True))
     killed = launch(module, 1, tmp_path, flags, program=tmp_path / "kills.py")
-    assert killed.returncode == -9, killed.stderr
+    assert "exit code -9" in killed.stderr
     found = contents(out / "models")
     assert "2/model.safetensors" in found and "2/tokenizer.json" not in found
     launched(module, 1, tmp_path, flags, program=tmp_path / "kills.py")

@@ -13,6 +13,7 @@ from conftest import (
     MANY_EOS,
     VOCAB,
     base_flags,
+    changed,
     column,
     compare_runs,
     encode,
@@ -28,7 +29,6 @@ from conftest import (
     write_jsonl,
 )
 from pytest import approx, mark, raises
-from test_pages import changed
 
 
 def messages(text, role="user"):

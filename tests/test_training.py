@@ -15,6 +15,7 @@ import torch
 from conftest import (
     MANY_EOS,
     USUAL,
+    changed,
     column,
     distance,
     encode,
@@ -32,7 +33,6 @@ from conftest import (
 )
 from plain import groups_of, row_logprobs, token_counts, without_none
 from pytest import approx, mark, raises
-from test_pages import changed
 
 grouped = only("rloo", "grpo")
 ONE_BATCH = dict(batch_size=24, total_episodes=24)

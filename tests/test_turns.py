@@ -14,6 +14,7 @@ from conftest import (
     MODULES,
     VOCAB,
     base_flags,
+    changed,
     column,
     compare_runs,
     distance,
@@ -27,7 +28,6 @@ from conftest import (
     write_jsonl,
 )
 from pytest import approx, fixture, mark
-from test_pages import changed
 
 ENVIRONMENT = '''
 import os, pathlib
