@@ -32,12 +32,11 @@ from conftest import (
 from plain import groups_of, row_logprobs, token_counts
 from pytest import approx, fixture, mark, raises
 from safetensors.torch import load_file
-from test_pages import changed
+from test_pages import changed, vllm
 
 REFUSED = "sampling and training give log-probabilities"
 ENTROPY = "grpo entropy_bonus.patch"
 broken = import_file(HERE / "benchmark/failures/broken.py")
-vllm = import_file(HERE / "tests/stand_in_engine/vllm.py")
 
 # Three rows of docs/variants.md in one copy: lines of rloo.py, and what takes their place.
 ROWS = {
