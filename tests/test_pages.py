@@ -22,7 +22,7 @@ import tables
 import tyro
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from conftest import HERE, MODULES, changed, forked, launcher, make_tokenizer, save_model
+from conftest import HERE, MODULES, forked, import_file, launcher, make_tokenizer, save_model
 from pytest import fixture, mark
 from torch.distributed.run import get_args_parser
 

@@ -33,7 +33,7 @@ from conftest import (
 from plain import groups_of, row_logprobs, token_counts
 from pytest import approx, fixture, mark, raises
 from safetensors.torch import load_file
-from test_pages import changed, vllm
+from test_pages import vllm
 
 REFUSED = "sampling and training give log-probabilities"
 ENTROPY = "grpo entropy_bonus.patch"
