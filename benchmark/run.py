@@ -385,9 +385,7 @@ def measure_part(path, name, parts):
     origin."""
     part = parts[name]
     start = time.time()
-    commit = git("rev-parse", "--short", "HEAD")
-    if git("status", "--porcelain", "--", "*.py", "*.patch"):
-        commit += ", changed"
+    commit = current_commit()
     if part.prepare:
         part.prepare()
     rows = [dict(part=name) | row for row in part.rows()]
@@ -404,8 +402,29 @@ def measure_part(path, name, parts):
     write_result(path, old["parts"] | {name: stamp}, in_order)
 
 
+def current_commit():
+    """The commit that is checked out, and whether code differs from it."""
+    changed = git("status", "--porcelain", "--", "*.py", "*.patch")
+    return git("rev-parse", "--short", "HEAD") + ", changed" * bool(changed)
+
+
+def made_of(path):
+    """The script that a copy was made of, and at which commit: that with the fewest differing
+    lines, the newest of equals. None without git."""
+    lines = set(path.read_text("utf-8").splitlines())
+
+    def differing(text):
+        return len(lines ^ set(text.splitlines()))
+
+    name = min(SCRIPTS, key=lambda name: differing((ROOT / f"{name}.py").read_text("utf-8")))
+    commits = git("log", "--format=%h", "--", f"{name}.py").split()
+    return name, min(commits, key=lambda x: differing(git("show", f"{x}:{name}.py")), default=None)
+
+
 def git(*words):
-    """What git prints in the repository's root."""
+    """What git prints in the repository's root, or nothing without git."""
+    if not shutil.which("git"):
+        return ""
     finished = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
     return finished.stdout.strip()
 

@@ -43,7 +43,7 @@ plot = import_file(HERE / "benchmark" / "plot.py")
 win_rate = import_file(HERE / "benchmark" / "win_rate.py")
 tasks = import_file(HERE / "benchmark" / "smollm2" / "tasks.py")
 gsm8k = import_file(HERE / "benchmark" / "gsm8k" / "gsm8k.py")
-code = import_file(HERE / "benchmark" / "code" / "reward.py")
+code = import_file(HERE / "benchmark" / "code" / "mbpp.py")
 ladder = import_file(HERE / "benchmark" / "ladder" / "ladder.py")
 claims = import_file(HERE / "benchmark" / "claims" / "claims.py")
 of_each_program = mark.parametrize("program", launcher.PROGRAMS, ids=str)
@@ -385,7 +385,7 @@ def test_programs_that_a_policy_writes(monkeypatch):
     tests = [["", "assert f(1) == 2"]] * len(lines)
     assert code.score(programs, tests) == [*map(float, scores)]
     assert not left_behind()
-    killed = "import reward; reward.score(['import time; time.sleep(1e6)'], [[]])"
+    killed = "import mbpp; mbpp.score(['import time; time.sleep(1e6)'], [[]])"
     with raises(subprocess.TimeoutExpired):
         folder = HERE / "benchmark/code"
         subprocess.run([sys.executable, "-c", killed], cwd=folder, timeout=2)

@@ -22,7 +22,7 @@ import tables
 import tyro
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from conftest import HERE, MODULES, changed, forked, launcher, make_tokenizer, save_model
+from conftest import HERE, MODULES, forked, import_file, launcher, make_tokenizer, save_model
 from pytest import fixture, mark
 from torch.distributed.run import get_args_parser
 
@@ -30,6 +30,9 @@ README = HERE / "README.md"
 RECIPES = HERE / "docs/recipes.md"
 PAGES = sorted(tables.PAGES)
 of_each_page = mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HERE)))
+
+
+vllm = import_file(HERE / "tests/stand_in_engine/vllm.py")  # The patch of a page imports it.
 
 
 def read(page):
@@ -127,11 +130,18 @@ def first_command(page, beginning):
 
 def check_command(command, folder):
     """Fail unless its launcher and its script know their flags, or a program of benchmark/ names
-    them. `git apply PATCHES && ` before them gives the script flags of patches."""
-    patches = " ".join(re.findall(r"benchmark/patches/(\S+)", command.rpartition(" && ")[0]))
+    them. A copy that it makes with patches is made, and has their flags."""
+    scripts = dict(MODULES)
+    made = re.match(r"cp (\w+)\.py (my_\w+)\.py( && patch \S+ < \S+)+", command)
+    if made:
+        launcher.copy_script(folder, made[1])
+        ran = subprocess.run(made[0], shell=True, cwd=folder, capture_output=True, text=True)
+        assert ran.returncode == 0 and "fuzz" not in ran.stdout, ran.stdout + ran.stderr
+        scripts[made[2]] = import_file(folder / f"{made[2]}.py")
+        command = command[made.end() :]
     command = re.sub(r"\$\w+", "1", command.split(" && ")[-1])  # $RANK and its like are numbers
     words = shlex.split(re.sub(r"(?<!\S)([A-Z_]+=\S+|\.\.\.)(?!\S)", "", command))
-    if words[0] in ("git", "sed"):
+    if not words or words[0] in ("git", "sed"):
         return
     if "benchmark/compare.py" in words:
         after = words[words.index("benchmark/compare.py") + 1 :]
@@ -143,12 +153,11 @@ def check_command(command, folder):
     for number in reversed(range(len(words))):
         word, after = words[number], words[number + 1 :]
         name = word.removesuffix(".py")
-        if name in MODULES:
-            script = changed(name, folder / patches, patches) if patches else MODULES[name]
+        if name in scripts:
             if words[number - 1].endswith("memory.py"):  # It takes its own flags out of these.
                 _, after = tyro.cli(memory.Options, args=[word, *after], return_unknown_args=True)
                 after = ["--dataset", "none", *after]
-            tyro.cli(script.Args, args=after)
+            tyro.cli(scripts[name].Args, args=after)
             del words[number + 1 :]  # A program before the script has other flags.
         elif word in LAUNCHERS:
             LAUNCHERS[word].parse_args(after)
@@ -170,10 +179,13 @@ def test_every_command_parses(page, tmp_path):
             raise AssertionError(f"this is not accepted: {command}") from error
 
 
+CODE = re.compile(r"^    (?:import|from|def) .*\n(?:(?:    .*)?\n)*", re.M)
+
+
 @of_each_page
 def test_code_of_a_page_compiles(page):
     """It is indented lines from an import or a function on."""
-    for block in re.findall(r"^    (?:import|from|def) .*\n(?:(?:    .*)?\n)*", read(page), re.M):
+    for block in CODE.findall(read(page)):
         compile(textwrap.dedent(block), page.name, "exec")
 
 
@@ -235,7 +247,7 @@ def run(tmp_path):
     def run(command):
         for yours, ours in YOURS.items():
             command = command.replace(yours, f"benchmark/default/{ours}")
-        if "rloo.py" in command and not re.match("sed|.*check_copy", command):
+        if "rloo.py" in command and not re.search("^sed|git |check_copy", command):
             command += FEW
         match = re.fullmatch(of_python, command)
         if match:
@@ -288,6 +300,26 @@ def test_the_recipe_of_two_machines(run):
     assert "2 x cpu" in run(f"export FIRST=127.0.0.1; {both} #")
 
 
+@mark.slow
+def test_a_copy_that_grows_old(run, tmp_path):
+    """What changed since the copy was made comes into it, and nothing else. The copy has a baseline
+    of its own."""
+    page = HERE / "docs/variants.md"
+    show, merge = (first_command(page, beginning) for beginning in ("git show", "git merge-file"))
+    check = [command for command in commands(page) if "my_loss.py:baseline" in command][-1]
+    history = subprocess.check_output(
+        ["git", "rev-parse", "--absolute-git-dir"], cwd=HERE, text=True
+    )
+    run(f"export GIT_DIR={history.strip()}; {show}")
+    own = ("rloo_advantages(rewards, args.k)", "(rewards - 0.5).nan_to_num()")
+    copy = tmp_path / "my_rloo.py"
+    copy.write_text(read(tmp_path / "base.py").replace(*own))
+    run(merge)
+    assert read(copy) == read(HERE / "rloo.py").replace(*own) != read(HERE / "rloo.py")
+    (tmp_path / "my_loss.py").write_text(textwrap.dedent(CODE.search(read(page))[0]))
+    run(f"{check} --kl-coef 0 --stages-only")
+
+
 TASKS = {  # a row of the form, and what is made of it
     "gsm8k": (dict(question="Ann has 8?", answer="8 = <<8=8>>8\n#### 8,000"), '"answer": "8000"'),
     "code": (
@@ -309,7 +341,6 @@ def test_the_commands_of_a_task(name, run, tmp_path):
     assert made in read(tmp_path / f"runs/{name}_test.jsonl")
     tokenizer = make_tokenizer(vocab=["<pad>", "<eos>", *map(chr, range(128))])
     save_model(tmp_path / "tiny", tokenizer=tokenizer, vocab_size=130, max_position_embeddings=512)
-    (tmp_path / "reward.py").unlink()  # benchmark/code/ has one of this name.
     tiny = " --model-path tiny --batch-size 32 --response-length 8 --num-train-epochs 1"
     printed = run(first_command(page, "python grpo.py") + tiny)
     assert "64 episodes, 2 steps, 1 epochs" in printed

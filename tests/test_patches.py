@@ -18,7 +18,6 @@ from conftest import (
     column,
     contents,
     distance,
-    import_file,
     launch,
     launch_twice,
     launched,
@@ -31,10 +30,10 @@ from conftest import (
 from plain import groups_of, row_logprobs, token_counts
 from pytest import approx, fixture, mark, raises
 from safetensors.torch import load_file
+from test_pages import vllm
 
 REFUSED = "sampling and training give log-probabilities"
 ENTROPY = "grpo entropy_bonus.patch"
-vllm = import_file(HERE / "tests/stand_in_engine/vllm.py")
 
 # Three rows of docs/variants.md in one copy: lines of rloo.py, and what takes their place.
 ROWS = {
@@ -91,7 +90,7 @@ VARIANTS = (HERE / "docs/variants.md").read_text("utf-8")
 [MODEL] = re.findall(r"models of the way .*`if .*: (.*?)` \|", VARIANTS)
 CHANGES = {"rows": ROWS, "models": {SAVE: f"        {MODEL}\n{SAVE}"}}
 # The changes that docs/papers.md shows, in its order: texts before, and after.
-NAMES = "remax gdpo two_sided".split()
+NAMES = "remax opo pass_at_4 gdpo two_sided dppo".split()
 BLOCKS = re.findall(r"(?:^    [+-].*\n)+", (HERE / "docs/papers.md").read_text("utf-8"), re.M)
 for name, block in zip(NAMES, BLOCKS, strict=True):
     lines = block.splitlines()
@@ -128,6 +127,14 @@ def scores_alone(ran):
     return column(ran.rollouts, "score")
 
 
+def minus_mean_by_length(ran):
+    advantages = []
+    for group in groups_of(ran.rollouts):
+        scores = np.array(column(group, "score"))
+        advantages.extend(scores - np.average(scores, weights=token_counts(group)))
+    return advantages
+
+
 def minus_greedy(ran):
     """The evaluation before training has the score of each prompt's most likely completion."""
     greedy = {row["prompt"]: row["score"] for row in ran.eval_rollouts[:7]}
@@ -154,6 +161,7 @@ def normalized_parts(ran):
     [
         ("rloo reinforce_plus_plus.patch", whitened_returns, dict(k=1, ref_model_path="reference")),
         ("rloo reinforce.patch", scores_alone, dict(kl_coef=0.0)),
+        ("rloo opo", minus_mean_by_length, dict(reward="seldom", kl_coef=0.0)),
         ("rloo remax", minus_greedy, dict(kl_coef=0.0)),
         ("grpo gdpo", normalized_parts, dict(reward="parts")),
     ],
@@ -161,6 +169,14 @@ def normalized_parts(ran):
 def test_advantages(name, expected, flags, load, run, world):
     ran = run(load(name), **flags, total_episodes=12, eval_dataset=world.dataset(7))
     assert np.hstack(column(ran.rollouts, "advantage")) == approx(expected(ran), abs=2e-3)
+
+
+def test_pass_at_4(load):
+    # Of 6 answers 1 is right: it is in 10 of the 15 sets of 4, and in 6 of the 10 that hold a
+    # certain wrong answer.
+    advantages = load("grpo pass_at_4").grpo_advantages(torch.eye(6)[0], 6, "none")
+    expected = np.array([1 / 3] + [0.6 - 2 / 3] * 5) / (2 / 9) ** 0.5
+    assert advantages.tolist() == approx(expected, abs=1e-3)
 
 
 def test_overlong_punishment(load, run):
@@ -261,15 +277,26 @@ def test_adaptive_entropy(load):
     assert found == approx([0.004, 0, 0.004, 0, 0.004])
 
 
-def test_two_sided_clipping(load):
-    """With an advantage of -1 the loss is at most 3, and then it has no gradient."""
-    module = load("grpo two_sided")
-    old_logprobs, logprobs, advantages = torch.tensor([[[-9.0]], [[-2.0]], [[-1.0]]])
+# Of one token: log p_old and log p, its advantage, the loss, and its gradient. DPPO's first one is
+# 0.25 more likely than before. Its second one has a ratio of 10.
+LOSSES = """
+grpo two_sided | -9       -2        -1 | 3   0
+grpo dppo      | -0.69315 -0.28768  2  | 0   0
+grpo dppo      | -4.60517 -2.302585 2  | -20 -20
+"""
+
+
+@mark.parametrize("line", LOSSES.strip().splitlines())
+def test_losses_of_papers(line, load):
+    name, given, expected = line.split("|")
+    module = load(name.strip())
+    old_logprobs, logprobs, advantages = torch.tensor([[[float(x)]] for x in given.split()])
     logprobs.requires_grad_()
     args = module.Args(num_ppo_epochs=2)
     [[loss]], *_ = module.grpo_loss(args, logprobs, old_logprobs, advantages, logprobs < 0)
     loss.backward()
-    assert [loss.item(), logprobs.grad.item()] == approx([3, 0], rel=1e-4, abs=1e-6)
+    found = [loss.item(), logprobs.grad.item()]
+    assert found == approx([*map(float, expected.split())], rel=1e-4, abs=1e-6)
 
 
 # ---- processes and kills
