@@ -78,6 +78,12 @@ def row_logprobs(model_path, rows, temperature=1.0):
 
 
 @torch.no_grad()
+def plain_outputs(model, row):
+    """A model's outputs one position before each token of a completion, and at its last one."""
+    ids = torch.tensor([encode(row["prompt"]) + row["token_ids"]])
+    return model(ids).logits[0, len(row["prompt"]) - 1 :]
+
+
 def check_samples(ran, rows, model_path, purpose, temperature):
     """The tokens of an iteration's rows are those that its random numbers pick, and have their
     log-probabilities. Returns the entropy at each of them."""
@@ -86,22 +92,11 @@ def check_samples(ran, rows, model_path, purpose, temperature):
     entropies = []
     for row, numbers in zip(rows, rng.random((len(rows), ran.args.response_length))):
         tokens = torch.tensor(row["token_ids"])
-        ids = torch.tensor([encode(row["prompt"]) + row["token_ids"]])
-        choice = Categorical(logits=model(ids).logits[0, -len(tokens) - 1 : -1] / temperature)
-        assert row["logprobs"] == approx(choice.log_prob(tokens).tolist(), abs=1e-5)
-        top = choice.probs.double().cumsum(1).gather(1, tokens[:, None]).squeeze(1).numpy()
-        p = choice.log_prob(tokens).exp().numpy()
-        numbers = numbers[: len(tokens)]
-        assert ((top - p - 1e-5 < numbers) & (numbers < top + 1e-5)).all()
+        choice = Categorical(logits=plain_outputs(model, row)[:-1] / temperature)
+        logprobs = choice.log_prob(tokens)
+        assert row["logprobs"] == approx(logprobs.tolist(), abs=1e-5)
+        top = choice.probs.cumsum(1)[range(len(tokens)), tokens]
+        numbers = torch.from_numpy(numbers[: len(tokens)])
+        assert ((top - logprobs.exp() - 1e-5 < numbers) & (numbers < top + 1e-5)).all()
         entropies += choice.entropy().tolist()
     return entropies
-
-
-@torch.no_grad()
-def head_outputs(classifier, row):
-    """The output of a classifier's head one position before each token of a completion, and at the
-    last token."""
-    ids = torch.tensor([encode(row["prompt"]) + row["token_ids"]])
-    hidden = classifier.model(ids).last_hidden_state[0, len(row["prompt"]) - 1 :]
-    *values, last = classifier.score(hidden).squeeze(1).tolist()
-    return values, last

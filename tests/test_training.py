@@ -35,8 +35,9 @@ from conftest import (
     weights_of,
     write_jsonl,
 )
-from plain import check_samples, groups_of, head_outputs, row_logprobs, token_counts, without_none
+from plain import check_samples, groups_of, plain_outputs, row_logprobs, token_counts, without_none
 from pytest import approx, mark, raises
+from transformers import AutoModelForTokenClassification
 
 grouped = only("rloo", "grpo")
 ONE_BATCH = dict(batch_size=24, total_episodes=24)
@@ -67,7 +68,9 @@ def test_a_run_is_that_of_plain_passes(script, policy, hold, world, tmp_path):
     path = getattr(world, policy, None) or save_model(tmp_path / policy, policy, eos_ids=MANY_EOS)
     pad = "<eos>" if policy == "pad_is_eos" else "<pad>"
     pads = dict(tokenizer=make_tokenizer(pad), pad_token_id=VOCAB.index(pad))
-    classifier_path, classifier = save_classifier(tmp_path / "classifier", **pads)
+    classifier_path, _ = save_classifier(tmp_path / "classifier", **pads)
+    # At every token, where the other class has an output at the last one.
+    classifier = AutoModelForTokenClassification.from_pretrained(classifier_path, num_labels=1)
     flags = dict(model_path=path, ref_model_path="reference", temperature=0.7, learning_rate=0.0)
     flags |= dict(batch_size=12, total_episodes=33, num_mini_batches=2, num_ppo_epochs=2)
     flags |= dict(missing_eos_penalty=0.3, kl_coef=0.2, eval_dataset=3, eval_every=2, eval_k=2)
@@ -97,7 +100,7 @@ def test_a_run_is_that_of_plain_passes(script, policy, hold, world, tmp_path):
             entropies = check_samples(ran, rows, path, 2, 0.7)
             for row, expected in zip(rows, row_logprobs(world.reference, rows, 0.7)):
                 assert row["ref_logprobs"] == approx(expected, abs=1e-5)
-                values, score_of_model = head_outputs(classifier, row)
+                *values, score_of_model = plain_outputs(classifier, row).squeeze(1).tolist()
                 assert row.get("values", values) == approx(values, abs=1e-5)
                 [score] = rewards["letters"]([row["prompt"]], [row["completion"]])
                 score -= 0.3 * (not row["ended"])
