@@ -25,6 +25,7 @@ from conftest import (
     losses,
     make_prompts,
     record_calls,
+    stages,
     weights_of,
 )
 from plain import groups_of, row_logprobs, token_counts
@@ -123,10 +124,6 @@ def whitened_returns(ran):
     return (returns - np.mean(returns)) / np.std(returns, ddof=1)
 
 
-def scores_alone(ran):
-    return column(ran.rollouts, "score")
-
-
 def minus_mean_by_length(ran):
     advantages = []
     for group in groups_of(ran.rollouts):
@@ -160,7 +157,6 @@ def normalized_parts(ran):
     "name, expected, flags",
     [
         ("rloo reinforce_plus_plus.patch", whitened_returns, dict(k=1, ref_model_path="reference")),
-        ("rloo reinforce.patch", scores_alone, dict(kl_coef=0.0)),
         ("rloo opo", minus_mean_by_length, dict(reward="seldom", kl_coef=0.0)),
         ("rloo remax", minus_greedy, dict(kl_coef=0.0)),
         ("grpo gdpo", normalized_parts, dict(reward="parts")),
@@ -206,6 +202,17 @@ def test_dynamic_sampling(more, load, run):
 
 
 # ---- losses
+def test_reinforce(load, hold):
+    """The loss of an episode is -score log p."""
+
+    def loss(mini_batch, batch, args):
+        losses = [-episode.score * episode.logprobs.sum() for episode in mini_batch]
+        return sum(losses) / len(mini_batch)
+
+    _, updates = hold(load("rloo reinforce.patch"), loss, kl_coef=0.0)
+    assert stages.judge_gradients(updates)[1] is None
+
+
 MASKED = "grpo masked_importance_sampling.patch"
 
 
