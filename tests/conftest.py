@@ -97,6 +97,8 @@ SCRIPTS = [name for name in ("rloo", "grpo", "ppo") if name in MODULES]
 launcher = import_file(HERE / "benchmark/run.py")
 stages = import_file(HERE / "benchmark/stages.py")
 losses = import_file(HERE / "benchmark/losses.py")
+read_jsonl = launcher.read_rows
+column = launcher.column
 # Here and below: otherwise the garbage collector looks through all objects after each run.
 gc.freeze()
 
@@ -136,20 +138,9 @@ def make_args(script, **flags):
     return script.Args(**with_group(script, flags))
 
 
-def read_jsonl(path):
-    return [json.loads(line) for line in open(path, encoding="utf-8")]
-
-
-def read_rollouts(output_dir, prefix=""):
-    """The rows of all iterations of a run, or with the prefix `eval_` of all evaluations."""
-    rows = []
-    for path in sorted(Path(output_dir).glob(f"rollouts/{prefix}[0-9]*.jsonl")):
-        rows += read_jsonl(path)
-    return rows
-
-
-def column(rows, name):
-    return [row[name] for row in rows]
+def read_rollouts(output_dir):
+    """The rows of all iterations of a run."""
+    return launcher.read_run(output_dir)["rollouts"]
 
 
 def write_jsonl(path, rows):
@@ -468,7 +459,7 @@ class Run(NamedTuple):
     metrics: list[dict]  # the rows of metrics.jsonl
     folder: Path
     rollouts = property(lambda self: read_rollouts(self.folder))
-    eval_rollouts = property(lambda self: read_rollouts(self.folder, "eval_"))
+    eval_rollouts = property(lambda self: launcher.read_run(self.folder)["eval_rollouts"])
 
     def rows_of(self, iteration):
         return [row for row in self.rollouts if row["iteration"] == iteration]
