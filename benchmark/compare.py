@@ -13,9 +13,10 @@ starting model, and over nothing else. An exact test decides, also where the int
 otherwise: it flips the signs of the differences in all ways. With several comparisons, its p has
 Holm's correction.
 
-Choose the number of seeds before the first verdict. All verdicts beside the same first script are
-looks, also those with other flags or seeds. --folder remembers them, and p is multiplied by their
-number. If you edit a copy that has runs, give it a new name: then looks and finished runs stay.
+Choose the number of seeds before the first verdict. --folder remembers all verdicts, also those
+with other flags or seeds. p is multiplied by the number of those beside the same first script. If
+you edit a copy that has runs, give it a new name. Then its folder keeps the other runs, and all
+verdicts count.
 
 The same command again reads the runs that are finished, and goes on with those that were killed. If
 this program is killed (kill -9), a run lives on, and the next start waits for it.
@@ -24,7 +25,8 @@ compare.json is {"comparisons": [..]}. Each entry has what was asked (`baseline`
 of the first script, `methods`, `flags`, `rates`, `seeds`, `metric`, `of`), the `commit` of this
 repository, and the `versions` of the runs. Lists with an item for each method are `commands`,
 `rate_scores` ({rate: scores in training}, only with --rates), and `scores`, `seconds` and `tokens`
-of each seed. `found` has an item for each method but the first. `looks` is 0 without a verdict.
+of each seed. `found` has an item for each method but the first. `looks` is the number that
+multiplied p, or 0 if there is no verdict.
 """
 
 import fcntl
@@ -172,8 +174,8 @@ def fault_of(args, folder, words):
         kept = folder / Path(file).name
         if kept.exists() and kept.read_bytes() != Path(file).read_bytes():
             return (
-                f"{file} differs from its copy in {folder}. Give a file that you edit a new name,"
-                " which keeps the other runs and the looks. After an update, name a new --folder"
+                f"{file} differs from its copy in {folder}. If you edited it, give it a new name:"
+                " the other runs are kept. If an update did, name a new --folder"
             )
     if f'"{args.metric}"' not in (folder / "metrics.jsonl").read_text():
         return f"the metrics in {folder} have no {args.metric}"
@@ -272,8 +274,8 @@ def tokens(rows):
 
 
 def count_looks(args, asked):
-    """The folder's other comparisons, and how many looks there are with this one. Ends the program
-    if there are too few seeds for them."""
+    """The folder's other comparisons, and how many verdicts there are beside the same script, with
+    this one. Ends the program if there are too few seeds for them."""
     file = args.folder / "compare.json"
     kept = json.loads(file.read_bytes()) if file.exists() else {}
     others = [each for each in kept.get("comparisons", []) if not asked.items() <= each.items()]
@@ -283,7 +285,8 @@ def count_looks(args, asked):
     if args.seeds < fewest:
         sys.exit(
             f"no verdict: --seeds {args.seeds} is too few, and {fewest} is enough. Comparisons:"
-            f" {comparisons}. Looks at {asked['baseline']} in {args.folder}, with this one: {looks}"
+            f" {comparisons}. Verdicts beside {asked['baseline']} in {args.folder}: {looks}, with"
+            " this one"
         )
     return others, looks
 
@@ -311,7 +314,7 @@ def report(args, result):
             if (abs(entry["difference"]) > entry["band"]) != (entry["p"] < ALPHA):
                 print("  The interval says otherwise. The exact test, which gives p, decides.")
     if result["looks"] > 1:
-        about = f"{result['looks']} looks at {result['baseline']} in {args.folder}"
+        about = f"{result['looks']} verdicts beside {result['baseline']} in {args.folder}"
         print(f"p is multiplied by the {about}, this one included.")
 
 
