@@ -51,7 +51,7 @@ import numpy as np
 import plot
 import scipy
 import tyro
-from run import ROOT, column, current_commit, git, having, made_of, read_run
+from run import ROOT, SCRIPTS, column, current_commit, git, having, made_of, read_run
 from tqdm import tqdm
 
 ALPHA = 0.05
@@ -136,13 +136,14 @@ def judge(table, looks=1):
 
 # ---- the runs
 def warn_of_commits(script):
-    """Print if a copy was made of a script that has changed since, or if the script itself is not
-    as it was committed. The verdict would be on these changes, too."""
-    name, commit = made_of(Path(script))
-    if Path(script).resolve() == ROOT / f"{name}.py":
-        if git("diff", "HEAD", "--", f"{name}.py"):
+    """Print if a script is not as it was committed, or if a copy was made of one that has changed
+    since. The verdict would be on these changes, too."""
+    if Path(script).resolve() in [ROOT / f"{name}.py" for name in SCRIPTS]:
+        if git("diff", "HEAD", "--", Path(script).name):
             print(f"warning: {script} is not as it was committed. Its changes are in the verdict.")
-    elif commit and git("diff", commit, "HEAD", "--", f"{name}.py"):
+        return
+    name, commit = made_of(Path(script))
+    if commit and git("diff", commit, "HEAD", "--", f"{name}.py"):
         print(
             f"warning: {script} was made of {name}.py of commit {commit}, which has changed since."
             f" Beside {name}.py, those changes are in the verdict, too. docs/variants.md says how"

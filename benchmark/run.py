@@ -418,7 +418,9 @@ def made_of(path):
 
     name = min(SCRIPTS, key=lambda name: differing((ROOT / f"{name}.py").read_text("utf-8")))
     commits = git("log", "--format=%h", "--", f"{name}.py").split()
-    return name, min(commits, key=lambda x: differing(git("show", f"{x}:{name}.py")), default=None)
+    return name, min(
+        commits, key=lambda x: differing(git("show", f"{x}:./{name}.py")), default=None
+    )
 
 
 def git(*words):
