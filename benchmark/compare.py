@@ -51,7 +51,7 @@ import numpy as np
 import plot
 import scipy
 import tyro
-from run import ROOT, SCRIPTS, column, current_commit, git, having, made_of, read_run
+from run import ROOT, SCRIPTS, column, git, having, made_of, read_run
 from tqdm import tqdm
 
 ALPHA = 0.05
@@ -381,7 +381,7 @@ def main(args, flags):
     runs = [column(group, "metrics") for group in groups]
     versions = {run["args"].get("versions") for group in groups for run in group}
     result = asked | dict(commands=commands, rate_scores=rate_scores)
-    result |= dict(commit=current_commit(), versions=[*versions])
+    result |= dict(commit=git("describe", "--always", "--dirty"), versions=[*versions])
     result["scores"] = [[score(rows, args.metric, args.of) for rows in group] for group in runs]
     result["seconds"] = [[rows[-1]["seconds"] for rows in group] for group in runs]
     result["tokens"] = [[tokens(rows) for rows in group] for group in runs]

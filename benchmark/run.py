@@ -385,7 +385,9 @@ def measure_part(path, name, parts):
     origin."""
     part = parts[name]
     start = time.time()
-    commit = current_commit()
+    commit = git("rev-parse", "--short", "HEAD")
+    if git("status", "--porcelain", "--", "*.py", "*.patch"):
+        commit += ", changed"
     if part.prepare:
         part.prepare()
     rows = [dict(part=name) | row for row in part.rows()]
@@ -400,12 +402,6 @@ def measure_part(path, name, parts):
     for other in parts | old["parts"]:  # also one that the program had before
         in_order += rows if other == name else having(old["rows"], part=other)
     write_result(path, old["parts"] | {name: stamp}, in_order)
-
-
-def current_commit():
-    """The commit that is checked out, and whether code differs from it."""
-    changed = git("status", "--porcelain", "--", "*.py", "*.patch")
-    return git("rev-parse", "--short", "HEAD") + ", changed" * bool(changed)
 
 
 def made_of(path):
