@@ -413,10 +413,10 @@ def made_of(path):
         return len(lines ^ set(text.splitlines()))
 
     name = min(SCRIPTS, key=lambda name: differing((ROOT / f"{name}.py").read_text("utf-8")))
-    commits = git("log", "--format=%h", "--", f"{name}.py").split()
-    return name, min(
-        commits, key=lambda x: differing(git("show", f"{x}:./{name}.py")), default=None
-    )
+    found = {}
+    for commit in git("log", "--format=%h", "--", f"{name}.py").split():
+        found[commit] = differing(git("show", f"{commit}:./{name}.py"))
+    return name, min(found, key=found.get, default=None)
 
 
 def git(*words):
