@@ -75,10 +75,8 @@ def test_every_name_exists(page):
     underscores, stand in a program. So do flags, but for those of another program in a command."""
     text = read(page)
     names = re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b(?!=)", text)
-    if page.name not in (
-        "coming_from.md",
-        "CHANGELOG.md",
-    ):  # They name those of others, or of before.
+    # Two pages name what other trainers have, or what is gone.
+    if page.name not in ("coming_from.md", "CHANGELOG.md"):
         names += re.findall(r"`([a-z]\w*(?:[_/]\w+)+)`", text)
     missing = [n for n in names if n not in EVERYTHING and not (page.parent / n).exists()]
     others = "".join(commands(page))
