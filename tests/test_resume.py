@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import accelerate
-import torch
 from conftest import column, contents, one_text, only, result_of
 from kill_and_resume import kill_at
 from pytest import fixture, raises, warns
@@ -326,20 +325,6 @@ def test_a_checkpoint_of_lora_holds_what_is_trained(killed_in, out, flags, goes_
     killed_in("loading", 3)
     for file in out.glob("checkpoints/iteration_00000002/model*.safetensors"):
         assert all(re.search("lora_|score", name) for name in load_file(file))
-    goes_on()
-
-
-@only("rloo")
-def test_any_schedule_goes_on(script, killed_in, goes_on, monkeypatch):
-    """A schedule of a changed script may have a state of its own. It is in the checkpoint."""
-    schedules = torch.optim.lr_scheduler
-
-    def two(name, optimizer, *counts):
-        rates = [schedules.ExponentialLR(optimizer, gamma) for gamma in (0.9, 0.5)]
-        return schedules.SequentialLR(optimizer, rates, milestones=[3])
-
-    monkeypatch.setattr(script.transformers, "get_scheduler", two)
-    killed_in("loading", 3)
     goes_on()
 
 
