@@ -1,5 +1,7 @@
 """A run is the same on any hardware. Processes, memory and sharding change only the speed."""
 
+import shutil
+
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from conftest import (
@@ -123,12 +125,13 @@ ROUNDING = {  # A first batch of PPO has no right answer: it would whiten a KL t
 
 
 @mark.slow
-def test_rounding_does_not_choose_what_is_trained(script, run):
+def test_rounding_does_not_choose_what_is_trained(script, run, tmp_path):
     """Equal completions of a group get KLs, or scores of a reward model, that differ by rounding.
     Their advantages stay 0, so the same episodes are trained, however passes are cut."""
     flags = dict(
         model_path=script.Args.model_path,
-        dataset=str(script.DEFAULT / "train.jsonl"),
+        # A copy: the built-in dataset would be evaluated.
+        dataset=shutil.copy(script.DEFAULT / "train.jsonl", tmp_path),
         reward="exact_match",
         kl_coef=script.Args.kl_coef,
         learning_rate=1e-4,
