@@ -13,9 +13,10 @@ starting model, and over nothing else. An exact test decides, also where the int
 otherwise: it flips the signs of the differences in all ways. With several comparisons, its p has
 Holm's correction.
 
-Choose the number of seeds before the first verdict. All verdicts beside the same first script are
-looks, also those with other flags or seeds. --folder remembers them, and p is multiplied by their
-number. If you edit a copy that has runs, give it a new name: then looks and finished runs stay.
+Choose the number of seeds before the first verdict. --folder remembers all verdicts, also those
+with other flags or seeds. p is multiplied by the number of those beside the same first script. If
+you edit a copy that has runs, give it a new name. Then its folder keeps the other runs, and all
+verdicts count.
 
 The same command again reads the runs that are finished, and goes on with those that were killed. If
 this program is killed (kill -9), a run lives on, and the next start waits for it.
@@ -24,7 +25,8 @@ compare.json is {"comparisons": [..]}. Each entry has what was asked (`baseline`
 of the first script, `methods`, `flags`, `rates`, `seeds`, `metric`, `of`), the `commit` of this
 repository, and the `versions` of the runs. Lists with an item for each method are `commands`,
 `rate_scores` ({rate: scores in training}, only with --rates), and `scores`, `seconds` and `tokens`
-of each seed. `found` has an item for each method but the first. `looks` is 0 without a verdict.
+of each seed. `found` has an item for each method but the first. `looks` is the number that
+multiplied p, or 0 if there is no verdict.
 """
 
 import fcntl
@@ -49,7 +51,7 @@ import numpy as np
 import plot
 import scipy
 import tyro
-from run import ROOT, column, current_commit, git, having, made_of, read_run
+from run import ROOT, SCRIPTS, column, git, having, made_of, read_run
 from tqdm import tqdm
 
 ALPHA = 0.05
@@ -134,13 +136,14 @@ def judge(table, looks=1):
 
 # ---- the runs
 def warn_of_commits(script):
-    """Print if a copy was made of a script that has changed since, or if the script itself is not
-    as it was committed. The verdict would be on these changes, too."""
-    name, commit = made_of(Path(script))
-    if Path(script).resolve() == ROOT / f"{name}.py":
-        if git("diff", "HEAD", "--", f"{name}.py"):
+    """Print if a script is not as it was committed, or if a copy was made of one that has changed
+    since. The verdict would be on these changes, too."""
+    if Path(script).resolve() in [ROOT / f"{name}.py" for name in SCRIPTS]:
+        if git("diff", "HEAD", "--", Path(script).name):
             print(f"warning: {script} is not as it was committed. Its changes are in the verdict.")
-    elif commit and git("diff", commit, "HEAD", "--", f"{name}.py"):
+        return
+    name, commit = made_of(Path(script))
+    if commit and git("diff", commit, "HEAD", "--", f"{name}.py"):
         print(
             f"warning: {script} was made of {name}.py of commit {commit}, which has changed since."
             f" Beside {name}.py, those changes are in the verdict, too. docs/variants.md says how"
@@ -172,8 +175,8 @@ def fault_of(args, folder, words):
         kept = folder / Path(file).name
         if kept.exists() and kept.read_bytes() != Path(file).read_bytes():
             return (
-                f"{file} differs from its copy in {folder}. Give a file that you edit a new name,"
-                " which keeps the other runs and the looks. After an update, name a new --folder"
+                f"{file} differs from its copy in {folder}. If you edited it, give it a new name:"
+                " the other runs are kept. If an update did, name a new --folder"
             )
     if f'"{args.metric}"' not in (folder / "metrics.jsonl").read_text():
         return f"the metrics in {folder} have no {args.metric}"
@@ -272,8 +275,8 @@ def tokens(rows):
 
 
 def count_looks(args, asked):
-    """The folder's other comparisons, and how many looks there are with this one. Ends the program
-    if there are too few seeds for them."""
+    """The folder's other comparisons, and how many verdicts there are beside the same script, with
+    this one. Ends the program if there are too few seeds for them."""
     file = args.folder / "compare.json"
     kept = json.loads(file.read_bytes()) if file.exists() else {}
     others = [each for each in kept.get("comparisons", []) if not asked.items() <= each.items()]
@@ -283,7 +286,8 @@ def count_looks(args, asked):
     if args.seeds < fewest:
         sys.exit(
             f"no verdict: --seeds {args.seeds} is too few, and {fewest} is enough. Comparisons:"
-            f" {comparisons}. Looks at {asked['baseline']} in {args.folder}, with this one: {looks}"
+            f" {comparisons}. Verdicts beside {asked['baseline']} in {args.folder}: {looks}, with"
+            " this one"
         )
     return others, looks
 
@@ -311,7 +315,7 @@ def report(args, result):
             if (abs(entry["difference"]) > entry["band"]) != (entry["p"] < ALPHA):
                 print("  The interval says otherwise. The exact test, which gives p, decides.")
     if result["looks"] > 1:
-        about = f"{result['looks']} looks at {result['baseline']} in {args.folder}"
+        about = f"{result['looks']} verdicts beside {result['baseline']} in {args.folder}"
         print(f"p is multiplied by the {about}, this one included.")
 
 
@@ -377,7 +381,7 @@ def main(args, flags):
     runs = [column(group, "metrics") for group in groups]
     versions = {run["args"].get("versions") for group in groups for run in group}
     result = asked | dict(commands=commands, rate_scores=rate_scores)
-    result |= dict(commit=current_commit(), versions=[*versions])
+    result |= dict(commit=git("describe", "--always", "--dirty"), versions=[*versions])
     result["scores"] = [[score(rows, args.metric, args.of) for rows in group] for group in runs]
     result["seconds"] = [[rows[-1]["seconds"] for rows in group] for group in runs]
     result["tokens"] = [[tokens(rows) for rows in group] for group in runs]

@@ -385,7 +385,9 @@ def measure_part(path, name, parts):
     origin."""
     part = parts[name]
     start = time.time()
-    commit = current_commit()
+    commit = git("rev-parse", "--short", "HEAD")
+    if git("status", "--porcelain", "--", "*.py", "*.patch"):
+        commit += ", changed"
     if part.prepare:
         part.prepare()
     rows = [dict(part=name) | row for row in part.rows()]
@@ -402,12 +404,6 @@ def measure_part(path, name, parts):
     write_result(path, old["parts"] | {name: stamp}, in_order)
 
 
-def current_commit():
-    """The commit that is checked out, and whether code differs from it."""
-    changed = git("status", "--porcelain", "--", "*.py", "*.patch")
-    return git("rev-parse", "--short", "HEAD") + ", changed" * bool(changed)
-
-
 def made_of(path):
     """The script that a copy was made of, and at which commit: that with the fewest differing
     lines, the newest of equals. None without git."""
@@ -417,8 +413,10 @@ def made_of(path):
         return len(lines ^ set(text.splitlines()))
 
     name = min(SCRIPTS, key=lambda name: differing((ROOT / f"{name}.py").read_text("utf-8")))
-    commits = git("log", "--format=%h", "--", f"{name}.py").split()
-    return name, min(commits, key=lambda x: differing(git("show", f"{x}:{name}.py")), default=None)
+    found = {}
+    for commit in git("log", "--format=%h", "--", f"{name}.py").split():
+        found[commit] = differing(git("show", f"{commit}:./{name}.py"))
+    return name, min(found, key=found.get, default=None)
 
 
 def git(*words):

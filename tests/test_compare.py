@@ -74,7 +74,7 @@ def test_a_comparison_of_finished_runs(run, tmp_path, monkeypatch, capsys):
         compare.main(compare.Args(methods, seeds), flags)
         said = capsys.readouterr().out
         assert f": {verdict}" in said
-        assert ("multiplied by the 2 looks at rloo.py" in said) == (seeds == 7)
+        assert ("multiplied by the 2 verdicts beside rloo.py" in said) == (seeds == 7)
         assert ("The interval says otherwise" in said) == (seeds == 7)
     result = json.loads((args.folder / "compare.json").read_text())
     [other, _, last] = result["comparisons"]
@@ -85,8 +85,8 @@ def test_a_comparison_of_finished_runs(run, tmp_path, monkeypatch, capsys):
     assert (args.folder / "compare.png").stat().st_size > 10_000
     three = dict(methods=methods[:1] * 3, folder=tmp_path)
     for message, asked in {
-        "7 is enough. Comparisons: 1. .* this one: 3": dict(methods=methods[::-1]),
-        "7 is enough. Comparisons: 2. .* this one: 1": three,
+        "7 is enough. Comparisons: 1. .*: 3, with": dict(methods=methods[::-1]),
+        "7 is enough. Comparisons: 2. .*: 1, with": three,
         "needs --eval-every": dict(of="run", seeds=7),
         "have no value_loss": dict(metric="value_loss", seeds=7),
     }.items():
@@ -160,7 +160,7 @@ def score(completions, **_):
 @mark.slow
 def test_kills_and_a_run_that_fails(world, tmp_path):
     """The program is killed. Started again, it waits for its two runs, which live on, each with one
-    of two GPUs. One of them fails, so no run of another seed is started."""
+    of two GPUs. One of them fails, so hardly one of the 18 others is started."""
     for name in ("one", "two"):
         (tmp_path / f"{name}.py").write_text(REWARD)
     flags = base_flags(world, dict(eval_dataset=8, total_episodes=48))
@@ -178,8 +178,8 @@ def test_kills_and_a_run_that_fails(world, tmp_path):
     ran = subprocess.run(words, **pipes)
     assert ran.returncode == 1
     assert ran.stdout.count("waiting for the run") == 2
-    assert ran.stdout.count("status 1: ") == ran.stdout.count("ValueError: planted") == 1
+    assert ran.stdout.count("status 1: ") == ran.stdout.count("ValueError: planted") > 0
     assert ran.stdout.endswith("a run failed. This command goes on where it stopped\n")
-    [finished] = tmp_path.glob("runs/compare/*/*/model")
-    assert finished.parent.name == "1"
+    assert len([*tmp_path.glob("runs/compare/*/*")]) < 5
+    assert [*tmp_path.glob("runs/compare/*/1/model")]
     assert set((tmp_path / "gpus").read_text().split()) == {"4", "6"}

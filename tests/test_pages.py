@@ -39,7 +39,9 @@ def read(page):
     return page.read_text(encoding="utf-8")
 
 
-FOLDERS = "*.py benchmark/**/*.py benchmark/**/*.patch docs/**/*.py tests/**/*.py"
+FOLDERS = (
+    "*.py benchmark/**/*.py benchmark/**/*.patch benchmark/**/*.sbatch docs/**/*.py tests/**/*.py"
+)
 # the text of every program and patch
 EVERYTHING = "\n".join(read(path) for folder in FOLDERS.split() for path in HERE.glob(folder))
 
@@ -73,7 +75,8 @@ def test_every_name_exists(page):
     underscores, stand in a program. So do flags, but for those of another program in a command."""
     text = read(page)
     names = re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b(?!=)", text)
-    if page.name != "coming_from.md":  # It names those of other trainers.
+    # Two pages name what other trainers have, or what is gone.
+    if page.name not in ("coming_from.md", "CHANGELOG.md"):
         names += re.findall(r"`([a-z]\w*(?:[_/]\w+)+)`", text)
     missing = [n for n in names if n not in EVERYTHING and not (page.parent / n).exists()]
     others = "".join(commands(page))
@@ -112,7 +115,7 @@ def test_the_readme_has_the_numbers_of_other_pages():
     assert found >= 10
 
 
-PROGRAM = r"(?:[A-Z_]+=\S+ )*(?:pip|uv|python|accelerate|torchrun|srun|git|pytest|cp|sed)\s"
+PROGRAM = r"(?:[A-Z_]+=\S+ )*(?:pip|uv|python|accelerate|torchrun|sbatch|git|pytest|cp|sed)\s"
 LAUNCHERS = {"torchrun": get_args_parser(), "launch": launch_command_parser()}
 
 
@@ -318,6 +321,50 @@ def test_a_copy_that_grows_old(run, tmp_path):
     assert read(copy) == read(HERE / "rloo.py").replace(*own) != read(HERE / "rloo.py")
     (tmp_path / "my_loss.py").write_text(textwrap.dedent(CODE.search(read(page))[0]))
     run(f"{check} --kl-coef 0 --stages-only")
+
+
+SLURM = {  # what stands in for it
+    "srun": """#!/bin/bash
+shift
+SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@" &
+wait -n && wait -n || { kill $(jobs -p); wait; exit 1; }
+""",
+    "scontrol": """#!/bin/bash
+case $1 in show) echo 127.0.0.1; echo another;; requeue) touch requeued;; esac
+""",
+    # In its third call, Slurm says that the time is over. It then ends the job.
+    "reward.py": """
+import itertools, os, pathlib, signal, time
+calls = itertools.count(1)
+def score(completions, **_):
+    requeued = pathlib.Path("requeued")
+    if next(calls) == 3 and os.environ["RANK"] == "0" and not requeued.exists():
+        os.kill(int(os.environ["BATCH"]), signal.SIGUSR1)
+        while not requeued.exists():
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [float(len(text)) for text in completions]
+""",
+}
+
+
+@mark.slow
+def test_a_job_of_slurm_goes_on(run, tmp_path):
+    """Two launchers of one process each. When the time is over, the job asks for another start, and
+    this continues the run."""
+    for name, text in SLURM.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o700)
+    job = first_command(HERE / "docs/slurm.md", "sbatch").partition("benchmark/")[2]
+    job = job.replace("dtype bfloat16", "save-every 1").replace(" --log-with wandb", "")
+    one_job = "SLURM_JOB_ID=7 SLURM_NNODES=2 SLURM_GPUS_ON_NODE=1 SLURM_JOB_NODELIST=2"
+    one_job += " SLURM_CPUS_PER_TASK=1 ACCELERATE_USE_CPU=true PATH=$PWD:$PATH BATCH=$BASHPID"
+    job = f"export {one_job}; exec bash benchmark/{job} --total-episodes 320"
+    run(f"! ({job})")
+    assert (tmp_path / "requeued").exists()
+    printed = run(job)
+    assert "resuming after" in printed and "2 x cpu (DDP)" in printed
+    assert "320 episodes, 5 steps" in printed and (tmp_path / "runs/7/model").exists()
 
 
 TASKS = {  # a row of the form, and what is made of it
