@@ -52,16 +52,30 @@ def mean_of(rows, name):
     return np.mean([np.sum(value) for value in column(rows, name)])
 
 
+def check_metrics(line, rows, entropies):
+    """Those of a rollout, and of ratios that are 1."""
+    expected = {
+        "objective/kl": mean_of(rows, "logprobs") - mean_of(rows, "ref_logprobs"),
+        "objective/entropy": -mean_of(rows, "logprobs"),
+        "objective/scores": mean_of(rows, "score"),
+        "policy/entropy_avg": np.mean(entropies),
+        "policy/approxkl_avg": 0,
+        "val/ratio": 1,
+        "val/ratio_var": 0,
+    }
+    assert {name: line[name] for name in expected} == approx(expected, rel=1e-4, abs=1e-5)
+
+
 # What passes through a model is the same text in all scripts, but for the values of PPO.
 @only("rloo", "ppo")
 @mark.parametrize("policy", [*USUAL, *ENDS])
 def test_a_run_is_that_of_plain_passes(script, policy, hold, world, tmp_path):
-    """Tokens, log-probabilities, values, scores, evaluations, metrics and gradients, in other
-    micro-batches and rollouts, with and without a pass that a group shares. At learning rate 0 the
-    weights stay, so every ratio is 1.
+    """Tokens, log-probabilities, values, scores, evaluations, metrics and gradients, by two runs
+    with other micro-batches and rollouts. In one of them a group shares a pass over its prompt. At
+    learning rate 0 the weights stay, so every ratio is 1.
 
-    A score has the penalty of a missing EOS, and then PPO's clip. A reward model reads the EOS,
-    also where that is its pad. The evaluation has its own reward.
+    From a score goes the penalty of a missing EOS, and then PPO clips it. A reward model reads the
+    EOS, also where that is its pad. An evaluation has its own reward, without penalty.
 
     Bugs: trl#5619, #6024, #2881, verl#906 (wrong denominators), trl#454, #3029, #6800 (a first
     ratio that is not 1), #6228 (advantages of other prompts), PPOv2 (padding in the metrics)."""
@@ -69,7 +83,7 @@ def test_a_run_is_that_of_plain_passes(script, policy, hold, world, tmp_path):
     pad = "<eos>" if policy == "pad_is_eos" else "<pad>"
     pads = dict(tokenizer=make_tokenizer(pad), pad_token_id=VOCAB.index(pad))
     classifier_path, _ = save_classifier(tmp_path / "classifier", **pads)
-    # At every token, where the other class has an output at the last one.
+    # This class gives the head's output at every token, not at the last one alone.
     classifier = AutoModelForTokenClassification.from_pretrained(classifier_path, num_labels=1)
     flags = dict(model_path=path, ref_model_path="reference", temperature=0.7, learning_rate=0.0)
     flags |= dict(batch_size=12, total_episodes=33, num_mini_batches=2, num_ppo_epochs=2)
@@ -107,16 +121,7 @@ def test_a_run_is_that_of_plain_passes(script, policy, hold, world, tmp_path):
                 if more is by_reward_model:
                     score += score_of_model
                 assert row["score"] == approx(min(score, limit), abs=1e-5)
-            expected = {
-                "objective/kl": mean_of(rows, "logprobs") - mean_of(rows, "ref_logprobs"),
-                "objective/entropy": -mean_of(rows, "logprobs"),
-                "objective/scores": mean_of(rows, "score"),
-                "policy/entropy_avg": np.mean(entropies),
-                "policy/approxkl_avg": 0,
-                "val/ratio": 1,
-                "val/ratio_var": 0,
-            }
-            assert {name: line[name] for name in expected} == approx(expected, rel=1e-4, abs=1e-5)
+            check_metrics(line, rows, entropies)
 
 
 def trained_episodes(calls):
