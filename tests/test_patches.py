@@ -1,5 +1,5 @@
 """Every patch of benchmark/patches/ applies, trains, and does the one thing that it promises. So do
-the lines of docs/papers.md.
+the lines of docs/papers.md and the broken functions.
 
 test_turns.py tests turns.patch. Those of vLLM run with a stand-in for it.
 """
@@ -18,6 +18,7 @@ from conftest import (
     column,
     contents,
     distance,
+    import_file,
     launch,
     launch_twice,
     launched,
@@ -35,6 +36,7 @@ from test_pages import vllm
 
 REFUSED = "sampling and training give log-probabilities"
 ENTROPY = "grpo entropy_bonus.patch"
+broken = import_file(HERE / "benchmark/failures/broken.py")
 
 # Three rows of docs/variants.md in one copy: lines of rloo.py, and what takes their place.
 ROWS = {
@@ -360,7 +362,7 @@ def test_models_of_the_way(load, run, world, tmp_path):
     load_policy(out / "models/3")
 
 
-# ---- the engine
+# ---- the engine, and the broken functions
 # Its stop string is a special token, which vLLM hides by default.
 ENGINE_FLAGS = dict(
     model_path="emits_pad",
@@ -395,3 +397,10 @@ def test_an_engine_with_old_weights_stops_the_run(script, load, run, monkeypatch
     monkeypatch.setattr(vllm.LLM, "collective_rpc", lambda *_, **__: None)
     with raises(module.UsageError, match=REFUSED):
         run(module, **ENGINE_FLAGS)
+
+
+@mark.parametrize("name, breaks", [("ppo", "temperature"), ("rloo", "eos_masked")])
+def test_a_script_notices_that_it_is_broken(name, breaks, run):
+    module = broken.load(name, [breaks])
+    with raises(module.UsageError, match=REFUSED):
+        run(module, num_ppo_epochs=2)
