@@ -123,8 +123,8 @@ MUTATIONS = {
         "token_ids + batch.token_ids[i][:-1] for i"),
     "None counted as 0": (
         "rloo", "algorithms/updates_are_those_of_the_textbook[rloo]",
-        "[sum(values) if values else nan for",
-        "[sum(values) for"),
+        "sum(values) if values else nan",
+        "sum(values)"),
     "unscored episode in the baseline": (
         "rloo", "algorithms/updates_are_those_of_the_textbook[rloo]",
         "(~groups.isnan()).sum(1, keepdim=True) - 1",

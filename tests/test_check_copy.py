@@ -128,7 +128,7 @@ COPIES = {
     "hash": {DRAWN: f"{DRAWN}\n        drawn.sort(key=lambda prompt: hash(prompt.text))"},
     "cut off": {"ended[running] = has_ended": "ended[running] = has_ended | (t == response - 1)"},
     "penalty": {PENALTY: PENALTY.replace("- args", "+ args")},
-    "sum": {"sum(values) if values else nan for": "sum(values) for"},
+    "sum": {"sum(values) if values else nan": "sum(values)"},
     "policy": {REFERENCE: REFERENCE.replace("reference", "policy")},
     "first": {
         "return episodes.tensor_split(": "return [episodes[:5]] * args.num_mini_batches or ("

@@ -25,7 +25,7 @@ BUGS = {  # What goes to the device, or comes from it, does not.
     "uniforms = uniforms.to(accelerator.device)": "pass",
     "{name: tensor.cpu() for name, tensor in samples.items()}": "samples",
     "[tensor.to(accelerator.device) for tensor in inputs]": "inputs",
-    "torch.nn.functional.pad(logprobs, (0, left_out)).cpu()": "logprobs",
+    "F.pad(logprobs, (0, left_out)).cpu()": "logprobs",
 }
 
 

@@ -56,10 +56,10 @@ ROWS = {
             difference = difference * (to_train > 0)[:, None]
 """,
     # Another optimizer and schedule.
-    """    return torch.optim.AdamW(
+    """    optimizer = torch.optim.AdamW(
         trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
     )
-""": """    return torch.optim.RMSprop(trained, lr=args.learning_rate / 10, momentum=0.9)
+""": """    optimizer = torch.optim.RMSprop(trained, lr=args.learning_rate / 10, momentum=0.9)
 """,
     """    accelerator.register_for_checkpointing(scheduler)
 """: """    schedules = torch.optim.lr_scheduler

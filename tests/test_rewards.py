@@ -214,7 +214,7 @@ REWARD_FILES = {
     "neighbour.py": "VALUE = 7",
     "tabnanny.py": "raise AssertionError('not the library')",
     "json.py": "def score(): return 3",
-    "later.py": "async def score(): return 1",
+    "sys.py": "def exit(): return 1",
     "my.own.py": "def score(): return 1",
     "pack/inner.py": "def score(): return 1",
 }
@@ -224,7 +224,7 @@ REWARD_FILES = {
 def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
     """FILE.py:FUNCTION and package.module:FUNCTION. A file may use its neighbours, which hide no
     library. A pool of processes finds its functions. A file whose name another module has is
-    refused.
+    refused, and so is one that was edited. Python says what it cannot import.
 
     This calls a function of the script, since a run would forget the modules of the run before."""
     monkeypatch.chdir(tmp_path)
@@ -241,17 +241,18 @@ def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
     with fresh_imports():
         assert load("mine.py:score")() == 7
         assert load("pack.inner:score")() == 1
-        for spec in ("pack.inner:nothing", "later.py:score"):
-            with raises(script.UsageError, match="no such function, or an async one"):
-                load(spec)
-        for spec in ("json.py:score", "nothing.py:score", "my.own.py:score"):
-            with raises(script.UsageError, match="no such file, or its name has a dot, or is ano"):
-                load(spec)
         Path("mine.py").write_text("def score(): return 8")
-        with raises(script.UsageError, match="mine.py was edited; restart the kernel"):
-            load("mine.py:score")
-        with raises(script.UsageError, match="must be exact_match, FILE.py:FUNCTION or none"):
-            load("nothing")
+        for spec, error, said in (
+            ("mine.py:score", script.UsageError, "an older text of it; .* restart the kernel"),
+            ("json.py:score", script.UsageError, "Python has loaded another json, .* rename the"),
+            ("sys.py:exit", script.UsageError, "another sys"),
+            ("my.own.py:score", ModuleNotFoundError, "No module named 'my'"),
+            ("nothing.py:score", FileNotFoundError, "nothing.py"),
+            ("pack.inner:nothing", AttributeError, "'pack.inner' has no attribute 'nothing'"),
+            ("nothing", script.UsageError, "must be exact_match, FILE.py:FUNCTION or none"),
+        ):
+            with raises(error, match=said):
+                load(spec)
 
 
 @one_text

@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import fnmatch
 import io
 import itertools
 import json
@@ -76,9 +75,9 @@ def test_the_scripts_do_not_drift():
 
 
 LIMITS = {  # tokens of the script, and of its lecture, which stands above the banner MACHINERY
-    "rloo": (11_430, 3_700),
-    "grpo": (11_870, 4_080),
-    "ppo": (12_620, 4_350),
+    "rloo": (10_930, 3_760),
+    "grpo": (11_360, 4_140),
+    "ppo": (12_160, 4_410),
 }
 
 
@@ -101,18 +100,6 @@ def test_a_script_is_short(name):
         f"{name}.py and its lecture have {tokens} tokens, and the limits are {LIMITS[name]}."
         " Write it shorter. If that makes it worse for a reader, raise the limit, and say why."
     )
-
-
-@mark.parametrize("name", SCRIPTS)
-def test_the_banner_names_what_the_lecture_calls(name):
-    """A `*` there stands for the rest of a name."""
-    lecture, _, machinery = source_of(name).partition("= MACHINERY =")
-    banner = machinery.split("\n\n")[0]
-    below = re.findall(r"^(?:def |class )(\w+)", machinery, re.MULTILINE)
-    missing = {name for name in below if re.search(rf"\b{name}[(,)]", lecture)}
-    for word in re.findall(r"[\w*]+", banner):
-        missing -= {*fnmatch.filter(missing, word)}
-    assert not missing, f"the banner must say what {missing} are"
 
 
 def letters_of(text):
