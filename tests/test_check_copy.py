@@ -12,9 +12,9 @@ import losses
 import stages
 import torch
 import tyro
-from conftest import HERE, MODULES, fresh_imports, import_file, reset_accelerate
+from conftest import HERE, MODULES, changed, fresh_imports, import_file, reset_accelerate
 from pytest import fixture, mark, raises
-from test_pages import changed, read
+from test_pages import read
 from test_patches import ROWS
 
 # docs/variants.md states losses.
