@@ -54,6 +54,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import time
 import warnings
 from dataclasses import dataclass, replace
@@ -284,8 +285,7 @@ def main(args):
     policy, optimizer = accelerator.prepare(policy, optimizer)
     sampler = Sampler(policy, tokenizer, ends, is_recorded=can_record(args))
     check_sampler(args, sampler, prompts + eval_prompts)
-    # What one iteration hands to the next.
-    state = {"iteration": 0, "step": 0, "has_learned": False}
+    state = {"iteration": 0, "step": 0, "learned": False}  # what one iteration hands to the next
     load_checkpoint(args, state, output_dir)  # With --resume, it changes the state, too.
     announce(args, settings, sampler, prompts)
     # The bar counts optimizer steps. disable=None: there is a bar only in a terminal.
@@ -475,7 +475,7 @@ def generate(args, sampler, drawn, k, rng, temperature):
         samples = map_episodes(one_pass, prompt_lengths, size)
     mask = samples["tokens"] >= 0
     token_ids = [row[row >= 0].tolist() for row in samples["tokens"]]
-    visible = map(partial(without_end, sampler.tokenizer), token_ids, samples["ended"].tolist())
+    as_text = partial(completion_text, sampler.tokenizer)
     # All episodes of a group get the same length. So sorting by it keeps them together, and a pass
     # that holds them can run their prompt once.
     longest = mask.sum(1).view(-1, k).amax(1).repeat_interleave(k)
@@ -483,7 +483,7 @@ def generate(args, sampler, drawn, k, rng, temperature):
         k=k,
         prompts=prompts,
         prompt_tokens=prompt_tokens,
-        completions=sampler.tokenizer.batch_decode(list(visible)),
+        completions=list(map(as_text, prompts, token_ids, samples["ended"].tolist())),
         token_ids=token_ids,
         mask=mask,
         lengths=prompt_lengths + longest,
@@ -643,6 +643,8 @@ def forward(model, rows, cache=None, columns=slice(None), **settings):
 def start_accelerator(args):
     """Connect the processes, and refuse a launch in which some of them are missing."""
     global accelerator, autocast
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # Each process loads its models.
+    os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "false"  # `check_flags` has read it.
     accelerator = accelerate.Accelerator(
         # The script accumulates and casts by itself, whatever the launcher is set to.
         gradient_accumulation_plugin=accelerate.utils.GradientAccumulationPlugin(num_steps=1),
@@ -775,9 +777,7 @@ def ready_to_sample(args, model):
 
 def set_checkpointing(model, now):
     """Let the layers compute their activations again in the backward pass, or keep the KV cache.
-
-    transformers does so in layers that are in train mode. The modules in them stay in eval mode.
-    """
+    transformers does so in layers that are in train mode. The modules in them stay in eval mode."""
     for module in model.modules():
         if isinstance(module, transformers.modeling_layers.GradientCheckpointingLayer):
             module.training = now
@@ -898,11 +898,16 @@ def check_chat(messages, text, settings):
         raise ValueError("the last message is the assistant's, without continue_final_message")
 
 
-def without_end(tokenizer, token_ids, ended):
-    """The tokens of a completion that its text shows: all but the special one that ended it."""
+def completion_text(tokenizer, prompt, token_ids, ended):
+    """A completion as text, without the special token that ended it.
+
+    Some tokenizers drop the first space of what they decode. So after a prompt that is a text, its
+    last token is decoded, too, and then cut off.
+    """
     if ended and not tokenizer.decode(token_ids[-1:], skip_special_tokens=True):
-        return token_ids[:-1]
-    return token_ids
+        token_ids = token_ids[:-1]
+    before = prompt.token_ids[-1:] if isinstance(prompt.row["prompt"], str) else []
+    return tokenizer.decode(before + token_ids).removeprefix(tokenizer.decode(before))
 
 
 def pad_left(rows):
@@ -1110,8 +1115,8 @@ def check_vocabulary(path, model, policy, tokenizer):
     rows, most = [m.config.get_text_config().vocab_size for m in (model, policy)]
     if other or rows < min(most, len(tokenizer)):  # A policy may lack rows for its last tokens.
         raise UsageError(
-            f"{path} has {rows} rows, and other tokens than --model-path: {other[:3]}. As a"
-            " --reward, benchmark/reward_model.py:score takes other models"
+            f"{path} has {rows} rows, and reads tokens of --model-path otherwise: {other[:3]}. As"
+            " a --reward, benchmark/reward_model.py:score takes other models"
         )
 
 
@@ -1245,10 +1250,8 @@ def record_steps(model, rows, cache):
 
 
 def check_sampler(args, sampler, prompts):
-    """Refuse a model whose sampler and training passes differ by more than rounding.
-
-    The shortest and the longest prompt are sampled together, and then each is passed alone.
-    """
+    """Refuse a model whose sampler and training passes differ by more than rounding. The shortest
+    and the longest prompt are sampled together, and then each is passed alone."""
     prompts = sorted((prompt.token_ids for prompt in prompts), key=len)
     prompts = pad_left([prompts[0], prompts[-1]])
     uniforms = torch.full((2, args.response_length), 0.5, dtype=torch.double)
@@ -1282,7 +1285,7 @@ def evaluate(args, sampler, prompts, reward, output_dir, iteration):
     if args.save_rollouts:
         columns = {"score": scores, "logprobs": batch.logprobs}
         records = episode_records(batch, iteration, columns, parts)
-        write_jsonl(output_dir / "rollouts" / f"eval_{iteration:08d}.jsonl", records)
+        write_jsonl(output_dir / f"rollouts/eval_{iteration:08d}.jsonl", records)
     metrics = {
         "eval/scores": scores.nanmean(),
         "eval/num_unscored": scores.isnan().sum(),
@@ -1319,9 +1322,7 @@ def rollout_metrics(batch, scores):
 
 def update_metrics(args, batch, mini_batch, to_train, passes, is_first):
     """What an update logs. From here on, every process has what the passes of all computed.
-
-    is_first: the policy has not changed since it sampled, so both must agree up to rounding
-    """
+    is_first: the policy has not changed since it sampled, so both must agree up to rounding"""
     computed = collect(passes, len(batch.prompts))
     logprobs, losses, logratio, is_clipped = [tensor[to_train] for tensor in computed]
     metrics = {"loss/policy_avg": losses.sum() / len(mini_batch)}
@@ -1380,14 +1381,15 @@ def mean_metrics(dicts):
 
 
 def write_metrics(state, output_dir, metrics, progress):
-    """Hand an iteration's metrics to metrics.jsonl, the trackers and the progress bar."""
+    """Hand an iteration's metrics to metrics.jsonl, the trackers and the progress bar. The state
+    notes whether an update had a gradient of scores."""
     metrics = recursively_apply(Tensor.item, metrics)
     # The mean of no episodes is nan, and a ratio can be inf. JSON knows neither.
     metrics = {name: value for name, value in metrics.items() if isfinite(value)}
     write_jsonl(output_dir / "metrics.jsonl", [metrics], mode="a")
     # Where all scores of every group are equal, only a KL moves the weights.
     if metrics.get("grad_norm") and metrics.get("group/equal_scores_fraction") != 1:
-        state["has_learned"] = True
+        state["learned"] = True
     track("log", metrics, step=metrics["episode"])
     progress.set_postfix(score=metrics.get("objective/scores"))
     for name in ("objective/scores", "eval/scores"):
@@ -1443,7 +1445,7 @@ def save_episodes(args, plan, output_dir, metrics, batch, columns, parts):
         return
     records = episode_records(batch, iteration, columns, parts)
     if args.save_rollouts:
-        write_jsonl(output_dir / "rollouts" / f"{iteration:08d}.jsonl", records)
+        write_jsonl(output_dir / f"rollouts/{iteration:08d}.jsonl", records)
     if is_shown:
         names = ["prompt", "completion", "score", *parts[0]]
         samples = [[record.get(name) for name in names] for record in records[:: args.k][:4]]
@@ -1475,14 +1477,18 @@ def claim_output_dir(args, prompts):
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__},"
         f" accelerate {accelerate.__version__}",
     }
+    files = {Path(__file__).name: SCRIPT}
+    if ".py:" in args.reward:
+        reward = Path(args.reward.rpartition(":")[0])
+        files[reward.name] = reward.read_bytes()
     # A killed process gives its lock back. A notebook may take its own again.
     lock = filelock.FileLock(output_dir / ".lock", blocking=False, is_singleton=True)
     refusal = None
     if accelerator.is_main_process:
         try:
-            begin_run(args, output_dir, settings, lock)
+            begin_run(args, output_dir, settings, files, lock)
         except (UsageError, OSError) as error:
-            refusal = str(error)
+            refusal = f"--output-dir {output_dir}: {error}"
     refusal = gather_object([refusal])[0]  # All processes stop, or none.
     if refusal:
         raise UsageError(refusal)
@@ -1493,8 +1499,8 @@ def claim_output_dir(args, prompts):
     return output_dir, settings, lock
 
 
-def begin_run(args, output_dir, settings, lock):
-    """Lock the folder, and write into it what the run is: script, reward and args.yaml.
+def begin_run(args, output_dir, settings, files, lock):
+    """Lock the folder, and write into it what the run is: settings as args.yaml, and files.
 
     Only --resume may use a folder that holds a run. Where that has a checkpoint or a model, it must
     be this run. Otherwise nothing is worth keeping, and the run begins anew.
@@ -1503,34 +1509,33 @@ def begin_run(args, output_dir, settings, lock):
     try:
         lock.acquire()
     except filelock.Timeout as error:
-        raise UsageError(f"another run writes into {output_dir}") from error
+        raise UsageError("another run writes into it") from error
     except OSError:  # Some network disks have no locks.
         pass
     is_finished = (output_dir / "model").exists()
     has_result = is_finished or any(output_dir.glob("checkpoints/iteration_*"))
     if not args.resume and (has_result or (output_dir / "metrics.jsonl").exists()):
-        raise UsageError(f"--output-dir {output_dir} holds a run; --resume continues it")
-    files = {Path(__file__).name: SCRIPT}
-    if ".py:" in args.reward:
-        reward = Path(args.reward.rpartition(":")[0])
-        files[reward.name] = reward.read_bytes()
+        raise UsageError("it holds a run; --resume continues a run")
     if has_result:
         before = yaml.safe_load((output_dir / "args.yaml").read_text())
         for name, content in files.items():
             kept = output_dir / name
             if not kept.exists() or kept.read_bytes() != content:
-                raise UsageError(
-                    f"{name} differs from its copy in {output_dir}; copy it there to go on with it"
-                )
-        for name in settings | before:
-            new, old = settings.get(name), before.get(name)
+                raise UsageError(f"{name} differs from its copy; copy it there to go on with it")
+        for name, new in settings.items():
+            old = before.get(name)
             if name not in FREE_FLAGS and new != old:
-                raise UsageError(f"--resume: {name} is {new}, but {old} in {output_dir}")
-    else:
-        for rollout in output_dir.glob("rollouts/*0???????.jsonl"):  # of a start that failed
-            rollout.unlink()
+                raise UsageError(f"--resume: {name} is {new}, but {old} in its args.yaml")
+    elif args.resume:  # A start that failed may have left rollouts.
+        for file in output_dir.glob("rollouts/*0???????.jsonl"):
+            file.unlink()
     if is_finished:
         return
+    # A checkpoint is a folder that is renamed. A mounted bucket cannot do that.
+    trial = Path(tempfile.mkdtemp(dir=output_dir))
+    (trial / "file").touch()
+    trial = trial.rename(trial.with_suffix(".tmp"))
+    shutil.rmtree(trial, ignore_errors=True)
     files["args.yaml"] = yaml.safe_dump(settings, sort_keys=False).encode()
     for name, content in files.items():  # A kill leaves a whole file, or none.
         temporary = output_dir / f"{name}.tmp"
@@ -1589,7 +1594,7 @@ def save_checkpoint(args, state, output_dir, is_last):
     if not gather_object([is_last or is_time])[0]:  # The main process decides. Clocks may differ.
         return
     state["saved"] = time.monotonic()
-    unfinished = output_dir / "checkpoints" / "unfinished"
+    unfinished = output_dir / "checkpoints/unfinished"
     accelerator.save_state(str(unfinished))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -1617,7 +1622,7 @@ def save_result(policy, tokenizer, output_dir, plan, state):
         (output_dir / "model.tmp").rename(output_dir / "model")
         for folder in output_dir.glob("checkpoints/iteration_*"):
             shutil.rmtree(folder, ignore_errors=True)
-    if not state["has_learned"]:
+    if not state["learned"]:
         accelerator.print(
             "warning: no update had a gradient, or all scores of every group were equal",
             file=sys.stderr,
@@ -1658,6 +1663,10 @@ class UsageError(ValueError):
 def check_flags(args):
     """A copy with defaults filled in. Flags that contradict each other are refused."""
     args = copy.copy(args)
+    for name, value in vars(args).items():
+        if isinstance(value, str) and name != "stop_string":  # A shell leaves the ~ of --flag=~/x.
+            setattr(args, name, os.path.expanduser(value))
+    args.gradient_checkpointing |= os.environ.get("FSDP_ACTIVATION_CHECKPOINTING") == "true"
     if not args.dtype:
         is_bf16 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"  # of the launcher
         args.dtype = "bfloat16" if is_bf16 else "float32"

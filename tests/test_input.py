@@ -170,7 +170,7 @@ CASES = [
             (FEW_TOKENS, "has 21 rows"),
             (
                 OTHER_TOKENS,
-                r"other tokens than --model-path: \[\(' ', 15\), .*benchmark/reward_model",
+                r"tokens of --model-path otherwise: \[\(' ', 15\), .*benchmark/reward_model",
             ),
         )
     ],
@@ -334,6 +334,26 @@ def test_tools_of_a_row_reach_the_template(script):
         (dict(tools=tools, chat_template_kwargs=dict(tools=[dict(type="b")])), "1b"),
     ):
         assert script.tokenize(tokenizer, dict(prompt=[USER]) | row)[0] == text
+
+
+@one_text
+def test_paths_may_begin_with_a_tilde(script, monkeypatch):
+    """A shell leaves the one of --output-dir=~/x."""
+    monkeypatch.setenv("HOME", "/home/me")
+    flags = dict(
+        output_dir="~/x",
+        model_path="~/m",
+        ref_model_path="~/r",
+        reward_model_path="~/c",
+        dataset="~/d.jsonl",
+        eval_dataset="~/e.jsonl",
+        reward="~/r.py:f",
+        eval_reward="~/e.py:f",
+    )
+    found = vars(script.check_flags(script.Args(**flags, stop_string="~/")))
+    assert found["stop_string"] == "~/"
+    for flag, value in flags.items():
+        assert found[flag] == value.replace("~", "/home/me")
 
 
 def test_defaults_that_the_model_decides(script):

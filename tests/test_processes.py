@@ -10,14 +10,16 @@ from conftest import (
     base_flags,
     column,
     compare_runs,
+    distance,
     launch_twice,
     launched,
     one_text,
     only,
     result_of,
+    weights_of,
 )
 from plain import token_counts
-from pytest import mark
+from pytest import mark, raises
 from test_pages import RECIPES, commands
 
 # Three processes cannot divide the batch or its mini-batches evenly, and groups are divided between
@@ -49,6 +51,42 @@ def test_fsdp2_is_the_run_of_one_process(script, elsewhere):
     assert "resuming after" in printed and "\n2 x cpu (FSDP2), " in printed
 
 
+ANSWERS = f"""
+import os, runpy, sys
+os.environ |= dict(FSDP_CPU_RAM_EFFICIENT_LOADING="true", FSDP_ACTIVATION_CHECKPOINTING="true")
+sys.argv[0] = "{HERE}/benchmark/hardware/shards.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@only("grpo", "ppo")
+@mark.slow
+def test_fsdp2_as_accelerate_config_sets_it_up(script, run, world, tmp_path):
+    """By default one process loads the weights, and the others wait for them. But PPO's new head
+    and LoRA's adapters come from no file. So here each process loads its models. Activation
+    checkpointing is --gradient-checkpointing, which excludes shared prompts."""
+    flags = dict(model_path="mild", learning_rate=0.01)
+    if script.__name__ == "grpo":
+        flags["lora_r"] = 2
+    alone = run(script, **flags)
+    program = tmp_path / "answers.py"
+    program.write_text(ANSWERS)
+    launched(script, 2, tmp_path, base_flags(world, flags), program=program)
+    ids = column(alone.rollouts, "token_ids")
+    assert column(read_rollouts(tmp_path / "out"), "token_ids") == ids
+    models = [weights_of(folder / "model") for folder in (alone.folder, tmp_path / "out")]
+    assert distance(*models) < 1e-3
+    assert "gradient_checkpointing: true" in (tmp_path / "out/args.yaml").read_text()
+
+
+@one_text
+def test_activation_checkpointing_excludes_shared_prompts(script, monkeypatch):
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    assert script.check_flags(script.Args()).gradient_checkpointing
+    with raises(ValueError, match="--share-prompts True"):
+        script.Args(share_prompts=True)
+
+
 @only("grpo")
 @mark.slow
 def test_the_launches_for_eight_gpus(script, run, world, tmp_path, monkeypatch):
@@ -58,7 +96,7 @@ def test_the_launches_for_eight_gpus(script, run, world, tmp_path, monkeypatch):
     programs = dict(DDP=None, FSDP2=HERE / "benchmark/hardware/shards.py")
     launches = [line for line in commands(RECIPES) if line.startswith("accelerate launch --config")]
     for (joined, program), command in zip(programs.items(), launches, strict=True):
-        words = command.replace("Qwen2DecoderLayer", "LlamaDecoderLayer").split()[2:]
+        words = command.split()[2:]
         launch, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
         environment = prepare_multi_gpu_env(launch) | dict(ACCELERATE_USE_CPU="true")
         folder = tmp_path / joined

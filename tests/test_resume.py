@@ -1,5 +1,6 @@
 """Killed runs. A run that was killed and started again is the run that was never stopped."""
 
+import errno
 import itertools
 import os
 import re
@@ -13,10 +14,11 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import accelerate
+import torch
 import yaml
 from conftest import column, contents, one_text, only, read_jsonl, result_of
 from kill_and_resume import kill_at
-from pytest import fixture, raises
+from pytest import fixture, mark, raises
 from safetensors.torch import load_file
 
 
@@ -126,7 +128,7 @@ def test_a_folder_belongs_to_one_process(script, run, out, flags, goes_on, monke
     after an interrupt the traceback, and so the lock, still exists."""
     out.mkdir()
     lock = script.filelock.FileLock(out / ".lock", blocking=False)
-    with lock, raises(script.UsageError, match=f"another run writes into {out}"):
+    with lock, raises(script.UsageError, match=f"--output-dir {out}: another run writes into it"):
         run(script, output_dir=out, **flags)
     with monkeypatch.context() as patch, raises(KeyboardInterrupt) as interrupted:
         patch.setattr(script, "load_policy", Mock(side_effect=KeyboardInterrupt))
@@ -225,7 +227,7 @@ def test_another_run_is_refused(script, run, killed_in, world, tmp_path, out, fl
             run(script, **dict(output_dir=out, resume=True) | flags | changed)
         assert contents(out) == before
 
-    holds = "--output-dir .* holds a run; --resume continues it"
+    holds = "--output-dir .*: it holds a run; --resume continues a run"
     is_refused(holds, resume=False)
     metrics = (out / "metrics.jsonl").rename(tmp_path / "metrics.jsonl")
     is_refused(holds, resume=False)  # Its checkpoints are there.
@@ -240,8 +242,7 @@ def test_another_run_is_refused(script, run, killed_in, world, tmp_path, out, fl
         # A template that writes the date makes other prompts of the same rows.
         (out / "args.yaml", "prompts: SHA-256 ", "prompts: ", "--resume: prompts is SHA-256 "),
         (out / "args.yaml", "weight_decay: 0.0\n", "", "--resume: weight_decay is 0.0, but None"),
-        (out / "args.yaml", "seed:", "old: 1\nseed:", "--resume: old is None, but 1"),
-        (out / "rloo.py", "0.2", "0.3", f"rloo.py differs from its copy in {out}; copy it there"),
+        (out / "rloo.py", "0.2", "0.3", f"--output-dir {out}: rloo.py differs from its copy; copy"),
         (out / "rewards.py", "0.3", "0.2", "rewards.py differs from its copy"),
     ):
         text = file.read_text()
@@ -270,6 +271,34 @@ def f(prompts, **_):
     calls.append(1)
     return None if len(calls) == %d else [1.0, 2, 3]
 """
+
+
+def rename_no_full_folder(rename, source, *more):
+    """As gcsfuse and goofys do it."""
+    if os.path.isdir(source) and os.listdir(source):
+        raise OSError(errno.EMFILE, "Too many open files", str(source))
+    return rename(source, *more)
+
+
+@one_text
+@mark.parametrize("kind", ["file", "broken link", "below a file", "not writable", "bucket"])
+def test_a_folder_that_cannot_be_used_is_refused(script, run, tmp_path, monkeypatch, kind):
+    """In one line, before models are loaded."""
+    out = tmp_path / "out"
+    if kind == "file":
+        out.touch()
+    elif kind == "broken link":
+        out.symlink_to(tmp_path / "nowhere" / "deeper")
+    elif kind == "below a file":
+        out.touch()
+        out = out / "below"
+    elif kind == "not writable":
+        monkeypatch.setattr(os, "mkdir", Mock(side_effect=PermissionError("not permitted")))
+    else:
+        monkeypatch.setattr(os, "rename", partial(rename_no_full_folder, os.rename))
+    monkeypatch.delattr(script, "load_policy")
+    with raises(script.UsageError, match=f"^--output-dir {out}: "):
+        run(script, output_dir=out)
 
 
 @one_text
@@ -346,6 +375,18 @@ def test_a_checkpoint_of_lora_holds_what_is_trained(killed_in, out, flags, goes_
     for file in out.glob("checkpoints/iteration_00000002/model*.safetensors"):
         assert all(re.search("lora_|score", name) for name in load_file(file))
     goes_on()
+
+
+@one_text
+def test_a_resumed_run_knows_that_it_has_learned(
+    script, run, killed_in, out, flags, monkeypatch, capsys
+):
+    """Its last updates have no gradient. It does not warn, since those before the kill had one."""
+    killed_in("loading", 4)
+    monkeypatch.setattr(script, "rloo_advantages", lambda rewards, k: torch.zeros_like(rewards))
+    for folder, is_warned in ((out, False), (out.with_name("new"), True)):
+        run(script, **flags, output_dir=folder, resume=True)
+        assert ("warning: no update had" in capsys.readouterr().err) == is_warned
 
 
 @only("rloo")
