@@ -15,6 +15,7 @@ from conftest import (
     launched,
     one_text,
     only,
+    read_rollouts,
     result_of,
     weights_of,
 )
