@@ -23,13 +23,14 @@ tests/conftest.py has the helpers:
     read_rollouts(folder)     the rows that --save-rollouts wrote
     record_calls(.., name)    a list; every call of the function adds an entry with its inputs and
                               its result
-    launched(script, n, ..)   runs the script as a program, on n processes
+    elsewhere(script, n, ..)  runs it here, and as a program on n processes: both must be the same
 """
 
 import math
 import random
 import typing
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import conftest
@@ -37,14 +38,12 @@ import torch
 import transformers
 import yaml
 from conftest import (
+    EVERYTHING,
     MODULES,
     base_flags,
-    compare_runs,
     group_flag,
-    launched,
     make_args,
     make_prompts,
-    read_jsonl,
     read_rollouts,
     record_calls,
 )
@@ -53,6 +52,7 @@ from pytest import approx, fixture, mark
 # Tests take these as arguments. pytest finds them only under their own names in this file.
 run = conftest.run
 world = conftest.world
+elsewhere = conftest.elsewhere
 updates = conftest.updates
 
 
@@ -401,9 +401,9 @@ def test_schedule_is_transformers_own_over_exactly_the_steps(
 # =================================== 6  several processes ===================================
 @mark.slow
 @mark.parametrize("name", MODULES)
-def test_processes_change_no_count(name, run, world, tmp_path):
-    """A run on several processes is the run on one. Here they divide neither 5 prompts nor
-    mini-batches of 3 nor 6.
+def test_processes_change_no_count(name, elsewhere):
+    """A run on several processes has the completions, metrics and weights of the run on one. Here
+    they divide neither 5 prompts nor mini-batches of 3 nor 6.
 
     Bugs: accelerate#2926, LLaMA-Factory#424 (a schedule steps once per process)."""
     script = MODULES[name]
@@ -415,27 +415,20 @@ def test_processes_change_no_count(name, run, world, tmp_path):
         num_train_epochs=3.0,
         warmup_steps=2,
         lr_scheduler_type="cosine",
+        kl_coef=0.1,
+        learning_rate=1e-3,
         dataset=5,
         eval_dataset=3,
     )
-    _, _, alone = run(script, **flags)
-    # This reward function writes down who called it, for how many episodes.
-    flags = base_flags(world, flags | dict(reward="probe"))
-    flags["per_device_train_batch_size"] = 1
-    printed = launched(script, processes, tmp_path, flags)
-    compare_runs(alone, tmp_path / "out")  # the same completions, metrics and final weights
-    args = make_args(script, **flags)
+    ran, printed = elsewhere(script, processes, **flags | EVERYTHING.get(name, {}))
+    assert f"\n{processes} x cpu (DDP), float32, " in printed
     # The first row is the evaluation before training.
-    before, *metrics = read_jsonl(tmp_path / "out" / "metrics.jsonl")
+    before, *metrics = ran.metrics
     assert (before["step"], before["episode"], before["epoch"]) == (0, 0, 0)
-    steps = check_run(args, metrics, tmp_path / "out", 5)
+    args = replace(ran.args, per_device_train_batch_size=1)
     plan = vars(script.batch_arithmetic(args, 5, processes))
+    assert plan["steps"] == check_run(args, metrics, ran.folder, 5)
     assert yaml.safe_dump(plan, sort_keys=False) in printed
-    assert plan["steps"] == steps
-    calls = read_jsonl(tmp_path / "calls.jsonl")
-    assert {call["world_size"] for call in calls} == {processes}
-    # Nothing is scored twice. There are two evaluations of 3 prompts.
-    assert sum(call["count"] for call in calls) == plan["episodes"] + 2 * 3
 
 
 # ======================================== 7  --plan =========================================

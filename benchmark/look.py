@@ -113,6 +113,13 @@ def token_texts(decode, ids):
     return [*texts, whole[start:]]
 
 
+def lost_space(decode, row):
+    """The first space of a completion, which some tokenizers drop, where it stands alone."""
+    found = [row["completion"], decode(*row["token_ids"])]
+    kept, alone = [len(text) - len(text.lstrip(" ")) for text in found]
+    return " " * (kept - alone)
+
+
 def rounded(number, digits=3):
     """The first digits of a number. JSON has no nan and no inf: they are None."""
     if number is None or not math.isfinite(number):
@@ -133,6 +140,8 @@ def read_episode(row, decode):
     numbers |= {"advantage": advantage, "value": row.get("values"), "return": row.get("returns")}
     if isinstance(advantage, list):
         advantage = sum(advantage) / max(1, len(advantage))
+    texts = token_texts(decode, row["token_ids"])
+    texts[:1] = [lost_space(decode, row) + first for first in texts[:1]]
     shown = {}
     for name, column in numbers.items():
         if isinstance(column, list):
@@ -152,7 +161,7 @@ def read_episode(row, decode):
         "advantage": rounded(advantage),
         "kl": rounded(kl),
         "notes": [note for note in notes if notes[note]],
-        "texts": token_texts(decode, row["token_ids"]),
+        "texts": texts,
         "numbers": shown,
     }
 

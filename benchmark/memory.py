@@ -8,8 +8,8 @@ tokenizer are read. The script's functions run on fake tensors, which have a sha
 and the bytes of living tensors are counted. If all layers are equal, three and five of them are
 counted, and a line through both gives the rest. A copy's `load_policy`, `load_reference`,
 `token_logprobs` and so on are counted as the copy has them. What `main` itself computes, or loads
-in another way, is not. All prompts are as long as the longest one, and all completions as
---response-length. Where --share-prompts is not given, it is as on a GPU.
+in another way, is not, and the optimizer is AdamW. All prompts are as long as the longest one, and
+all completions as --response-length. Where --share-prompts is not given, it is as on a GPU.
 
 It prints what stays, and the peak of each stage, for micro-batches of 1, 2, 4, ... up to that of
 --per-device-train-batch-size. With --gib it stops at the first size that does not fit. A
@@ -207,8 +207,10 @@ def count(script, args, tokens, with_stages=True, processes=1, sharding="none", 
 
     def load_model(path, dtype, longest, auto_class=transformers.AutoModelForCausalLM, **changes):
         config = read_config(script, path, **changes)
-        script.check_positions(path, config, longest - 1)
         text = config.get_text_config()
+        positions = getattr(text, "max_position_embeddings", None) or inf
+        if positions < longest:
+            raise script.UsageError(f"{path} has {positions} positions, and {longest} are needed")
         text.output_router_logits = False  # as in the script's own
         if layers is not None:
             text.num_hidden_layers = layers
@@ -366,11 +368,14 @@ def count(script, args, tokens, with_stages=True, processes=1, sharding="none", 
             if args.reward_model_path is not None:
                 auto_class = transformers.AutoModelForSequenceClassification
                 make = partial(load_model, auto_class=auto_class, num_labels=1)
-                load("reward model", make, args.reward_model_path, args.dtype, longest + 1)
+                load("reward model", make, args.reward_model_path, args.dtype, longest)
             if processes > 1 and not is_sharded:
                 load("buckets of DDP", lambda: [torch.empty_like(weight) for weight in weights])
             is_scored = models["reference"] is not None or models.keys() & SCORING
-            optimizers = [script.make_optimizer(args, model) for model in trained]
+            optimizers = [
+                torch.optim.AdamW([w for w in model.parameters() if w.requires_grad], fused=True)
+                for model in trained
+            ]
             start = memory.alive
             make_gradients()
             found["gradients"] = memory.alive - start

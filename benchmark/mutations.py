@@ -39,15 +39,15 @@ MUTATIONS = {
         "plan.iterations = max(1, plan.episodes // args.batch_size)"),
     # processes
     "schedule stepped once per process": (
-        "rloo", "processes/any_hardware_gives_the_same_run[rloo]",
+        "rloo", "accounting/processes_change_no_count[rloo]",
         "policy, optimizer = accelerator.prepare(policy, optimizer)",
         "policy, optimizer, scheduler = accelerator.prepare(policy, optimizer, scheduler)"),
     "repeated episode counted": (
-        "rloo", "processes/any_hardware_gives_the_same_run[rloo]",
+        "rloo", "accounting/processes_change_no_count[rloo]",
         "(losses * is_real[:, None]).sum()",
         "losses.sum()"),
     "mean of means": (
-        "rloo", "processes/memory_flags_give_the_same_run[rloo]",
+        "rloo", "training/a_run_is_that_of_plain_passes[llama-rloo]",
         "is_real[:, None]).sum() / len(mini_batch)",
         "is_real[:, None]).sum() / len(episodes)"),
     "a reward that sees half of a group": (
@@ -60,11 +60,11 @@ MUTATIONS = {
         "pass"),
     # sampling
     "groups interleaved in the batch": (
-        "grpo", "rewards/a_reward_that_names_its_prompt_comes_back_to_it[grpo]",
+        "rloo", "training/a_run_is_that_of_plain_passes[llama-rloo]",
         "[prompt for prompt in drawn for _ in range(k)]",
         "[prompt for _ in range(k) for prompt in drawn]"),
     "sampler without temperature": (
-        "rloo", "sampling/sampling_follows_the_exact_distribution[rloo]",
+        "rloo", "training/a_run_is_that_of_plain_passes[llama-rloo]",
         "logits[:, -1].float() / (temperature or 1.0)",
         "logits[:, -1].float()"),
     "searchsorted from the left": (
@@ -85,23 +85,23 @@ MUTATIONS = {
         "next(recorded_steps)[: len(running)]"),
     # passes
     "EOS masked out": (
-        "grpo", "training/gradient_is_that_of_plain_passes[grpo-llama]",
+        "rloo", "training/a_run_is_that_of_plain_passes[llama-rloo]",
         'mask = samples["tokens"] >= 0',
         'mask = samples["tokens"] > 1'),
     "masked by token id": (
-        "ppo", "training/gradient_is_that_of_plain_passes[ppo-emits_pad]",
+        "ppo", "training/a_run_is_that_of_plain_passes[emits_pad-ppo]",
         'mask = samples["tokens"] >= 0',
         'mask = samples["tokens"] > 0'),
     "another group's keys and values": (
-        "rloo", "training/gradient_is_that_of_plain_passes[rloo-llama]",
+        "rloo", "training/a_run_is_that_of_plain_passes[llama-rloo]",
         "cache.reorder_cache(row_of)",
         "cache.reorder_cache(torch.arange(len(prompts)) % len(different))"),
     "passes without temperature": (
-        "rloo", "training/gradient_is_that_of_plain_passes[rloo-llama]",
+        "rloo", "training/a_run_is_that_of_plain_passes[llama-rloo]",
         "logits.float() / args.temperature",
         "logits.float()"),
     "dropout with checkpointing": (
-        "ppo", "training/ratio_is_one_while_the_weights_stand_still[ppo-dropout]",
+        "ppo", "training/a_run_is_that_of_plain_passes[gpt2-ppo]",
         "module.training = now",
         "module.train(now)"),
     "episodes that carry KL left out": (
@@ -114,17 +114,17 @@ MUTATIONS = {
         "hardshrink(batch.logprobs - ref_logprobs, 0)"),
     # scores
     "penalty of a missing EOS after the clip": (
-        "ppo", "rewards/order_of_a_score[ppo]",
+        "ppo", "training/a_run_is_that_of_plain_passes[llama-ppo]",
         "scores = scores - args.missing_eos_penalty",
         "scores = scores.clamp(max=args.score_clip) - args.missing_eos_penalty"),
     "reward model does not read the EOS": (
-        "rloo", "rewards/reward_model_reads_the_episode_with_its_eos[rloo-llama-<pad>]",
+        "rloo", "training/a_run_is_that_of_plain_passes[llama-rloo]",
         "token_ids + batch.token_ids[i] for i",
         "token_ids + batch.token_ids[i][:-1] for i"),
     "None counted as 0": (
         "rloo", "algorithms/updates_are_those_of_the_textbook[rloo]",
-        "[sum(values) if values else nan for",
-        "[sum(values) for"),
+        "sum(values) if values else nan",
+        "sum(values)"),
     "unscored episode in the baseline": (
         "rloo", "algorithms/updates_are_those_of_the_textbook[rloo]",
         "(~groups.isnan()).sum(1, keepdim=True) - 1",
@@ -163,7 +163,7 @@ MUTATIONS = {
         "rewards[torch.arange(num_episodes), batch.mask.sum(1) - 1] += scores.float()",
         "rewards[:, -1] += scores.float()"),
     "value read one position late": (
-        "ppo", "algorithms/ppo_values_by_plain_passes[value_model_path-ppo]",
+        "ppo", "training/a_run_is_that_of_plain_passes[llama-ppo]",
         "[:, prompts.shape[1] - 1 :].float().squeeze(-1)",
         "[:, prompts.shape[1] - 1 :].float().squeeze(-1).roll(-1, 1)"),
     "value after the end is not 0": (

@@ -405,8 +405,25 @@ def measure_part(path, name, parts):
     write_result(path, old["parts"] | {name: stamp}, in_order)
 
 
+def made_of(path):
+    """The script that a copy was made of, and at which commit: that with the fewest differing
+    lines, the newest of equals. None without git."""
+    lines = set(path.read_text("utf-8").splitlines())
+
+    def differing(text):
+        return len(lines ^ set(text.splitlines()))
+
+    name = min(SCRIPTS, key=lambda name: differing((ROOT / f"{name}.py").read_text("utf-8")))
+    found = {}
+    for commit in git("log", "--format=%h", "--", f"{name}.py").split():
+        found[commit] = differing(git("show", f"{commit}:./{name}.py"))
+    return name, min(found, key=found.get, default=None)
+
+
 def git(*words):
-    """What git prints in the repository's root."""
+    """What git prints in the repository's root, or nothing without git."""
+    if not shutil.which("git"):
+        return ""
     finished = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
     return finished.stdout.strip()
 

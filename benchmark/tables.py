@@ -39,7 +39,7 @@ import tyro
 from draw import mean_and_band
 from run import BENCHMARK, ROOT, having, import_script
 
-PAGES = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *BENCHMARK.glob("**/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *BENCHMARK.glob("**/*.md")]
 TABLE = re.compile(
     r"(<!-- table: ((?:.|\n)*?) -->\n\|.*\n\|.*\n)(?:\|.*\n)*(<!-- end of table -->)"
 )

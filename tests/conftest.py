@@ -18,8 +18,6 @@ import json
 import math
 import os
 import random
-import runpy
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,8 +32,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 import torch
 import transformers
-import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from program import run_program
 from pytest import fixture, mark, raises
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -63,6 +61,11 @@ torch.set_num_threads(1)  # The models are too small to gain from more threads.
 transformers.utils.logging.disable_progress_bar()
 
 
+def pytest_collection_modifyitems(items):
+    """README's commands take longest. They come first, so that no worker ends long after others."""
+    items.sort(key=lambda item: item.path.stem != "test_pages")
+
+
 def import_file(path):
     """A Python file as a module, imported anew."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
@@ -70,6 +73,18 @@ def import_file(path):
     sys.modules[spec.name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
+
+
+def changed(name, folder, patches=None, texts={}):
+    """A script with patches, or with other texts, as a module. folder: of its own"""
+    path = launcher.copy_script(folder, name, *(patches or "").split())
+    text = path.read_text(encoding="utf-8")
+    for old, new in texts.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    copy = folder / f"{name}_changed.py"  # `import_file` must not replace the script itself.
+    copy.write_text(text)
+    return import_file(copy)
 
 
 # MODULES has every script in the folder by name, also your copy of one. SCRIPTS names the three of
@@ -82,6 +97,8 @@ SCRIPTS = [name for name in ("rloo", "grpo", "ppo") if name in MODULES]
 launcher = import_file(HERE / "benchmark/run.py")
 stages = import_file(HERE / "benchmark/stages.py")
 losses = import_file(HERE / "benchmark/losses.py")
+read_jsonl = launcher.read_rows
+column = launcher.column
 # Here and below: otherwise the garbage collector looks through all objects after each run.
 gc.freeze()
 
@@ -121,20 +138,9 @@ def make_args(script, **flags):
     return script.Args(**with_group(script, flags))
 
 
-def read_jsonl(path):
-    return [json.loads(line) for line in open(path, encoding="utf-8")]
-
-
-def read_rollouts(output_dir, prefix=""):
-    """The rows of all iterations of a run, or with the prefix `eval_` of all evaluations."""
-    rows = []
-    for path in sorted(Path(output_dir).glob(f"rollouts/{prefix}[0-9]*.jsonl")):
-        rows += read_jsonl(path)
-    return rows
-
-
-def column(rows, name):
-    return [row[name] for row in rows]
+def read_rollouts(output_dir):
+    """The rows of all iterations of a run."""
+    return launcher.read_run(output_dir)["rollouts"]
 
 
 def write_jsonl(path, rows):
@@ -239,7 +245,7 @@ def save_classifier(folder, **settings):
 
 REWARDS = '''
 import json, os, pathlib
-import accelerate, numpy, torch
+import numpy, torch
 
 def letters(prompts, completions, **_):
     """Other scores for each completion of a prompt, and for each prompt."""
@@ -332,14 +338,6 @@ def stops_once(prompts, completions, **_):
     if calls == 3 and not stopped.exists():
         stopped.touch()
         raise KeyError("stopped")
-    return letters(prompts, completions)
-
-def probe(prompts, completions, **_):
-    """The reward `letters`. Each call writes a line: how many completions it scored, on how many
-    processes."""
-    call = dict(count=len(prompts), world_size=accelerate.PartialState().num_processes)
-    with open("calls.jsonl", "a") as file:
-        file.write(json.dumps(call) + "\\n")
     return letters(prompts, completions)
 '''
 
@@ -434,12 +432,34 @@ def base_flags(world, flags={}):
     return flags
 
 
+EVERYTHING = {  # the flags that compute something over the whole batch, or leave episodes out
+    "rloo": dict(reward="unsure_parts", missing_eos_penalty=1.0),
+    "grpo": dict(
+        reward="unsure",
+        scale_rewards="batch",
+        importance_sampling_level="sequence",
+        mask_truncated_completions=True,
+        loss_type="dapo",
+    ),
+    "ppo": dict(
+        score_norm=True,
+        score_scaling=True,
+        whiten_rewards=True,
+        adaptive_kl=True,
+        kl_horizon=50,
+        target_kl=1e-3,
+    ),
+}
+for flags in EVERYTHING.values():
+    flags |= dict(model_path="many_eos", ref_model_path="reference")
+
+
 class Run(NamedTuple):
     args: object
     metrics: list[dict]  # the rows of metrics.jsonl
     folder: Path
     rollouts = property(lambda self: read_rollouts(self.folder))
-    eval_rollouts = property(lambda self: read_rollouts(self.folder, "eval_"))
+    eval_rollouts = property(lambda self: launcher.read_run(self.folder)["eval_rollouts"])
 
     def rows_of(self, iteration):
         return [row for row in self.rollouts if row["iteration"] == iteration]
@@ -481,6 +501,24 @@ def hold(run):
         return ran, stages.gradients(launcher.read_run(ran.folder), log, loss)
 
     return hold
+
+
+@fixture
+def elsewhere(run, world, tmp_path):
+    """elsewhere(script, processes, start, more, **flags): a run here, and one that `start` makes,
+    with passes and rollouts of one episode where flags say nothing else. Both must be the same.
+    Returns the run here, and what the other one printed.
+
+    start: `launched` or `launch_twice`; more: for `launch`"""
+
+    def elsewhere(script, processes, start=launched, more={}, **flags):
+        ran = run(script, **flags)
+        flags = dict(per_device_train_batch_size=1, per_device_rollout_batch_size=1) | flags
+        printed = start(script, processes, tmp_path, base_flags(world, flags), **more)
+        compare_runs(ran.folder, tmp_path / "out")
+        return ran, printed
+
+    return elsewhere
 
 
 @fixture
@@ -578,22 +616,16 @@ def metrics_of(folder, may_differ=TIMES):
 def compare_runs(output_dir, other_dir):
     """Fail unless two runs have the same completions, and the same metrics and weights up to
     rounding."""
-    output_dir, other_dir = Path(output_dir), Path(other_dir)
-    for prefix, name in itertools.product(("", "eval_"), ("prompt", "token_ids")):
-        found = column(read_rollouts(other_dir, prefix), name)
-        assert found == column(read_rollouts(output_dir, prefix), name)
+    run, other = map(launcher.read_run, (output_dir, other_dir))
+    for rows, name in itertools.product(("rollouts", "eval_rollouts"), ("prompt", "token_ids")):
+        assert column(other[rows], name) == column(run[rows], name)
     # The difference of trainer and sampler is only rounding.
     may_differ = TIMES | {"val/sampling_logprob_difference"}
     lines = metrics_of(output_dir, may_differ)
-    for line, other in zip(lines, metrics_of(other_dir, may_differ), strict=True):
-        assert line == pytest.approx(other, rel=1e-4, abs=5e-6)
-    args = yaml.safe_load((output_dir / "args.yaml").read_text())
-    start = flat(weights_of(args["model_path"]))
-    end = flat(weights_of(output_dir / "model"))
-    other_end = flat(weights_of(other_dir / "model"))
-    moved = (end - start).norm()
-    assert moved > 1e-3
-    assert (end - other_end).norm() / moved < 1e-3
+    for line, its in zip(lines, metrics_of(other_dir, may_differ), strict=True):
+        assert line == pytest.approx(its, rel=1e-4, abs=5e-6)
+    start = Path(run["args"]["model_path"])
+    assert launcher.relative_distance(other_dir, output_dir, start) < 1e-3
 
 
 def contents(folder, pattern="*"):
@@ -622,51 +654,26 @@ def command_line(flags):
     return words
 
 
-def run_program(folder, words):
-    """Run a Python file in `folder`. It prints into files there, `stdout` and `stderr`."""
-    os.chdir(folder)
-    for number, name in enumerate(("stdout", "stderr"), start=1):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
-    sys.argv = words
-    sys.path.insert(0, os.path.dirname(words[0]))
-    try:
-        runpy.run_path(words[0], run_name="__main__")
-    except SystemExit as error:
-        if error.code:
-            raise
-    return {}
+def forked(folder, words, processes=1, **variables):
+    """Run a Python file in `folder`, as a program in forks of a process that has the libraries.
+    This saves most of the time of a start. Returns the finished program.
 
-
-def forked(folder, words, processes=1):
-    """Run a Python file in `folder` in forks of a process that has imported the libraries. This
-    saves most of the time of a start. Returns the finished program."""
+    variables: of its environment"""
     printed = [Path(folder, name) for name in ("stdout", "stderr")]
     for path in printed:
         path.unlink(missing_ok=True)
-    ran = launcher.apart(run_program, folder, words, processes=processes, seconds=600)
+    ran = launcher.apart(run_program, folder, words, variables, processes=processes, seconds=600)
     stdout, stderr = (path.read_text() for path in printed)
     failed = ran.get("failed", "")
     return SimpleNamespace(returncode=bool(failed), stdout=stdout, stderr=stderr + failed)
 
 
-def launch(script, processes, folder, flags, program=None, **environment):
-    """Run a script in `folder` as a program of its own, and wait for its end.
-
-    Returns the finished program. program: a Python file that runs the script"""
+def launch(script, processes, folder, flags, program=None, **variables):
+    """Run a script as `forked` does. program: a Python file that runs it"""
     words = [script.__file__, *command_line(with_group(script, flags))]
     if program is not None:
         words.insert(0, str(program))
-    if processes > 1:
-        return forked(folder, words, processes)
-    environment = os.environ | environment
-    return subprocess.run(
-        [sys.executable, *words],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return forked(folder, words, processes, **variables)
 
 
 def launched(script, processes, folder, flags, **more):

@@ -1,7 +1,12 @@
-"""Groups of a run's rows, and their log-probabilities by plain passes. Stand-ins of CUDA graphs."""
+"""What runs should compute, by plain passes: one episode at a time, without padding and cache. Also
+groups of a run's rows, and stand-ins of CUDA graphs.
+"""
 
+import numpy as np
 import torch
 from conftest import encode, load_policy, plain_logprobs
+from pytest import approx
+from torch.distributions import Categorical
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -70,3 +75,28 @@ def row_logprobs(model_path, rows, temperature=1.0):
         tokens = plain_logprobs(model, encode(row["prompt"]), row["token_ids"], temperature)
         logprobs.append(tokens.tolist())
     return logprobs
+
+
+@torch.no_grad()
+def plain_outputs(model, row):
+    """A model's outputs one position before each token of a completion, and at its last one."""
+    ids = torch.tensor([encode(row["prompt"]) + row["token_ids"]])
+    return model(ids).logits[0, len(row["prompt"]) - 1 :]
+
+
+def check_samples(ran, rows, model_path, purpose, temperature):
+    """The tokens of an iteration's rows are those that its random numbers pick, and have their
+    log-probabilities. Returns the entropy at each of them."""
+    model = load_policy(model_path)
+    rng = np.random.default_rng([ran.args.seed, purpose, rows[0]["iteration"]])
+    entropies = []
+    for row, numbers in zip(rows, rng.random((len(rows), ran.args.response_length))):
+        tokens = torch.tensor(row["token_ids"])
+        choice = Categorical(logits=plain_outputs(model, row)[:-1] / temperature)
+        logprobs = choice.log_prob(tokens)
+        assert row["logprobs"] == approx(logprobs.tolist(), abs=1e-5)
+        top = choice.probs.cumsum(1)[range(len(tokens)), tokens]
+        numbers = torch.from_numpy(numbers[: len(tokens)])
+        assert ((top - logprobs.exp() - 1e-5 < numbers) & (numbers < top + 1e-5)).all()
+        entropies += choice.entropy().tolist()
+    return entropies

@@ -16,25 +16,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import run as launcher
-import tables
-import torch
 import tyro
 from conftest import (
     HERE,
     MODULES,
     base_flags,
+    changed,
     column,
     command_line,
-    distance,
-    encode,
-    forked,
     fresh_imports,
     import_file,
-    load_policy,
     make_prompts,
     make_rows,
     one_text,
-    plain_logprobs,
     read_jsonl,
     save_classifier,
     save_model,
@@ -42,13 +36,13 @@ from conftest import (
     write_jsonl,
 )
 from pytest import approx, mark, raises
-from test_pages import changed, first_command
+from test_pages import first_command
 
 plot = import_file(HERE / "benchmark" / "plot.py")
 win_rate = import_file(HERE / "benchmark" / "win_rate.py")
 tasks = import_file(HERE / "benchmark" / "smollm2" / "tasks.py")
 gsm8k = import_file(HERE / "benchmark" / "gsm8k" / "gsm8k.py")
-code = import_file(HERE / "benchmark" / "code" / "reward.py")
+code = import_file(HERE / "benchmark" / "code" / "mbpp.py")
 ladder = import_file(HERE / "benchmark" / "ladder" / "ladder.py")
 claims = import_file(HERE / "benchmark" / "claims" / "claims.py")
 throughput = import_file(HERE / "benchmark" / "throughput" / "throughput.py")
@@ -104,10 +98,19 @@ def test_every_job_parses(program, tmp_path, monkeypatch):
 
 @mark.slow
 @of_each_program
-def test_a_smoke_run(program, tmp_path):
-    """A short version of each part runs to its end, and the figures are drawn."""
-    ran = forked(tmp_path, [str(HERE / "benchmark" / program), "--smoke"])
-    assert ran.returncode == 0, ran.stderr
+def test_a_smoke_run(program, monkeypatch):
+    """A short version of each part runs to its end, and the figures are drawn. Its runs are forks
+    of the process that other tests have started."""
+    monkeypatch.setattr(sys, "argv", [program.name, "--smoke"])
+    monkeypatch.setattr(launcher, "SEEN", set())
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.chdir(HERE)
+    with fresh_imports():
+        module = launcher.import_script(HERE / "benchmark" / program)
+        if module.main is launcher.main:
+            module.main("", module.RESULT, module.PARTS, getattr(module, "plot", None))
+        else:
+            tyro.cli(module.main)
 
 
 def test_a_part_is_measured_alone(tmp_path, monkeypatch):
@@ -154,14 +157,6 @@ def test_curves():
     found = launcher.curves(dict(metrics=metrics, evaluations=evaluations), "x eval/y seconds z")
     expected = dict(episode=[0, 16, 32], x=[1, 1.5, 4], seconds=[0, 2, 4])
     assert found == expected | {"eval/y": [0, 0.25, 0.5]}
-
-
-def test_half_of_an_interval_in_a_table():
-    """The pages show that the other cells stay as they are."""
-    rows = [dict(x=x) for x in (1, 2, 3)]
-    assert tables.fill("{x:±.2f}", rows, {}) == f"2.00 ± {4.303 / 3**0.5:.2f}"
-    with raises(KeyError, match="no row has z"):
-        tables.fill("{z}", rows, {})
 
 
 READERS = r"""
@@ -395,7 +390,7 @@ def test_programs_that_a_policy_writes(monkeypatch):
     tests = [["", "assert f(1) == 2"]] * len(lines)
     assert code.score(programs, tests) == [*map(float, scores)]
     assert not left_behind()
-    killed = "import reward; reward.score(['import time; time.sleep(1e6)'], [[]])"
+    killed = "import mbpp; mbpp.score(['import time; time.sleep(1e6)'], [[]])"
     with raises(subprocess.TimeoutExpired):
         folder = HERE / "benchmark/code"
         subprocess.run([sys.executable, "-c", killed], cwd=folder, timeout=2)
@@ -405,25 +400,14 @@ def test_programs_that_a_policy_writes(monkeypatch):
     assert code.score(programs[:1], tests[:1]) == [None]
 
 
-def test_reinforce_and_its_measured_gradients(world, tmp_path, monkeypatch):
-    """The advantages of the patch are the scores. With learning rate 0, both iterations of
-    ladder.py have the gradient of their own completions and of the same weights."""
-    rloo = MODULES["rloo"]
-    flags = base_flags(world, dict(kl_coef=0.0, total_episodes=24, learning_rate=0.0))
-    words = " ".join(command_line(with_group(rloo, flags)))
+def test_the_measured_gradients_of_the_ladder(world, tmp_path, monkeypatch):
+    """One of each update. metrics.jsonl has their lengths."""
+    words = " ".join(command_line(with_group(MODULES["rloo"], base_flags(world))))
     monkeypatch.syspath_prepend(HERE / "benchmark" / "ladder")
     keep = partial(ladder.keep_gradients, str(tmp_path / "gradients"))
-    rollouts = launcher.run("rloo reinforce.patch", words, keep)["rollouts"]
-    assert column(rollouts, "advantage") == approx(column(rollouts, "score"))
-    measured = np.fromfile(tmp_path / "gradients", np.float32).reshape(2, -1)
-    model = load_policy(world.llama)
-    for rows, found in zip((rollouts[:12], rollouts[12:]), measured):
-        loss = 0.0
-        for row in rows:
-            logprobs = plain_logprobs(model, encode(row["prompt"]), row["token_ids"])
-            loss = loss - row["score"] * logprobs.sum() / 12
-        expected = torch.autograd.grad(loss, list(model.parameters()))
-        assert distance(expected, [torch.from_numpy(found)]) < 1e-4
+    metrics = launcher.run("rloo", words, keep)["metrics"]
+    gradients = np.fromfile(tmp_path / "gradients", np.float32).reshape(len(metrics), -1)
+    assert np.linalg.norm(gradients, axis=1) == approx(column(metrics, "grad_norm"), rel=1e-4)
 
 
 def test_moments_are_unbiased():

@@ -11,9 +11,9 @@ import losses
 import stages
 import torch
 import tyro
-from conftest import HERE, MODULES, fresh_imports, import_file, reset_accelerate
+from conftest import HERE, MODULES, changed, fresh_imports, import_file, reset_accelerate
 from pytest import fixture, mark, raises
-from test_pages import changed, read
+from test_pages import read
 from test_patches import ROWS
 
 # docs/variants.md states losses.
@@ -127,7 +127,7 @@ COPIES = {
     "hash": {DRAWN: f"{DRAWN}\n        drawn.sort(key=lambda prompt: hash(prompt.text))"},
     "cut off": {"ended[running] = has_ended": "ended[running] = has_ended | (t == response - 1)"},
     "penalty": {PENALTY: PENALTY.replace("- args", "+ args")},
-    "sum": {"sum(values) if values else nan for": "sum(values) for"},
+    "sum": {"sum(values) if values else nan": "sum(values)"},
     "policy": {REFERENCE: REFERENCE.replace("reference", "policy")},
     "first": {
         "return episodes.tensor_split(": "return [episodes[:5]] * args.num_mini_batches or ("

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -9,16 +10,8 @@ from itertools import product
 
 import compare
 import numpy as np
-import tyro
-from conftest import (
-    HERE,
-    MODULES,
-    base_flags,
-    command_line,
-    import_file,
-    reset_accelerate,
-    with_group,
-)
+import psutil
+from conftest import HERE, MODULES, base_flags, command_line, launcher, with_group, write_jsonl
 from pytest import approx, mark, raises
 
 
@@ -41,49 +34,115 @@ def test_a_visible_difference_is_seen_in_four_of_five_cases(seeds):
 
 
 def test_verdicts():
-    """Three standard deviations are always seen. Two comparisons take seven seeds."""
-    first, noise = np.random.default_rng(0).normal(size=(2, 10))
+    """Three standard deviations are always seen. Other comparisons and looks make p larger."""
+    first, noise = np.random.default_rng(0).normal(size=(2, 11))
     second = first + noise / 4
     for shift, verdict in ((1, "better"), (-1, "worse"), (0, "no difference is seen; one of ")):
-        [entry] = compare.judge([first, second + shift])
+        [entry] = compare.judge([first, second + shift], looks=30)
         assert entry["verdict"].startswith(verdict)
-    expected = 10 * (first.var() + second.var()) / (noise / 4).var()
+    expected = 11 * (first.var() + second.var()) / (noise / 4).var()
     assert entry["worth"] == approx(expected)
     assert compare.judge([first, first])[0]["verdict"].startswith("equal in all seeds")
-    almost = [1] * 6 + [-0.1]  # p is 4 / 128
-    for others, verdict in (([almost], "better"), ([almost] * 2, "no difference")):
-        assert compare.judge([[0] * 7, *others])[0]["verdict"].startswith(verdict)
-    for seeds, verdict in ((6, "no verdict, which takes 7 seeds"), (7, "better")):
-        table = [first[:seeds], *[second[:seeds] + 1] * 2]
-        assert compare.judge(table)[1]["verdict"].startswith(verdict)
+    for others, looks, verdict in ((1, 1, "better"), (2, 1, "no difference"), (1, 2, "no differ")):
+        found = compare.judge([[0] * 7, *[ALMOST] * others], looks)
+        assert found[0]["p"] == approx(others * looks * 4 / 128)
+        assert found[0]["verdict"].startswith(verdict)
 
 
-def test_a_comparison_of_finished_runs(world, tmp_path, monkeypatch, capsys):
-    """Its table has the scores of the runs. A second number of seeds is a second look. What has no
-    such metric is named, and so is a script that was edited."""
+SEVEN = range(1, 8)
+ALMOST = [1, 2] * 3 + [-0.1]  # p is 4 / 128
+
+
+def test_a_comparison_of_finished_runs(run, tmp_path, monkeypatch, capsys):
+    """A run stands for those of two methods, with planted scores. All verdicts beside the same
+    script are looks. What cannot have a verdict is refused."""
     monkeypatch.chdir(tmp_path)
-    script = MODULES["rloo"]
-    (tmp_path / "rloo.py").write_bytes(script.SCRIPT)
-    flags = command_line(with_group(script, base_flags(world, dict(eval_dataset=8))))
-    args = compare.Args(("rloo.py", "rloo.py --learning-rate 0.3"), seeds=7)
-    for own in ([], ["--learning-rate", "0.3"]):
-        runs = compare.runs_of(args, ["rloo.py", *flags, *own], range(1, 8))
-        for folder, words in runs.items():
-            reset_accelerate()
-            script.main(tyro.cli(script.Args, args=[*words[1:], "--output-dir", str(folder)]))
-    for seeds in (6, 7, 7):
-        compare.main(compare.Args(args.methods, seeds), flags)
-    said = capsys.readouterr().out
-    assert said.count("There are 2 verdicts") == 2
+    monkeypatch.setattr(compare, "made_of", lambda path: ("rloo", None))
+    ran = run(MODULES["rloo"], eval_dataset=8)
+    shutil.copy(ran.folder / "rloo.py", ".")
+    methods = ("rloo.py", "rloo.py --cliprange 0.3")
+    args = compare.Args(methods, seeds=7)
+    flags = ["--kl-coef", "0"]
+    for own, scores in (([], [0] * 7), (["--cliprange=0.3"], ALMOST)):
+        for folder, score in zip(compare.runs_of(args, ["rloo.py", *own, *flags], SEVEN), scores):
+            shutil.copytree(ran.folder, folder)
+            ran.metrics[-1]["eval/scores"] = score
+            write_jsonl(folder / "metrics.jsonl", ran.metrics)
+    unrelated = dict(baseline="grpo.py", looks=8)
+    (args.folder / "compare.json").write_text(json.dumps(dict(comparisons=[unrelated])))
+    for seeds, verdict in ((6, "better"), (6, "better"), (7, "no difference")):
+        compare.main(compare.Args(methods, seeds), flags)
+        said = capsys.readouterr().out
+        assert f": {verdict}" in said
+        assert ("multiplied by the 2 verdicts beside rloo.py" in said) == (seeds == 7)
+        assert ("The interval says otherwise" in said) == (seeds == 7)
     result = json.loads((args.folder / "compare.json").read_text())
-    last = compare.read_run(folder)["metrics"][-1]
-    assert result["scores"][1][6] == last["eval/scores"]
+    [other, _, last] = result["comparisons"]
+    assert other == unrelated
+    assert last["scores"] == [[0] * 7, ALMOST]
+    assert last["flags"] == flags
+    assert "torch" in last["versions"][0]
     assert (args.folder / "compare.png").stat().st_size > 10_000
-    with raises(SystemExit, match="rloo.py, seed 1: its metrics have no value_loss"):
-        compare.main(compare.Args(args.methods, metric="value_loss", seeds=6), flags)
+    three = dict(methods=methods[:1] * 3, folder=tmp_path)
+    for message, asked in {
+        "7 is enough. Comparisons: 1. .*: 3, with": dict(methods=methods[::-1]),
+        "7 is enough. Comparisons: 2. .*: 1, with": three,
+        "needs --eval-every": dict(of="run", seeds=7),
+        "have no value_loss": dict(metric="value_loss", seeds=7),
+    }.items():
+        with raises(SystemExit, match=message):
+            compare.main(compare.Args(**dict(methods=methods, seeds=6) | asked), flags)
     (tmp_path / "rloo.py").write_text("# mine\n")
     with raises(SystemExit, match="rloo.py differs from its copy"):
         compare.main(args, flags)
+
+
+def test_the_best_of_rates(monkeypatch, capsys):
+    """Here the highest rate is best. Beside two others it is the end of a list. A rate of the list
+    and one by the flag are the same run."""
+    made = {}
+
+    def read(folder):
+        return dict(metrics=[{compare.TRAINING: float(made[folder][2])}])
+
+    monkeypatch.setattr(compare, "make_runs", lambda args, runs: made.update(runs))
+    monkeypatch.setattr(compare, "read_run", read)
+    for rates in (["1e-4", "2e-4"], ["1e-4", "2e-4", "5e-5"]):
+        args = compare.Args(("rloo.py", "my_rloo.py"), rates=rates)
+        best, scores = compare.choose_rate(args, "rloo.py", ["rloo.py"])
+        assert best == "2e-4"
+        assert scores["1e-4"] == [1e-4] * 3
+        assert ("Try further rates" in capsys.readouterr().out) == (len(rates) == 3)
+    by_flag = compare.runs_of(args, ["rloo.py", "--learning-rate=1e-4"], compare.RATE_SEEDS)
+    assert by_flag.keys() <= made.keys()
+
+
+def test_commits(tmp_path, monkeypatch, capsys):
+    """A copy of an older script is named, and so is a script that was changed in place."""
+    monkeypatch.chdir(tmp_path)
+    for module in (compare, launcher):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+
+    def commit(text):
+        (tmp_path / "rloo.py").write_text(text)
+        for words in ("init -q", "add .", "-c user.name=a -c user.email=a commit -qm a"):
+            subprocess.run(["git", *words.split()], check=True)
+        return launcher.git("rev-parse", "--short", "HEAD")
+
+    def warning(script):
+        compare.warn_of_commits(script)
+        return capsys.readouterr().out
+
+    for name in ("grpo", "ppo"):
+        (tmp_path / f"{name}.py").write_text(name)
+    first = commit("a\nb\nc\n")
+    (tmp_path / "mine.py").write_text("a\nb\nmine\n")
+    assert not warning("mine.py")
+    commit("a\nB\nc\n")
+    assert f"mine.py was made of rloo.py of commit {first}, which has changed" in warning("mine.py")
+    assert not warning("rloo.py")
+    (tmp_path / "rloo.py").write_text("a\nB\nc\nd\n")
+    assert "rloo.py is not as it was committed" in warning("rloo.py")
 
 
 REWARD = """
@@ -92,7 +151,7 @@ import os
 def score(completions, **_):
     with open("gpus", "a") as file:
         file.write(os.environ["CUDA_VISIBLE_DEVICES"] + "\\n")
-    if os.path.exists(__file__.replace(".py", "_fails")):
+    if __file__.endswith("two.py"):
         raise ValueError("planted")
     return [len(text) for text in completions]
 """
@@ -100,40 +159,27 @@ def score(completions, **_):
 
 @mark.slow
 def test_kills_and_a_run_that_fails(world, tmp_path):
-    """The program is killed. Started again, it names the runs that fail, and makes the others. When
-    the fault is gone, it makes only those. Both methods are the same, so scores must be equal. Each
-    of two runs side by side has one of two GPUs."""
+    """The program is killed. Started again, it waits for its two runs, which live on, each with one
+    of two GPUs. One of them fails, so hardly one of the 18 others is started."""
     for name in ("one", "two"):
         (tmp_path / f"{name}.py").write_text(REWARD)
-    (tmp_path / "two_fails").touch()
-    flags = base_flags(world, dict(eval_dataset=8, total_episodes=48, save_every=1))
+    flags = base_flags(world, dict(eval_dataset=8, total_episodes=48))
     del flags["reward"]
     flags = command_line(with_group(MODULES["rloo"], flags))
     methods = [f"{HERE}/rloo.py --reward {name}.py:score" for name in ("one", "two")]
-    words = [sys.executable, f"{HERE}/benchmark/compare.py", *methods, "--seeds", "2"]
-    words += ["--at-once", "2", *flags]
+    words = [sys.executable, f"{HERE}/benchmark/compare.py", *methods, "--at-once", "2", *flags]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
     pipes["env"] = os.environ | dict(CUDA_VISIBLE_DEVICES="4,6")
     program = subprocess.Popen(words, **pipes)
-    while not [*tmp_path.glob("runs/compare/*/1/checkpoints/iteration*")]:
+    while len(psutil.Process(program.pid).children()) < 2:
         assert program.poll() is None
-        time.sleep(0.1)
+        time.sleep(0.01)
     program.kill()
     ran = subprocess.run(words, **pipes)
     assert ran.returncode == 1
-    assert ran.stdout.count("ValueError: planted") == ran.stdout.count("status 1: ") == 2
-    assert ran.stdout.endswith("2 of 4 runs failed; this command tries them again\n")
-    assert len([*tmp_path.glob("runs/compare/*/*/model")]) == 2
-    (tmp_path / "two_fails").unlink()
-    ran = subprocess.run(words, **pipes)
-    assert ran.returncode == 0, ran.stdout
-    assert "equal in all seeds; did the other lines run?" in ran.stdout
+    assert ran.stdout.count("waiting for the run") == 2
+    assert ran.stdout.count("status 1: ") == ran.stdout.count("ValueError: planted") > 0
+    assert ran.stdout.endswith("a run failed. This command goes on where it stopped\n")
+    assert len([*tmp_path.glob("runs/compare/*/*")]) < 5
+    assert [*tmp_path.glob("runs/compare/*/1/model")]
     assert set((tmp_path / "gpus").read_text().split()) == {"4", "6"}
-
-
-@mark.parametrize("package", ("matplotlib", "scipy"))
-def test_a_package_that_is_missing_is_named(package, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, "draw")
-    with raises(SystemExit, match=f"^this program needs {package}: pip install {package}$"):
-        import_file(HERE / "benchmark/draw.py")

@@ -89,14 +89,14 @@ def test_bad_flags_are_refused_by_name(script):
             make_args(script, **flags)
 
 
-FIT = max(map(len, make_prompts(7))) + 5  # tokens of a run's longest row, without the last one
+FIT = max(map(len, make_prompts(7))) + 6  # tokens of a run's longest row
 RIGHT = dict(max_position_embeddings=FIT, return_dict=False)
 SHORT = dict(max_position_embeddings=FIT - 1)
-YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=FIT // 4 + 1)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8)
 LONG = dict(
     rope_type="longrope",
     factor=4.0,
-    original_max_position_embeddings=FIT - 1,
+    original_max_position_embeddings=FIT - 2,
     short_factor=[1.0] * 4,
     long_factor=[4.0] * 4,
 )
@@ -135,14 +135,12 @@ CASES = [
         for name in ("prompts", "completions", "completion_ids")
     ],
     # A text that the template does not show. A template may show "None".
-    ("data.jsonl:2: .*the user's `content` is no text", dict(dataset=chat(("user", None)))),
-    ("the user's", dict(dataset=chat(("user", [{"type": "text", "text": "1"}])))),
+    ("data.jsonl:2: .*'NoneType'.* with `role` and `content`", dict(dataset=chat(("user", None)))),
+    ("'list'.* and `content`", dict(dataset=chat(("user", [{"type": "text", "text": "1"}])))),
     *[
         (f"does not show the {role}'s '2'", dict(dataset=chat((role, "2"), ("user", "1")), **USERS))
-        for role in ("human", "system", "tool")
+        for role in ("human", "system", "developer")
     ],
-    ("the last message of the user has no text", dict(dataset=chat(("user", " ")))),
-    ('{"tools": ...}', dict(dataset=row(prompt=[dict(role="user", content="1")], tools=[{}]))),
     ("KeyError.*'role'", dict(dataset='{"prompt": [{"from": "human", "value": "1"}]}\n')),
     ("last message is the assistant's", dict(dataset=chat(("user", "1"), ("assistant", "2")))),
     ("no embedding of a token", dict(dataset='{"prompt": "f"}\n', model_path=FEW_TOKENS)),
@@ -151,13 +149,14 @@ CASES = [
     # Colons in brackets belong to the split.
     (r"LookupError\('sums', 'train\[2:5\]'", dict(dataset="sums:train[2:5]")),
     (r"LookupError\('sums', 'main', 'test'.*NAME:SPLIT", dict(dataset="sums:main:test")),
-    ("64 positions, .* 65", dict(eval_dataset='{"prompt": "%s"}\n' % ("1" * 60))),
-    ("has .* positions", dict(ref_model_path=SHORT)),
-    ("has .* positions", dict(value_model_path=SHORT)),
-    # It reads the last token, too.
-    ("has .* positions", dict(reward_model_path=RIGHT)),
+    ("64 positions, .* 66", dict(eval_dataset='{"prompt": "%s"}\n' % ("1" * 60))),
+    *[
+        ("has .* positions", {flag: SHORT})
+        for flag in ("ref_model_path", "value_model_path", "reward_model_path")
+    ],
+    ("has .* positions.* For YaRN", dict(model_path=SHORT | dict(rope_scaling=YARN))),
     # A longer row would change its neighbours.
-    ("has .* positions", dict(model_path=dict(rope_scaling=LONG))),
+    ("sampling and training give", dict(model_path=dict(rope_scaling=LONG))),
     ("--share-prompts False", dict(model_path=dict(architecture="jamba"), share_prompts=True)),
     ("rows with padding", dict(ref_model_path=dict(architecture="roberta"), dtype="bfloat16")),
     # A missing weight would be random. One that the config does not count would be left out.
@@ -168,21 +167,22 @@ CASES = [
         (f"{flag}.* {said}", {flag: model})
         for flag in ("reward_model_path", "value_model_path", "ref_model_path")
         for model, said in (
-            (FEW_TOKENS, "does not know the token 'f' of --model-path as 21.*benchmark/reward_mo"),
-            (OTHER_TOKENS, "does not know the token"),
-            (dict(has_tokenizer=False), "needs the tokenizer of --model-path"),
+            (FEW_TOKENS, "has 21 rows"),
+            (
+                OTHER_TOKENS,
+                r"tokens of --model-path otherwise: \[\(' ', 15\), .*benchmark/reward_model",
+            ),
         )
     ],
     ("--log-with aim is not installed", dict(log_with="aim")),
     ("merge_and_unload", dict(model_path=".")),
     # These are right.
     (None, dict(model_path=RIGHT, ref_model_path=RIGHT)),
-    (None, dict(model_path=SHORT | dict(rope_scaling=YARN))),
+    (None, dict(model_path=RIGHT | dict(rope_scaling=YARN))),
     (None, dict(reward_model_path=dict(return_dict=False))),
     (None, dict(value_model_path=RIGHT)),
     (None, dict(reward_model_path=MORE_TOKENS)),
     (None, dict(ref_model_path=MORE_TOKENS)),
-    (None, dict(dataset=row(prompt=[dict(role="user", content=" 1 ")], tools=[]), reward="five")),
     (None, dict(dataset=chat(("user", "1"), ("assistant", "2"), **PREFILL))),
     (None, dict(seed=2**32 + 1)),
     # A mixture of experts whose first output is its balancing loss.
@@ -292,33 +292,68 @@ def test_prompts_are_what_the_model_reads(script, tmp_path):
     assert [prompt.row["note"] for prompt in found] == ["2\u20283\x85", None, None, None]
 
 
-CALL = dict(role="assistant", content=None, tool_calls=[{}])
-# Messages (a pair is a role and a content), what the template made of them, and what is said.
+USER = dict(role="user", content="1")
+# Messages before USER, what the template makes of all, and what is said.
 CHATS = [
-    ([("user", "1 /no_think 2")], "1 2", None),
-    ([("user", "1/no_think")], "1", "the user's '1/no_think'"),
-    ([("user", "1"), ("assistant", "<think>3</think> 2"), ("user", "4")], "1 2 4", None),
-    ([("user", "1"), ("assistant", "2"), ("user", "4")], "1 4", "the assistant's '2'"),
-    ([("user", "1"), CALL, ("tool", '{"a": 2}'), ("user", "4")], '1 {\\"a\\": 2} 4', None),
-    ([("user", "1"), CALL, ("tool", {"a": 2}), ("user", "4")], "1 4", None),
-    ([("user", "1"), CALL, ("tool", "2")], "1", "the tool's '2'"),
-    ([("user", "1"), ("assistant", None)], "1", "the assistant's `content` is no text"),
-    ([("user", "1"), CALL | dict(tool_calls=[])], "1", "the assistant's `content` is no text"),
-    ([("user", "1"), ("user", " ")], "1", "the last message of the user has no text"),
-    ([("system", "1")], "1", None),
+    ("user", "1 /no_think 2", "1 2", None),
+    ("user", "3/no_think", "3", "the user's '3/no_think'"),
+    ("system", "/think", "", None),
+    ("system", "2", "", "the system's '2'"),
+    # What a template makes of answers, and of what tools gave, is its matter.
+    ("assistant", "<think>3</think> 2", "", None),
+    ("assistant", None, "", None),
+    ("tool", {"a": 2}, "", None),
+    ("tool", '{"a": 2}', '{\\"a\\": 2}', None),
 ]
 
 
 @one_text
-@mark.parametrize("messages, text, said", CHATS)
-def test_each_text_of_a_chat_is_shown(script, messages, text, said):
-    """Only switches and the reasoning of earlier turns may be missing. A tool's may be JSON."""
-    messages = [m if isinstance(m, dict) else dict(role=m[0], content=m[1]) for m in messages]
+@mark.parametrize("role, content, shown, said", CHATS)
+def test_questions_are_shown(script, role, content, shown, said):
+    """All texts that are neither an answer nor a tool's, but for switches."""
+    messages = [dict(role=role, content=content), USER]
     if said is None:
-        script.check_chat(messages, text, {})
+        script.check_chat(messages, f"{shown} 1", {})
     else:
         with raises(ValueError, match=re.escape(said)):
-            script.check_chat(messages, text, {})
+            script.check_chat(messages, f"{shown} 1", {})
+
+
+@one_text
+def test_tools_of_a_row_reach_the_template(script):
+    """As in TRL. Those of chat_template_kwargs count more. An empty list is none."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{{ messages[0].content }}{% if tools is not none %}{{ tools[0].type }}"
+    )
+    tokenizer.chat_template += "{% endif %}"
+    tools = [dict(type="a")]
+    for row, text in (
+        (dict(tools=tools), "1a"),
+        (dict(tools=[]), "1"),
+        (dict(tools=tools, chat_template_kwargs=dict(tools=[dict(type="b")])), "1b"),
+    ):
+        assert script.tokenize(tokenizer, dict(prompt=[USER]) | row)[0] == text
+
+
+@one_text
+def test_paths_may_begin_with_a_tilde(script, monkeypatch):
+    """A shell leaves the one of --output-dir=~/x."""
+    monkeypatch.setenv("HOME", "/home/me")
+    flags = dict(
+        output_dir="~/x",
+        model_path="~/m",
+        ref_model_path="~/r",
+        reward_model_path="~/c",
+        dataset="~/d.jsonl",
+        eval_dataset="~/e.jsonl",
+        reward="~/r.py:f",
+        eval_reward="~/e.py:f",
+    )
+    found = vars(script.check_flags(script.Args(**flags, stop_string="~/")))
+    assert found["stop_string"] == "~/"
+    for flag, value in flags.items():
+        assert found[flag] == value.replace("~", "/home/me")
 
 
 def test_defaults_that_the_model_decides(script):

@@ -5,7 +5,7 @@ import yaml
 from conftest import (
     HERE,
     base_flags,
-    compare_runs,
+    changed,
     launch,
     launch_twice,
     launched,
@@ -14,7 +14,6 @@ from conftest import (
     read_rollouts,
 )
 from pytest import approx, mark
-from test_pages import changed
 
 NEEDED = "_setup_privateuseone_for_python_backend"
 LACKING = not hasattr(torch.utils.backend_registration, NEEDED) or not hasattr(torch._C, "_acc")
@@ -26,7 +25,7 @@ BUGS = {  # What goes to the device, or comes from it, does not.
     "uniforms = uniforms.to(accelerator.device)": "pass",
     "{name: tensor.cpu() for name, tensor in samples.items()}": "samples",
     "[tensor.to(accelerator.device) for tensor in inputs]": "inputs",
-    "torch.nn.functional.pad(logprobs, (0, left_out)).cpu()": "logprobs",
+    "F.pad(logprobs, (0, left_out)).cpu()": "logprobs",
 }
 
 
@@ -35,16 +34,14 @@ DEVICE = dict(program=HERE / "tests/simulated_device.py", ACCELERATE_USE_CPU="fa
 
 
 @only("ppo")
-def test_float32(script, run, world, tmp_path):
+def test_float32(script, elsewhere):
     """The device computes what the CPU computes. A run that goes on from a checkpoint is the run
     that never stopped."""
     flags = dict(batch_size=4, num_mini_batches=2, per_device_train_batch_size=4)
     flags |= dict(per_device_rollout_batch_size=8, eval_dataset=3, reward_model_path="classifier")
-    resumed = base_flags(world, flags | dict(save_every=1))
-    printed = launch_twice(script, 1, tmp_path, resumed, **DEVICE)
+    _, printed = elsewhere(script, 1, launch_twice, DEVICE, **flags, save_every=1)
     assert "\n1 x sim (alone), float32, " in printed
     assert "resuming after iteration " in printed
-    compare_runs(run(script, **flags).folder, tmp_path / "out")
 
 
 def test_bfloat16(script, run, world, tmp_path):

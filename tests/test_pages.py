@@ -22,7 +22,7 @@ import tables
 import tyro
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from conftest import HERE, MODULES, import_file, launcher, make_tokenizer, save_model
+from conftest import HERE, MODULES, forked, import_file, launcher, make_tokenizer, save_model
 from pytest import fixture, mark
 from torch.distributed.run import get_args_parser
 
@@ -32,11 +32,16 @@ PAGES = sorted(tables.PAGES)
 of_each_page = mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HERE)))
 
 
+vllm = import_file(HERE / "tests/stand_in_engine/vllm.py")  # The patch of a page imports it.
+
+
 def read(page):
     return page.read_text(encoding="utf-8")
 
 
-FOLDERS = "*.py benchmark/**/*.py benchmark/**/*.patch docs/**/*.py tests/**/*.py"
+FOLDERS = (
+    "*.py benchmark/**/*.py benchmark/**/*.patch benchmark/**/*.sbatch docs/**/*.py tests/**/*.py"
+)
 # the text of every program and patch
 EVERYTHING = "\n".join(read(path) for folder in FOLDERS.split() for path in HERE.glob(folder))
 
@@ -70,7 +75,8 @@ def test_every_name_exists(page):
     underscores, stand in a program. So do flags, but for those of another program in a command."""
     text = read(page)
     names = re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b(?!=)", text)
-    if page.name != "coming_from.md":  # It names those of other trainers.
+    # Two pages name what other trainers have, or what is gone.
+    if page.name not in ("coming_from.md", "CHANGELOG.md"):
         names += re.findall(r"`([a-z]\w*(?:[_/]\w+)+)`", text)
     missing = [n for n in names if n not in EVERYTHING and not (page.parent / n).exists()]
     others = "".join(commands(page))
@@ -109,7 +115,7 @@ def test_the_readme_has_the_numbers_of_other_pages():
     assert found >= 10
 
 
-PROGRAM = r"(?:[A-Z_]+=\S+ )*(?:pip|uv|python|accelerate|torchrun|srun|git|pytest|cp|sed)\s"
+PROGRAM = r"(?:[A-Z_]+=\S+ )*(?:pip|uv|python|accelerate|torchrun|sbatch|git|pytest|cp|sed)\s"
 LAUNCHERS = {"torchrun": get_args_parser(), "launch": launch_command_parser()}
 
 
@@ -125,25 +131,20 @@ def first_command(page, beginning):
     return next(command for command in commands(page) if command.startswith(beginning))
 
 
-def changed(name, folder, patches=None, texts={}):
-    """A script with patches, or with other texts, as a module. folder: of its own"""
-    path = launcher.copy_script(folder, name, *(patches or "").split())
-    text = read(path)
-    for old, new in texts.items():
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    copy = folder / f"{name}_changed.py"  # `import_file` must not replace the script itself.
-    copy.write_text(text)
-    return import_file(copy)
-
-
 def check_command(command, folder):
     """Fail unless its launcher and its script know their flags, or a program of benchmark/ names
-    them. `git apply PATCHES && ` before them gives the script flags of patches."""
-    patches = " ".join(re.findall(r"benchmark/patches/(\S+)", command.rpartition(" && ")[0]))
+    them. A copy that it makes with patches is made, and has their flags."""
+    scripts = dict(MODULES)
+    made = re.match(r"cp (\w+)\.py (my_\w+)\.py( && patch \S+ < \S+)+", command)
+    if made:
+        launcher.copy_script(folder, made[1])
+        ran = subprocess.run(made[0], shell=True, cwd=folder, capture_output=True, text=True)
+        assert ran.returncode == 0 and "fuzz" not in ran.stdout, ran.stdout + ran.stderr
+        scripts[made[2]] = import_file(folder / f"{made[2]}.py")
+        command = command[made.end() :]
     command = re.sub(r"\$\w+", "1", command.split(" && ")[-1])  # $RANK and its like are numbers
     words = shlex.split(re.sub(r"(?<!\S)([A-Z_]+=\S+|\.\.\.)(?!\S)", "", command))
-    if words[0] in ("git", "sed"):
+    if not words or words[0] in ("git", "sed"):
         return
     if "benchmark/compare.py" in words:
         after = words[words.index("benchmark/compare.py") + 1 :]
@@ -155,12 +156,11 @@ def check_command(command, folder):
     for number in reversed(range(len(words))):
         word, after = words[number], words[number + 1 :]
         name = word.removesuffix(".py")
-        if name in MODULES:
-            script = changed(name, folder / patches, patches) if patches else MODULES[name]
+        if name in scripts:
             if words[number - 1].endswith("memory.py"):  # It takes its own flags out of these.
                 _, after = tyro.cli(memory.Options, args=[word, *after], return_unknown_args=True)
                 after = ["--dataset", "none", *after]
-            tyro.cli(script.Args, args=after)
+            tyro.cli(scripts[name].Args, args=after)
             del words[number + 1 :]  # A program before the script has other flags.
         elif word in LAUNCHERS:
             LAUNCHERS[word].parse_args(after)
@@ -182,10 +182,13 @@ def test_every_command_parses(page, tmp_path):
             raise AssertionError(f"this is not accepted: {command}") from error
 
 
+CODE = re.compile(r"^    (?:import|from|def) .*\n(?:(?:    .*)?\n)*", re.M)
+
+
 @of_each_page
 def test_code_of_a_page_compiles(page):
     """It is indented lines from an import or a function on."""
-    for block in re.findall(r"^    (?:import|from|def) .*\n(?:(?:    .*)?\n)*", read(page), re.M):
+    for block in CODE.findall(read(page)):
         compile(textwrap.dedent(block), page.name, "exec")
 
 
@@ -235,19 +238,25 @@ YOURS = {"your/model": "policy", "prompts.jsonl": "train.jsonl", "held_out.jsonl
 
 @fixture
 def run(tmp_path):
-    """run(command) runs it, a script with few episodes, in a copy of the repository. Returns what
-    it prints."""
+    """run(command) runs it, a script with few episodes, in a copy of the repository. A Python
+    file, also by torchrun on one machine, runs as `forked` does. Returns what it prints."""
     made = shutil.ignore_patterns("smollm2", "runs", "__pycache__", ".*")  # by programs
     shutil.copytree(HERE, tmp_path, ignore=made, dirs_exist_ok=True)
     (tmp_path / "reward.py").write_text(readme_reward())
     (tmp_path / "my_loss.py").write_text(readme_code("from losses"))
     environment = os.environ | dict(PATH=f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}")
+    of_python = r"(?:python|\S+ torchrun --nproc-per-node (\d)) (\S+\.py.*)"
 
     def run(command):
         for yours, ours in YOURS.items():
             command = command.replace(yours, f"benchmark/default/{ours}")
-        if "rloo.py" in command and not re.match("sed|.*check_copy", command):
+        if "rloo.py" in command and not re.search("^sed|git |check_copy", command):
             command += FEW
+        match = re.fullmatch(of_python, command)
+        if match:
+            ran = forked(tmp_path, shlex.split(match[2]), int(match[1] or 1))
+            assert not ran.returncode, ran.stdout + ran.stderr
+            return ran.stdout
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
         ran = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, **pipes)
         assert ran.returncode == 0, ran.stdout
@@ -294,6 +303,70 @@ def test_the_recipe_of_two_machines(run):
     assert "2 x cpu" in run(f"export FIRST=127.0.0.1; {both} #")
 
 
+@mark.slow
+def test_a_copy_that_grows_old(run, tmp_path):
+    """What changed since the copy was made comes into it, and nothing else. The copy has a baseline
+    of its own."""
+    page = HERE / "docs/variants.md"
+    show, merge = (first_command(page, beginning) for beginning in ("git show", "git merge-file"))
+    check = [command for command in commands(page) if "my_loss.py:baseline" in command][-1]
+    history = subprocess.check_output(
+        ["git", "rev-parse", "--absolute-git-dir"], cwd=HERE, text=True
+    )
+    run(f"export GIT_DIR={history.strip()}; {show}")
+    own = ("rloo_advantages(rewards, args.k)", "(rewards - 0.5).nan_to_num()")
+    copy = tmp_path / "my_rloo.py"
+    copy.write_text(read(tmp_path / "base.py").replace(*own))
+    run(merge)
+    assert read(copy) == read(HERE / "rloo.py").replace(*own) != read(HERE / "rloo.py")
+    (tmp_path / "my_loss.py").write_text(textwrap.dedent(CODE.search(read(page))[0]))
+    run(f"{check} --kl-coef 0 --stages-only")
+
+
+SLURM = {  # what stands in for it
+    "srun": """#!/bin/bash
+shift
+SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@" &
+wait -n && wait -n || { kill $(jobs -p); wait; exit 1; }
+""",
+    "scontrol": """#!/bin/bash
+case $1 in show) echo 127.0.0.1; echo another;; requeue) touch requeued;; esac
+""",
+    # In its third call, Slurm says that the time is over. It then ends the job.
+    "reward.py": """
+import itertools, os, pathlib, signal, time
+calls = itertools.count(1)
+def score(completions, **_):
+    requeued = pathlib.Path("requeued")
+    if next(calls) == 3 and os.environ["RANK"] == "0" and not requeued.exists():
+        os.kill(int(os.environ["BATCH"]), signal.SIGUSR1)
+        while not requeued.exists():
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [float(len(text)) for text in completions]
+""",
+}
+
+
+@mark.slow
+def test_a_job_of_slurm_goes_on(run, tmp_path):
+    """Two launchers of one process each. When the time is over, the job asks for another start, and
+    this continues the run."""
+    for name, text in SLURM.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o700)
+    job = first_command(HERE / "docs/slurm.md", "sbatch").partition("benchmark/")[2]
+    job = job.replace("dtype bfloat16", "save-every 1").replace(" --log-with wandb", "")
+    one_job = "SLURM_JOB_ID=7 SLURM_NNODES=2 SLURM_GPUS_ON_NODE=1 SLURM_JOB_NODELIST=2"
+    one_job += " SLURM_CPUS_PER_TASK=1 ACCELERATE_USE_CPU=true PATH=$PWD:$PATH BATCH=$BASHPID"
+    job = f"export {one_job}; exec bash benchmark/{job} --total-episodes 320"
+    run(f"! ({job})")
+    assert (tmp_path / "requeued").exists()
+    printed = run(job)
+    assert "resuming after" in printed and "2 x cpu (DDP)" in printed
+    assert "320 episodes, 5 steps" in printed and (tmp_path / "runs/7/model").exists()
+
+
 TASKS = {  # a row of the form, and what is made of it
     "gsm8k": (dict(question="Ann has 8?", answer="8 = <<8=8>>8\n#### 8,000"), '"answer": "8000"'),
     "code": (
@@ -315,7 +388,6 @@ def test_the_commands_of_a_task(name, run, tmp_path):
     assert made in read(tmp_path / f"runs/{name}_test.jsonl")
     tokenizer = make_tokenizer(vocab=["<pad>", "<eos>", *map(chr, range(128))])
     save_model(tmp_path / "tiny", tokenizer=tokenizer, vocab_size=130, max_position_embeddings=512)
-    (tmp_path / "reward.py").unlink()  # benchmark/code/ has one of this name.
     tiny = " --model-path tiny --batch-size 32 --response-length 8 --num-train-epochs 1"
     printed = run(first_command(page, "python grpo.py") + tiny)
     assert "64 episodes, 2 steps, 1 epochs" in printed

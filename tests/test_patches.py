@@ -1,8 +1,7 @@
 """Every patch of benchmark/patches/ applies, trains, and does the one thing that it promises. So do
 the lines of docs/papers.md and the broken functions.
 
-test_turns.py tests turns.patch, and test_benchmarks.py reinforce.patch. Those of vLLM run with a
-stand-in for it.
+test_turns.py tests turns.patch. Those of vLLM run with a stand-in for it.
 """
 
 import functools
@@ -15,8 +14,8 @@ from conftest import (
     MODULES,
     PAD,
     base_flags,
+    changed,
     column,
-    compare_runs,
     contents,
     distance,
     import_file,
@@ -27,17 +26,17 @@ from conftest import (
     losses,
     make_prompts,
     record_calls,
+    stages,
     weights_of,
 )
 from plain import groups_of, row_logprobs, token_counts
 from pytest import approx, fixture, mark, raises
 from safetensors.torch import load_file
-from test_pages import changed
+from test_pages import vllm
 
 REFUSED = "sampling and training give log-probabilities"
 ENTROPY = "grpo entropy_bonus.patch"
 broken = import_file(HERE / "benchmark/failures/broken.py")
-vllm = import_file(HERE / "tests/stand_in_engine/vllm.py")
 
 # Three rows of docs/variants.md in one copy: lines of rloo.py, and what takes their place.
 ROWS = {
@@ -57,10 +56,10 @@ ROWS = {
             difference = difference * (to_train > 0)[:, None]
 """,
     # Another optimizer and schedule.
-    """    return torch.optim.AdamW(
+    """    optimizer = torch.optim.AdamW(
         trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
     )
-""": """    return torch.optim.RMSprop(trained, lr=args.learning_rate / 10, momentum=0.9)
+""": """    optimizer = torch.optim.RMSprop(trained, lr=args.learning_rate / 10, momentum=0.9)
 """,
     """    accelerator.register_for_checkpointing(scheduler)
 """: """    schedules = torch.optim.lr_scheduler
@@ -94,7 +93,7 @@ VARIANTS = (HERE / "docs/variants.md").read_text("utf-8")
 [MODEL] = re.findall(r"models of the way .*`if .*: (.*?)` \|", VARIANTS)
 CHANGES = {"rows": ROWS, "models": {SAVE: f"        {MODEL}\n{SAVE}"}}
 # The changes that docs/papers.md shows, in its order: texts before, and after.
-NAMES = "remax gdpo two_sided".split()
+NAMES = "remax opo pass_at_4 gdpo two_sided dppo".split()
 BLOCKS = re.findall(r"(?:^    [+-].*\n)+", (HERE / "docs/papers.md").read_text("utf-8"), re.M)
 for name, block in zip(NAMES, BLOCKS, strict=True):
     lines = block.splitlines()
@@ -127,6 +126,14 @@ def whitened_returns(ran):
     return (returns - np.mean(returns)) / np.std(returns, ddof=1)
 
 
+def minus_mean_by_length(ran):
+    advantages = []
+    for group in groups_of(ran.rollouts):
+        scores = np.array(column(group, "score"))
+        advantages.extend(scores - np.average(scores, weights=token_counts(group)))
+    return advantages
+
+
 def minus_greedy(ran):
     """The evaluation before training has the score of each prompt's most likely completion."""
     greedy = {row["prompt"]: row["score"] for row in ran.eval_rollouts[:7]}
@@ -152,6 +159,7 @@ def normalized_parts(ran):
     "name, expected, flags",
     [
         ("rloo reinforce_plus_plus.patch", whitened_returns, dict(k=1, ref_model_path="reference")),
+        ("rloo opo", minus_mean_by_length, dict(reward="seldom", kl_coef=0.0)),
         ("rloo remax", minus_greedy, dict(kl_coef=0.0)),
         ("grpo gdpo", normalized_parts, dict(reward="parts")),
     ],
@@ -159,6 +167,14 @@ def normalized_parts(ran):
 def test_advantages(name, expected, flags, load, run, world):
     ran = run(load(name), **flags, total_episodes=12, eval_dataset=world.dataset(7))
     assert np.hstack(column(ran.rollouts, "advantage")) == approx(expected(ran), abs=2e-3)
+
+
+def test_pass_at_4(load):
+    # Of 6 answers 1 is right: it is in 10 of the 15 sets of 4, and in 6 of the 10 that hold a
+    # certain wrong answer.
+    advantages = load("grpo pass_at_4").grpo_advantages(torch.eye(6)[0], 6, "none")
+    expected = np.array([1 / 3] + [0.6 - 2 / 3] * 5) / (2 / 9) ** 0.5
+    assert advantages.tolist() == approx(expected, abs=1e-3)
 
 
 def test_overlong_punishment(load, run):
@@ -188,6 +204,17 @@ def test_dynamic_sampling(more, load, run):
 
 
 # ---- losses
+def test_reinforce(load, hold):
+    """The loss of an episode is -score log p."""
+
+    def loss(mini_batch, batch, args):
+        losses = [-episode.score * episode.logprobs.sum() for episode in mini_batch]
+        return sum(losses) / len(mini_batch)
+
+    _, updates = hold(load("rloo reinforce.patch"), loss, kl_coef=0.0)
+    assert stages.judge_gradients(updates)[1] is None
+
+
 MASKED = "grpo masked_importance_sampling.patch"
 
 
@@ -259,15 +286,26 @@ def test_adaptive_entropy(load):
     assert found == approx([0.004, 0, 0.004, 0, 0.004])
 
 
-def test_two_sided_clipping(load):
-    """With an advantage of -1 the loss is at most 3, and then it has no gradient."""
-    module = load("grpo two_sided")
-    old_logprobs, logprobs, advantages = torch.tensor([[[-9.0]], [[-2.0]], [[-1.0]]])
+# Of one token: log p_old and log p, its advantage, the loss, and its gradient. DPPO's first one is
+# 0.25 more likely than before. Its second one has a ratio of 10.
+LOSSES = """
+grpo two_sided | -9       -2        -1 | 3   0
+grpo dppo      | -0.69315 -0.28768  2  | 0   0
+grpo dppo      | -4.60517 -2.302585 2  | -20 -20
+"""
+
+
+@mark.parametrize("line", LOSSES.strip().splitlines())
+def test_losses_of_papers(line, load):
+    name, given, expected = line.split("|")
+    module = load(name.strip())
+    old_logprobs, logprobs, advantages = torch.tensor([[[float(x)]] for x in given.split()])
     logprobs.requires_grad_()
     args = module.Args(num_ppo_epochs=2)
     [[loss]], *_ = module.grpo_loss(args, logprobs, old_logprobs, advantages, logprobs < 0)
     loss.backward()
-    assert [loss.item(), logprobs.grad.item()] == approx([3, 0], rel=1e-4, abs=1e-6)
+    found = [loss.item(), logprobs.grad.item()]
+    assert found == approx([*map(float, expected.split())], rel=1e-4, abs=1e-6)
 
 
 # ---- processes and kills
@@ -281,13 +319,10 @@ PROCESSES = {  # what can differ between processes, or be lost in a kill
 
 @mark.slow
 @mark.parametrize("name", PROCESSES)
-def test_two_processes_stopped_and_resumed_make_the_run_of_one(name, load, run, world, tmp_path):
+def test_two_processes_stopped_and_resumed_make_the_run_of_one(name, load, elsewhere):
     module = load(name)
     flags = PROCESSES[name] | dict(num_train_epochs=3.0, save_every=1)
-    ran = run(module, **flags)
-    out = tmp_path / "out"
-    launch_twice(module, 2, tmp_path, base_flags(world, flags | dict(output_dir=out)))
-    compare_runs(ran.folder, out)
+    ran, _ = elsewhere(module, 2, launch_twice, **flags)
     if name == "rloo rows":
         assert abs(ran.metrics[-1]["val/ratio"] - 1) > 1e-3
         assert "probe.weight" in load_file(ran.folder / "model/model.safetensors")
@@ -319,7 +354,7 @@ def test_models_of_the_way(load, run, world, tmp_path):
     out = tmp_path / "out"
     flags = base_flags(world, flags | dict(output_dir=out, resume=True))
     killed = launch(module, 1, tmp_path, flags, program=tmp_path / "kills.py")
-    assert killed.returncode == -9, killed.stderr
+    assert "exit code -9" in killed.stderr
     found = contents(out / "models")
     assert "2/model.safetensors" in found and "2/tokenizer.json" not in found
     launched(module, 1, tmp_path, flags, program=tmp_path / "kills.py")

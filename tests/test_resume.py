@@ -1,5 +1,6 @@
 """Killed runs. A run that was killed and started again is the run that was never stopped."""
 
+import errno
 import itertools
 import os
 import re
@@ -14,9 +15,10 @@ from unittest.mock import Mock
 
 import accelerate
 import torch
-from conftest import column, contents, one_text, only, result_of
+import yaml
+from conftest import column, contents, one_text, only, read_jsonl, result_of
 from kill_and_resume import kill_at
-from pytest import fixture, raises, warns
+from pytest import fixture, mark, raises
 from safetensors.torch import load_file
 
 
@@ -122,18 +124,20 @@ def test_a_run_killed_in_every_phase(script, killed_in, goes_on):
 
 @one_text
 def test_a_folder_belongs_to_one_process(script, run, out, flags, goes_on, monkeypatch):
-    """Another one is refused. A notebook may go on in the same process: after an interrupt the
-    traceback, and so the lock, may still exist."""
+    """Another one is refused, before models are loaded. A notebook may go on in the same process:
+    after an interrupt the traceback, and so the lock, still exists."""
     out.mkdir()
-    with script.filelock.FileLock(out / ".lock"):
-        with raises(script.UsageError, match=f"another run writes into {out}"):
-            run(script, output_dir=out, **flags)
-    with monkeypatch.context() as patch, raises(KeyboardInterrupt):
-        patch.setattr(script, "generate", Mock(side_effect=KeyboardInterrupt))
+    lock = script.filelock.FileLock(out / ".lock", blocking=False)
+    with lock, raises(script.UsageError, match=f"--output-dir {out}: another run writes into it"):
         run(script, output_dir=out, **flags)
-    lock = script.accelerator.lock
-    assert lock.is_locked
+    with monkeypatch.context() as patch, raises(KeyboardInterrupt) as interrupted:
+        patch.setattr(script, "load_policy", Mock(side_effect=KeyboardInterrupt))
+        run(script, output_dir=out, **flags)
+    with raises(script.filelock.Timeout):
+        lock.acquire()
     goes_on()
+    assert interrupted.traceback
+    del interrupted
 
 
 @only("rloo", "ppo")
@@ -165,12 +169,12 @@ def test_only_the_runs_own_files_are_changed(
 
 
 @one_text
-def test_a_folder_that_stays_is_a_warning(script, run, flags, monkeypatch):
+def test_a_folder_that_stays_does_not_stop_the_run(script, run, flags, monkeypatch):
     """A network disk may keep some files of a folder that is deleted."""
-    monkeypatch.setattr(script.shutil, "rmtree", Mock(side_effect=OSError("not empty")))
-    with warns(UserWarning, match="not deleted: not empty"):
-        folder = run(script, **flags).folder
+    monkeypatch.setattr(os, "rmdir", Mock(side_effect=OSError("not empty")))
+    folder = run(script, **flags).folder
     assert (folder / "model").exists()
+    assert os.listdir(folder / "checkpoints")
 
 
 @one_text
@@ -210,11 +214,9 @@ def test_a_finished_run_makes_no_step(script, run, out, monkeypatch, capsys):
 
 @one_text
 def test_another_run_is_refused(script, run, killed_in, world, tmp_path, out, flags, goes_on):
-    """A folder that holds a run needs --resume. With it a flag that would make another run is
-    refused by name, and so are other rows, and another script or reward. Nothing is changed. A run
-    of an older script has no copies. A start that ends before its first metrics leaves the folder
-    free. A folder that holds only a model is no run."""
-    killed_in("loading", learning_rate=1.0, eval_dataset=None, eval_every=None)
+    """A folder that holds a run needs --resume. Where there is a checkpoint or a model, another
+    script or reward is refused, and so are other rows, and by its name a flag that would make
+    another run. Nothing is changed. A folder that holds only a model is no run."""
     dataset = shutil.copy(world.dataset(7), tmp_path / "growing.jsonl")
     flags["dataset"] = dataset
     killed_in("loading", 3)
@@ -225,14 +227,14 @@ def test_another_run_is_refused(script, run, killed_in, world, tmp_path, out, fl
             run(script, **dict(output_dir=out, resume=True) | flags | changed)
         assert contents(out) == before
 
-    holds = "--output-dir .* holds a run, or a model; --resume"
+    holds = "--output-dir .*: it holds a run; --resume continues a run"
     is_refused(holds, resume=False)
     metrics = (out / "metrics.jsonl").rename(tmp_path / "metrics.jsonl")
     is_refused(holds, resume=False)  # Its checkpoints are there.
     metrics.rename(out / "metrics.jsonl")
     (tmp_path / "mine/model").mkdir(parents=True)
-    for resume in (False, True):
-        is_refused(holds, output_dir=tmp_path / "mine", resume=resume)
+    for resume, message in ((False, holds), (True, "No such file .*mine/args.yaml")):
+        is_refused(message, output_dir=tmp_path / "mine", resume=resume)
     for flag, value in dict(seed=9, reward="exact_match", lora_r=2, weight_decay=0.5).items():
         is_refused(f"--resume: {flag} is ", **{flag: value})
     for file, old, new, message in (
@@ -240,59 +242,105 @@ def test_another_run_is_refused(script, run, killed_in, world, tmp_path, out, fl
         # A template that writes the date makes other prompts of the same rows.
         (out / "args.yaml", "prompts: SHA-256 ", "prompts: ", "--resume: prompts is SHA-256 "),
         (out / "args.yaml", "weight_decay: 0.0\n", "", "--resume: weight_decay is 0.0, but None"),
-        (out / "args.yaml", "seed:", "old: 1\nseed:", "--resume: old is None, but 1"),
-        (out / "rloo.py", "0.2", "0.3", f"rloo.py differs from its copy in {out}; copy it there"),
+        (out / "rloo.py", "0.2", "0.3", f"--output-dir {out}: rloo.py differs from its copy; copy"),
         (out / "rewards.py", "0.3", "0.2", "rewards.py differs from its copy"),
     ):
         text = file.read_text()
         file.write_text(text.replace(old, new))
         is_refused(message)
         file.write_text(text)
+    # After an update, the script is named. It may have other flags, and hash prompts otherwise.
+    update = (out / "rloo.py").rename(tmp_path / "rloo.py")
     arguments = out / "args.yaml"
-    arguments.write_text(arguments.read_text().replace("versions: torch", "versions: other"))
-    (out / "rloo.py").unlink()
+    text = arguments.read_text().replace("versions: torch", "versions: other")
+    arguments.write_text(text.replace("prompts: SHA-256 ", "old: 1\nprompts: "))
+    is_refused("rloo.py differs from its copy")
+    arguments.write_text(text)
+    update.rename(out / "rloo.py")
     # The same rows are the same dataset.
     flags["dataset"] = dataset.rename(tmp_path / "moved.jsonl")
     goes_on()
-    assert (out / "rloo.py").read_bytes() == Path(script.__file__).read_bytes()
     is_refused("--resume: seed is ", seed=9)  # though it is finished
     (out / "rloo.py").write_text("another")
-    with raises(SystemExit):  # There is nothing to do.
-        run(script, output_dir=out, resume=True, **flags)
+    is_refused("rloo.py differs from its copy")
+
+
+STOPS = """
+calls = []
+def f(prompts, **_):
+    calls.append(1)
+    return None if len(calls) == %d else [1.0, 2, 3]
+"""
+
+
+def rename_no_full_folder(rename, source, *more):
+    """As gcsfuse and goofys do it."""
+    if os.path.isdir(source) and os.listdir(source):
+        raise OSError(errno.EMFILE, "Too many open files", str(source))
+    return rename(source, *more)
+
+
+@one_text
+@mark.parametrize("kind", ["file", "broken link", "below a file", "not writable", "bucket"])
+def test_a_folder_that_cannot_be_used_is_refused(script, run, tmp_path, monkeypatch, kind):
+    """In one line, before models are loaded."""
+    out = tmp_path / "out"
+    if kind == "file":
+        out.touch()
+    elif kind == "broken link":
+        out.symlink_to(tmp_path / "nowhere" / "deeper")
+    elif kind == "below a file":
+        out.touch()
+        out = out / "below"
+    elif kind == "not writable":
+        monkeypatch.setattr(os, "mkdir", Mock(side_effect=PermissionError("not permitted")))
+    else:
+        monkeypatch.setattr(os, "rename", partial(rename_no_full_folder, os.rename))
+    monkeypatch.delattr(script, "load_policy")
+    with raises(script.UsageError, match=f"^--output-dir {out}: "):
+        run(script, output_dir=out)
 
 
 @one_text
 def test_a_failed_start_leaves_the_folder_free(script, run, out, tmp_path):
-    """A reward that fails in its first call is mended, or another file takes its place. The same
-    command runs, and the folder keeps the texts of what ran. After an evaluation it needs --resume,
-    and starts anew."""
-    wrong, right = "def f(prompts, **_): return None", "def f(prompts, **_): return [1.0, 2, 3]"
-    files = [tmp_path / name for name in ("wrong.py", "other.py")]
-    flags = dict(output_dir=out, batch_size=3, total_episodes=3)
-    for file in files:
-        file.write_text(wrong)
+    """A reward that fails in its first call is mended, and the same command runs. After its first
+    metrics a start needs --resume. Until there is a checkpoint, it then takes other flags and
+    another reward, too. Of the start that failed no rows stay."""
+    files = [tmp_path / name for name in ("mine.py", "other.py")]
+    flags = dict(output_dir=out, batch_size=3, total_episodes=9)
+
+    def stops_in(call, **flags):
+        files[0].write_text(STOPS % call)
         with raises(script.UsageError, match="--reward gave None"):
-            run(script, **flags, reward=f"{file}:f")
-    files[1].write_text(right)
-    flags |= dict(eval_dataset=3, eval_reward="five")
-    with raises(script.UsageError, match="--reward gave None"):
-        run(script, **flags, reward=f"{files[0]}:f")
-    files[0].write_text(right)
+            run(script, **flags, reward=f"{files[0]}:f")
+
+    stops_in(1, **flags)
+    stops_in(3, **flags)
+    assert len(read_jsonl(out / "metrics.jsonl")) == 2
     with raises(script.UsageError, match="holds a run"):
-        run(script, **flags, reward=f"{files[0]}:f")
-    with raises(script.UsageError, match="--resume: reward is "):
-        run(script, **flags, reward=f"{files[1]}:f", resume=True)
-    run(script, **flags, reward=f"{files[0]}:f", resume=True)
-    assert {file.name for file in out.glob("*.py")} == {"rloo.py", "wrong.py"}
-    assert (out / "wrong.py").read_text() == right
+        run(script, **flags)
+    (out / "rollouts/mine.jsonl").touch()
+    files[1].write_text(STOPS % 9)
+    flags["total_episodes"] = 3
+    run(script, **flags, reward=f"{files[1]}:f", resume=True)
+    assert column(read_jsonl(out / "metrics.jsonl"), "iteration") == [1]
+    assert set(os.listdir(out / "rollouts")) == {"00000001.jsonl", "mine.jsonl"}
+    assert (out / "other.py").read_text() == STOPS % 9
+    assert yaml.safe_load((out / "args.yaml").read_text())["reward"] == f"{files[1]}:f"
 
 
 @one_text
 def test_a_run_that_came_between(script, run, out, flags, monkeypatch):
-    """Two starts of one command pass the first check. One of them runs and ends. The other one,
-    with another seed, is then refused."""
+    """Another run begins and ends just before a start has the folder. The start, with another seed,
+    is refused."""
     first = run(script, **flags).folder
-    monkeypatch.setattr(script, "check_sampler", lambda *_: shutil.copytree(first, out))
+    acquire = script.filelock.FileLock.acquire
+
+    def acquire_late(lock):
+        shutil.copytree(first, out, dirs_exist_ok=True)
+        return acquire(lock)
+
+    monkeypatch.setattr(script.filelock.FileLock, "acquire", acquire_late)
     with raises(script.UsageError, match="--resume: seed is 9, but 1"):
         run(script, **flags, output_dir=out, resume=True, seed=9)
     assert contents(out) == contents(first)
@@ -329,18 +377,16 @@ def test_a_checkpoint_of_lora_holds_what_is_trained(killed_in, out, flags, goes_
     goes_on()
 
 
-@only("rloo")
-def test_any_schedule_goes_on(script, killed_in, goes_on, monkeypatch):
-    """A schedule of a changed script may have a state of its own. It is in the checkpoint."""
-    schedules = torch.optim.lr_scheduler
-
-    def two(name, optimizer, *counts):
-        rates = [schedules.ExponentialLR(optimizer, gamma) for gamma in (0.9, 0.5)]
-        return schedules.SequentialLR(optimizer, rates, milestones=[3])
-
-    monkeypatch.setattr(script.transformers, "get_scheduler", two)
-    killed_in("loading", 3)
-    goes_on()
+@one_text
+def test_a_resumed_run_knows_that_it_has_learned(
+    script, run, killed_in, out, flags, monkeypatch, capsys
+):
+    """Its last updates have no gradient. It does not warn, since those before the kill had one."""
+    killed_in("loading", 4)
+    monkeypatch.setattr(script, "rloo_advantages", lambda rewards, k: torch.zeros_like(rewards))
+    for folder, is_warned in ((out, False), (out.with_name("new"), True)):
+        run(script, **flags, output_dir=folder, resume=True)
+        assert ("warning: no update had" in capsys.readouterr().err) == is_warned
 
 
 @only("rloo")

@@ -6,19 +6,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import accelerate
-import torch
 from conftest import (
     EOS,
     HERE,
-    MANY_EOS,
     VOCAB,
     base_flags,
+    changed,
     column,
-    compare_runs,
-    encode,
     fresh_imports,
     launched,
-    make_prompts,
     make_tokenizer,
     one_text,
     only,
@@ -28,7 +24,6 @@ from conftest import (
     write_jsonl,
 )
 from pytest import approx, mark, raises
-from test_pages import changed
 
 
 def messages(text, role="user"):
@@ -68,8 +63,11 @@ def test_a_reward_is_called_as_trl_calls_it(script, run, tmp_path, world):
 
 
 PLACES = """
+import pathlib
+
 def score(prompts, completions, level, **_):
     texts = [c if isinstance(p, str) else c[0]["content"] for p, c in zip(prompts, completions)]
+    pathlib.Path(__file__).with_name("scored").open("a").write("x" * len(texts))
     places = []
     for first in range(0, len(texts), 3):
         group = texts[first : first + 3]
@@ -80,11 +78,11 @@ def score(prompts, completions, level, **_):
 
 @one_text
 @mark.slow
-def test_processes_score_whole_groups_of_any_rows(script, run, world, tmp_path):
+def test_processes_score_whole_groups_of_any_rows(script, elsewhere, tmp_path):
     """A reward that compares the completions of a prompt gives the same run on three processes,
     also where one has only texts, another one only chats, with a column that texts lack, and the
-    third one nothing. Scores of texts are equal: some updates have fewer episodes than there are
-    processes, and some have none."""
+    third one nothing. No completion is scored twice. Scores of texts are equal: some updates have
+    fewer episodes than there are processes, and some have none."""
     chat = {"prompt": messages("22"), "level": 5}
     rows = [{"prompt": "1+1="}, chat, {"prompt": "3"}, chat]
     dataset = write_jsonl(tmp_path / "data.jsonl", rows)
@@ -102,10 +100,10 @@ def test_processes_score_whole_groups_of_any_rows(script, run, world, tmp_path):
         eval_k=3,
         eval_temperature=1.0,
     )
-    alone = run(script, **flags)
+    alone, _ = elsewhere(script, 3, **flags)
     assert {line["grad_norm"] == 0 for line in alone.metrics[1:]} == {True, False}
-    launched(script, 3, tmp_path, base_flags(world, flags))
-    compare_runs(alone.folder, tmp_path / "out")
+    count = len(alone.rollouts + alone.eval_rollouts)
+    assert (tmp_path / "scored").read_text() == "x" * 2 * count  # by both runs
 
 
 @one_text
@@ -114,18 +112,6 @@ def test_exact_match(script):
     may be a number."""
     completions = [" 4", "4x", messages("4", "assistant"), messages(" 5\n", "assistant")]
     assert script.exact_match(completions, ["4\n", "4", 4, "5"]) == [1, 0, 1, 1]
-
-
-@only("rloo", "grpo")
-def test_a_reward_that_names_its_prompt_comes_back_to_it(script, run):
-    """Every episode has the score of its own prompt, also where a prompt is drawn twice in an
-    iteration. A reward that depends on the prompt alone has advantage 0.
-
-    Bug: trl#6228 (advantages of other prompts)."""
-    flags = dict(num_train_epochs=3, batch_size=24, per_device_rollout_batch_size=5, kl_coef=0)
-    for row in run(script, reward="number", **flags).rollouts:
-        assert row["score"] == make_prompts(7).index(row["prompt"])
-        assert row["advantage"] == 0
 
 
 @one_text
@@ -228,7 +214,7 @@ REWARD_FILES = {
     "neighbour.py": "VALUE = 7",
     "tabnanny.py": "raise AssertionError('not the library')",
     "json.py": "def score(): return 3",
-    "later.py": "async def score(): return 1",
+    "sys.py": "def exit(): return 1",
     "my.own.py": "def score(): return 1",
     "pack/inner.py": "def score(): return 1",
 }
@@ -238,7 +224,7 @@ REWARD_FILES = {
 def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
     """FILE.py:FUNCTION and package.module:FUNCTION. A file may use its neighbours, which hide no
     library. A pool of processes finds its functions. A file whose name another module has is
-    refused.
+    refused, and so is one that was edited. Python says what it cannot import.
 
     This calls a function of the script, since a run would forget the modules of the run before."""
     monkeypatch.chdir(tmp_path)
@@ -255,75 +241,18 @@ def test_a_reward_of_a_package_and_of_a_file(script, tmp_path, monkeypatch):
     with fresh_imports():
         assert load("mine.py:score")() == 7
         assert load("pack.inner:score")() == 1
-        for spec in ("pack.inner:nothing", "later.py:score"):
-            with raises(script.UsageError, match="no such function, or an async one"):
-                load(spec)
-        for spec in ("json.py:score", "nothing.py:score", "my.own.py:score"):
-            with raises(script.UsageError, match="no such file, or its name has a dot, or is ano"):
-                load(spec)
         Path("mine.py").write_text("def score(): return 8")
-        with raises(script.UsageError, match="mine.py was edited; restart the kernel"):
-            load("mine.py:score")
-        with raises(script.UsageError, match="must be exact_match, FILE.py:FUNCTION or none"):
-            load("nothing")
-
-
-def test_order_of_a_score(script, run):
-    """The penalty of a missing EOS comes first, then PPO's clip, then the KL. An evaluation has the
-    score without them, and may have a reward of its own."""
-    flags = dict(
-        reward="five",
-        missing_eos_penalty=3.0,
-        kl_coef=0.5,
-        ref_model_path="reference",
-        model_path="many_eos",
-        eval_dataset=5,
-    )
-    score = 5.0
-    if script.__name__ == "ppo":
-        score = flags["score_clip"] = 2.5
-    ran = run(script, **flags)
-    assert ran.metrics[0]["eval/scores"] == 5.0
-    for row in ran.rollouts:
-        assert row["score"] == (score if row["token_ids"][-1] in MANY_EOS else 2.0)
-    assert set(column(ran.rollouts, "score")) == {score, 2.0}
-
-
-@mark.parametrize(
-    "policy, pad", [("llama", "<pad>"), ("pad_is_eos", "<eos>"), ("emits_pad", "<pad>")]
-)
-@one_text
-def test_reward_model_reads_the_episode_with_its_eos(script, run, tmp_path, policy, pad):
-    """A reward model reads the tokens of prompt and completion, the EOS included.
-
-    Its score is read at the last token, also where pad is EOS, and where the policy emits pad. It
-    is added to that of --reward. --eval-reward replaces both."""
-    tokenizer = make_tokenizer(pad)
-    path, model = save_classifier(
-        tmp_path / "rm", tokenizer=tokenizer, pad_token_id=tokenizer.pad_token_id
-    )
-    rows = [{"prompt": "1+1="}, {"prompt": messages("22"), "chat_template_kwargs": {"mark": "9"}}]
-    ran = run(
-        script,
-        model_path=policy,
-        dataset=write_jsonl(tmp_path / "chat.jsonl", rows),
-        reward="five",
-        reward_model_path=path,
-        per_device_train_batch_size=5,
-        num_train_epochs=6,
-        eval_dataset=5,
-        eval_reward="number",
-    )
-    assert ran.metrics[0]["eval/scores"] == 2.0  # of 0 to 4
-    cases = set()
-    for row in ran.rollouts:
-        ids = encode(row["prompt"]) + row["token_ids"]
-        hidden = model.model(torch.tensor([ids])).last_hidden_state
-        score = model.score(hidden[0, -1]).item()
-        assert row["reward/reward_model"] == approx(score, abs=1e-5)
-        assert row["score"] == approx(score + 5, abs=1e-4)
-        cases.add((row["row"], row["token_ids"][-1] == EOS))
-    assert len(cases) == 4
+        for spec, error, said in (
+            ("mine.py:score", script.UsageError, "an older text of it; .* restart the kernel"),
+            ("json.py:score", script.UsageError, "Python has loaded another json, .* rename the"),
+            ("sys.py:exit", script.UsageError, "another sys"),
+            ("my.own.py:score", ModuleNotFoundError, "No module named 'my'"),
+            ("nothing.py:score", FileNotFoundError, "nothing.py"),
+            ("pack.inner:nothing", AttributeError, "'pack.inner' has no attribute 'nothing'"),
+            ("nothing", script.UsageError, "must be exact_match, FILE.py:FUNCTION or none"),
+        ):
+            with raises(error, match=said):
+                load(spec)
 
 
 @one_text

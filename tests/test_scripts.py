@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import fnmatch
 import io
 import itertools
 import json
@@ -12,6 +11,7 @@ import re
 import subprocess
 import sys
 import tokenize
+from unittest.mock import Mock
 
 import tyro
 import yaml
@@ -75,9 +75,9 @@ def test_the_scripts_do_not_drift():
 
 
 LIMITS = {  # tokens of the script, and of its lecture, which stands above the banner MACHINERY
-    "rloo": (11_430, 3_700),
-    "grpo": (11_870, 4_080),
-    "ppo": (12_620, 4_350),
+    "rloo": (11_100, 3_760),
+    "grpo": (11_540, 4_140),
+    "ppo": (12_300, 4_410),
 }
 
 
@@ -100,18 +100,6 @@ def test_a_script_is_short(name):
         f"{name}.py and its lecture have {tokens} tokens, and the limits are {LIMITS[name]}."
         " Write it shorter. If that makes it worse for a reader, raise the limit, and say why."
     )
-
-
-@mark.parametrize("name", SCRIPTS)
-def test_the_banner_names_what_the_lecture_calls(name):
-    """A `*` there stands for the rest of a name."""
-    lecture, _, machinery = source_of(name).partition("= MACHINERY =")
-    banner = machinery.split("\n\n")[0]
-    below = re.findall(r"^(?:def |class )(\w+)", machinery, re.MULTILINE)
-    missing = {name for name in below if re.search(rf"\b{name}[(,)]", lecture)}
-    for word in re.findall(r"[\w*]+", banner):
-        missing -= {*fnmatch.filter(missing, word)}
-    assert not missing, f"the banner must say what {missing} are"
 
 
 def letters_of(text):
@@ -350,34 +338,15 @@ def test_trackers(script, world, tmp_path):
     assert list(file.parent.glob("**/samples*.table.json"))
 
 
-class Tracker:
-    """A tracker that fails in a call of one of its methods."""
-
-    def __init__(self, name, fails_in):
-        self.name = name
-        self.fails_in = fails_in
-        self.calls = []
-
-    def called(self, method):
-        self.calls.append(method)
-        if self.calls.count(self.fails_in) == 2 or method == self.fails_in == "finish":
-            raise ConnectionResetError("gone")
-
-    def log(self, values, step):
-        self.called("log")
-
-    def log_table(self, name, columns, data, step):
-        self.called("table")
-
-    def finish(self):
-        self.called("finish")
-
-
 @one_text
 def test_a_tracker_that_fails_is_a_warning(script, run, monkeypatch):
     """It gets nothing more. The run goes on, its own row is written before, and other trackers get
     all."""
-    trackers = [Tracker(method, method) for method in ("log", "table", "finish", "never")]
+    trackers = [Mock() for _ in range(4)]
+    gone = ConnectionResetError("gone")
+    trackers[0].name = "log"
+    trackers[0].log.side_effect = trackers[1].log_table.side_effect = [None, gone]
+    trackers[2].finish.side_effect = gone
     announce = script.announce
 
     def announce_and_add(*args):
@@ -387,11 +356,9 @@ def test_a_tracker_that_fails_is_a_warning(script, run, monkeypatch):
     monkeypatch.setattr(script, "announce", announce_and_add)
     with warns(UserWarning, match="--log-with log fails, and gets nothing more: .*gone"):
         ran = run(script, batch_size=6, num_sample_generations=100)
-    calls = {tracker.name: tracker.calls for tracker in trackers}
-    assert calls["never"] == ["log", "table"] * len(ran.metrics) + ["finish"]
-    assert calls == calls | dict(
-        log=["log", "table", "log"], table=["log", "table"] * 2, finish=calls["never"]
-    )
+    called = [[name for name, *_ in tracker.mock_calls] for tracker in trackers]
+    all_calls = ["log", "log_table"] * len(ran.metrics) + ["finish"]
+    assert called == [all_calls[:3], all_calls[:4], all_calls, all_calls]
     assert (ran.folder / "model").exists()
 
 

@@ -14,52 +14,114 @@ import numpy as np
 import torch
 from conftest import (
     MANY_EOS,
+    REWARDS,
     USUAL,
+    VOCAB,
+    changed,
     column,
     distance,
     encode,
     flat,
     load_policy,
     make_rows,
+    make_tokenizer,
     one_text,
     only,
     read_jsonl,
     record_calls,
+    save_classifier,
     save_model,
     stages,
     weights_of,
     write_jsonl,
 )
-from plain import groups_of, row_logprobs, token_counts, without_none
+from plain import check_samples, groups_of, plain_outputs, row_logprobs, token_counts, without_none
 from pytest import approx, mark, raises
-from test_pages import changed
+from transformers import AutoModelForTokenClassification
 
 grouped = only("rloo", "grpo")
 ONE_BATCH = dict(batch_size=24, total_episodes=24)
+rewards = {}
+exec(REWARDS, rewards)
 ENDS = ["many_eos", "pad_is_eos", "emits_pad"]
 IDLE = "warning: no update had a gradient, or all scores of every group were equal\n"
 
 
-@mark.parametrize("policy", [*USUAL, *ENDS])
-def test_gradient_is_that_of_plain_passes(script, hold, world, tmp_path, policy):
-    """The gradient of a single update is that of plain passes, which have no padding, no cache
-    and no dropout, whether or not the completions of a group share a pass over their prompt. So are
-    the log-probabilities of the sampler and of the reference.
+def mean_of(rows, name):
+    """The mean over rows. A row's numbers of tokens are added first."""
+    return np.mean([np.sum(value) for value in column(rows, name)])
 
-    Bugs: trl#5619, #6024, #2881, verl#906 (wrong denominators)."""
-    path = getattr(world, policy, None)
-    if path is None:
-        path = save_model(tmp_path / policy, policy, eos_ids=MANY_EOS)
-    flags = dict(model_path=path, temperature=0.7, per_device_train_batch_size=7, **ONE_BATCH)
-    for share_prompts in (True, False):
-        ran, updates = hold(script, share_prompts=share_prompts, **flags)
-        rows = ran.rollouts
-        assert len(set(token_counts(rows))) > 1, "the test needs unequal lengths"
-        for row, logprobs in zip(rows, row_logprobs(path, rows, 0.7)):
-            assert row["logprobs"] == approx(logprobs, abs=1e-5)
-            assert row["ref_logprobs"] == approx(logprobs, abs=1e-5)
+
+def check_metrics(line, rows, entropies):
+    """Those of a rollout, and of ratios that are 1."""
+    expected = {
+        "objective/kl": mean_of(rows, "logprobs") - mean_of(rows, "ref_logprobs"),
+        "objective/entropy": -mean_of(rows, "logprobs"),
+        "objective/scores": mean_of(rows, "score"),
+        "policy/entropy_avg": np.mean(entropies),
+        "policy/approxkl_avg": 0,
+        "val/ratio": 1,
+        "val/ratio_var": 0,
+    }
+    assert {name: line[name] for name in expected} == approx(expected, rel=1e-4, abs=1e-5)
+
+
+# What passes through a model is the same text in all scripts, but for the values of PPO.
+@only("rloo", "ppo")
+@mark.parametrize("policy", [*USUAL, *ENDS])
+def test_a_run_is_that_of_plain_passes(script, policy, hold, world, tmp_path):
+    """Tokens, log-probabilities, values, scores, evaluations, metrics and gradients, by two runs
+    with other micro-batches and rollouts. In one of them a group shares a pass over its prompt. At
+    learning rate 0 the weights stay, so every ratio is 1.
+
+    From a score goes the penalty of a missing EOS, and then PPO clips it. A reward model reads the
+    EOS, also where that is its pad. An evaluation has its own reward, without penalty.
+
+    Bugs: trl#5619, #6024, #2881, verl#906 (wrong denominators), trl#454, #3029, #6800 (a first
+    ratio that is not 1), #6228 (advantages of other prompts), PPOv2 (padding in the metrics)."""
+    path = getattr(world, policy, None) or save_model(tmp_path / policy, policy, eos_ids=MANY_EOS)
+    pad = "<eos>" if policy == "pad_is_eos" else "<pad>"
+    pads = dict(tokenizer=make_tokenizer(pad), pad_token_id=VOCAB.index(pad))
+    classifier_path, _ = save_classifier(tmp_path / "classifier", **pads)
+    # This class gives the head's output at every token, not at the last one alone.
+    classifier = AutoModelForTokenClassification.from_pretrained(classifier_path, num_labels=1)
+    flags = dict(model_path=path, ref_model_path="reference", temperature=0.7, learning_rate=0.0)
+    flags |= dict(batch_size=12, total_episodes=33, num_mini_batches=2, num_ppo_epochs=2)
+    flags |= dict(missing_eos_penalty=0.3, kl_coef=0.2, eval_dataset=3, eval_every=2, eval_k=2)
+    flags |= dict(eval_temperature=1.3, eval_reward="number")
+    limit = math.inf
+    by_value_model = dict(share_prompts=False, gradient_checkpointing=True)
+    by_value_model |= dict(per_device_train_batch_size=2, per_device_rollout_batch_size=5)
+    if script.__name__ == "ppo":
+        limit = flags["score_clip"] = 2.0
+        by_value_model["value_model_path"] = classifier_path
+    by_reward_model = dict(share_prompts=True, per_device_train_batch_size=7)
+    by_reward_model["reward_model_path"] = classifier_path
+    for more in by_reward_model, by_value_model:
+        ran, updates = hold(script, **flags, **more)
         distance, wrong = stages.judge_gradients(updates)
         assert distance < 1e-5, wrong
+        assert len(set(token_counts(ran.rollouts))) > 1, "the test needs unequal lengths"
+        assert len(set(column(ran.rollouts, "ended"))) == 2, "the test needs completions cut off"
+        evaluations = [line for line in ran.metrics if "eval/scores" in line]
+        assert column(evaluations, "iteration") == [0, 2, 3]
+        for iteration in (0, 2, 3):
+            rows = [row for row in ran.eval_rollouts if row["iteration"] == iteration]
+            assert column(rows, "row") == column(rows, "score") == [0, 0, 1, 1, 2, 2]
+            check_samples(ran, rows, path, 3, 1.3)
+        for line in ran.metrics[1:]:
+            rows = ran.rows_of(line["iteration"])
+            entropies = check_samples(ran, rows, path, 2, 0.7)
+            for row, expected in zip(rows, row_logprobs(world.reference, rows, 0.7)):
+                assert row["ref_logprobs"] == approx(expected, abs=1e-5)
+                *values, score_of_model = plain_outputs(classifier, row).squeeze(1).tolist()
+                assert row.get("values", values) == approx(values, abs=1e-5)
+                [score] = rewards["letters"]([row["prompt"]], [row["completion"]])
+                score -= 0.3 * (not row["ended"])
+                if more is by_reward_model:
+                    score += score_of_model
+                assert row["score"] == approx(min(score, limit), abs=1e-5)
+            check_metrics(line, rows, entropies)
 
 
 def trained_episodes(calls):
@@ -178,21 +240,6 @@ def test_the_gradient_is_clipped_to_its_norm(script, run, updates):
     clipped = run(script, total_episodes=12, max_grad_norm=whole / 4).metrics[0]["grad_norm"]
     norms = [flat(update.gradients).norm().item() for update in updates]
     assert [clipped, *norms] == approx([whole, whole, whole / 4], rel=1e-4)
-
-
-@mark.parametrize("policy", ["gpt2", "dropout"])
-def test_ratio_is_one_while_the_weights_stand_still(script, run, policy):
-    """At learning rate 0 every update of every iteration has ratio 1, at another temperature
-    than 1, too. Gradient checkpointing puts layers into train mode, but not their dropout.
-
-    Bugs: trl#454, #3029, #6800 (a first ratio that is not 1)."""
-    flags = dict(learning_rate=0.0, temperature=0.7, kl_coef=0.1, num_train_epochs=2)
-    flags |= dict(model_path=policy, gradient_checkpointing=policy == "dropout")
-    for row in run(script, num_ppo_epochs=2, num_mini_batches=3, **flags).metrics:
-        assert row["val/ratio"] == approx(1, abs=1e-5)
-        assert row["val/ratio_var"] == approx(0, abs=1e-9)
-        assert row["policy/approxkl_avg"] == approx(0, abs=1e-9)
-        assert row["objective/kl"] == approx(0, abs=1e-5)
 
 
 @one_text

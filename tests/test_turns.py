@@ -13,11 +13,9 @@ from conftest import (
     MANY_EOS,
     MODULES,
     VOCAB,
-    base_flags,
+    changed,
     column,
-    compare_runs,
     distance,
-    launched,
     load_policy,
     make_tokenizer,
     plain_logprobs,
@@ -27,7 +25,6 @@ from conftest import (
     write_jsonl,
 )
 from pytest import approx, fixture, mark
-from test_pages import changed
 
 ENVIRONMENT = '''
 import os, pathlib
@@ -162,9 +159,7 @@ def test_an_environment_that_is_silent_changes_nothing(turns, flags, run):
 
 
 @mark.slow
-def test_two_processes_make_the_same_run(turns, flags, run, world, tmp_path):
+def test_two_processes_make_the_same_run(turns, flags, elsewhere, tmp_path):
     """The main process alone calls the environment."""
-    ran = run(turns, **flags, per_device_rollout_batch_size=5)
-    launched(turns, 2, tmp_path, base_flags(world, flags))
-    compare_runs(ran.folder, tmp_path / "out")
+    elsewhere(turns, 2, **flags)
     assert not (tmp_path / "called_1").exists()

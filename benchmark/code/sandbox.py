@@ -1,4 +1,4 @@
-"""Run one program, and leave no process behind. reward.py starts this file. Nothing imports it.
+"""Run one program, and leave no process behind. mbpp.py starts this file. Nothing imports it.
 
 From stdin it reads, as JSON, the program's sources in their order, a secret word, and limits. The
 word is written to stdout if no source raises an error. There are three processes:

@@ -48,7 +48,7 @@ def kill_at(module, phase, call, rank=0):
     calls = itertools.count(1)
     owner, name, file = {  # Where a file is named, only calls with this file count.
         # after the last token, and between two micro-batches
-        "rollout": (module, "without_end", None),
+        "rollout": (module, "completion_text", None),
         "training": (module.accelerate.Accelerator, "backward", None),
         # The tensors of a checkpoint are written, but it is not whole yet.
         "written": (Path, "rename", "unfinished"),

@@ -18,6 +18,7 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
@@ -125,20 +126,17 @@ def write_datasets(folder, prompts, repetitions):
 
 def keep_gradients(file, module):
     """Append the gradient of each step of the policy's optimizer to a file."""
-    make_optimizer = module.make_optimizer
+    watched = {}
 
     def write(optimizer, *_):
+        # In PPO, the value model's optimizer makes its step after the policy's.
+        if watched.setdefault("policy", optimizer) is not optimizer:
+            return
         with open(file, "ab") as out:
             for parameter in optimizer.param_groups[0]["params"]:
                 out.write(parameter.grad.numpy().tobytes())
 
-    def make_watched(*inputs):
-        module.make_optimizer = make_optimizer  # PPO makes another one, for its value model.
-        optimizer = make_optimizer(*inputs)
-        optimizer.register_step_pre_hook(write)
-        return optimizer
-
-    module.make_optimizer = make_watched
+    register_optimizer_step_pre_hook(write)
 
 
 def compare(rungs, folder, weights, prompts, repetitions):

@@ -300,7 +300,7 @@ def distance(a, b):
 
 def said(run, goes_on):
     """What a resumed run with a change did."""
-    stopped = re.search(r"UsageError: --resume: (\w+) is", run.failed)
+    stopped = re.search(r"--resume: (\w+) is", run.failed)
     return f"stops, and names {stopped[1]}" if stopped else goes_on
 
 

@@ -63,7 +63,11 @@ def sample(rows, uniforms=None):
             darts = uniforms[:, t, None] * cumulative[:, -1:]  # times 1, up to rounding
             picked = (cumulative <= darts).sum(-1)
         tokens = torch.cat([tokens, picked.where(~ended, -1)[:, None]], dim=1)
-    return prompts, tokens, [tokenizer.decode(y[~torch.isin(y, hidden)]) for y in tokens]
+    texts = []
+    for last, y in zip(prompts[:, -1:], tokens):  # After another token, no first space is lost.
+        text = tokenizer.decode(torch.cat([last, y[~torch.isin(y, hidden)]]))
+        texts.append(text.removeprefix(tokenizer.decode(last)))
+    return prompts, tokens, texts
 
 
 def evaluate():

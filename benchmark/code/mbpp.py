@@ -1,7 +1,7 @@
 """MBPP (arXiv 2108.07732): a program that a policy writes must pass the tests of its row.
 
-    python benchmark/code/reward.py --parquet train.parquet test.parquet
-    python grpo.py --reward benchmark/code/reward.py:score --dataset runs/code_train.jsonl ...
+    python benchmark/code/mbpp.py --parquet train.parquet test.parquet
+    python grpo.py --reward benchmark/code/mbpp.py:score --dataset runs/code_train.jsonl ...
 
 The first command needs `pip install datasets`. The page beside this program has a whole run.
 
@@ -24,7 +24,7 @@ from pathlib import Path
 import tyro
 
 if sys.platform != "linux":
-    raise SystemExit("benchmark/code/reward.py needs Linux")
+    raise SystemExit("benchmark/code/mbpp.py needs Linux")
 
 SANDBOX = Path(__file__).resolve().with_name("sandbox.py")
 # Limits of each process: CPU seconds, and bytes of memory, of a file, and of a core dump.
