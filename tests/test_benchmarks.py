@@ -140,6 +140,7 @@ def test_speed(monkeypatch):
     for run in runs(1, tokens=6) + [dict(failed="tokens of a completion")]:
         assert "tokens of a completion" in throughput.summary([run], runs(1))["failed"]
     monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setitem(sys.modules, "throughput", throughput)  # Another test may import it anew.
     monkeypatch.setattr(throughput, "START", -throughput.GPU_LIMIT)
     part = throughput.part_of(replace(throughput.CASES["a"], on_gpu=True))
     with raises(SystemExit, match="the time is over"):
