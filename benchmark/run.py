@@ -167,6 +167,33 @@ def copy_script(folder, script, *patches):
     return folder / f"{script}.py"
 
 
+def find_original(path, folder, commit=None):
+    """The script that a copy was made of: its name, its commit, and a file with its text.
+
+    It is that of the commit whose text has the fewest other lines, and of equals the newest.
+    Without git, it is the one beside benchmark/. commit: another one; folder: for the file
+    """
+    lines = set(path.read_text(encoding="utf-8").splitlines())
+
+    def distance(text):
+        return len(lines ^ set(text.splitlines()))
+
+    texts = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in SCRIPTS}
+    script = min(texts, key=lambda name: distance(texts[name]))
+    commits = git("log", "--format=%h", "--", f"{script}.py").split()
+    found = {}
+    for commit in [commit] if commit else commits:
+        found[commit] = git("show", f"{commit}:./{script}.py")
+        if not found[commit]:
+            raise SystemExit(f"git knows no {script}.py of the commit {commit}")
+    if not found:
+        return script, None, ROOT / f"{script}.py"
+    commit = min(found, key=lambda commit: distance(found[commit]))
+    file = copy_script(folder, script)
+    file.write_text(found[commit], encoding="utf-8")
+    return script, commit, file
+
+
 def import_script(script):
     """Import a script (`rloo`, or a path)."""
     path = (ROOT / script).with_suffix(".py").resolve()
@@ -405,7 +432,9 @@ def measure_part(path, name, parts):
 
 
 def git(*words):
-    """What git prints in the repository's root."""
+    """What git prints in the repository's root; nothing without git."""
+    if not shutil.which("git"):
+        return ""
     finished = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
     return finished.stdout.strip()
 
