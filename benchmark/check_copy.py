@@ -5,12 +5,17 @@ the run the same after kills and on two processes?
     python benchmark/check_copy.py my_rloo.py --stages-only  # the first part
     python benchmark/check_copy.py my_rloo.py --changed scores --my-new-flag 0.1
 
-The stages: two small runs are computed again from what they wrote, one with a single update for
-each batch, and one with two PPO epochs of four. stages.py says what each stage must be. A stage
-that you changed is named by --changed. Then it may differ, and where it does is said. A changed
-loss is stated by --loss: the gradient of each update must be that of this function. losses.py has
-those of the scripts, and says what such a function gets. Without --loss, another loss is no fault,
-but it is not judged.
+The stages: the copy makes two small runs, one with a single update for each batch, and one with two
+PPO epochs of four. The script that it was made of makes the same runs beside it. In each stage it
+gets what the copy had, and stages.py says what must be equal then. This script is that of the
+commit whose text is most like the copy. --beside names another commit, as for an edit that was
+committed. Without git, it is the script beside benchmark/.
+
+A stage that you changed is named by --changed. Then it may differ, and where it does is said. So is
+what only the script has. What only the copy has is no fault. A changed loss is stated by --loss:
+the gradient of each update must be that of this function, and advantages may differ. losses.py has
+the losses of the scripts, and says what such a function gets. Without --loss, another loss is no
+fault, but it is not judged. Give the program every flag of your own run.
 
 The rewards of these runs are of both signs. Prompts return. One has equal scores, and in RLOO and
 GRPO one has no scores, and another misses some. Many completions are cut off. So most cases come in
@@ -28,8 +33,9 @@ The first part that has a fault is the last one. Then the exit status is 1, and 
 is named. With the package coverage, the program names changed lines that no run has executed. Give
 each new flag a value with which it acts: at 0, its lines may run and do nothing.
 
-"right" is said if all stages were judged. Never judged are three processes, what happens after more
-than five iterations, models and data other than these, and the loss of a new module.
+"right" is said if all stages were judged. Never judged are faults of the script itself, three
+processes, what happens after more than five iterations, models and data other than these, and the
+loss of a new module.
 
 All runs are on the CPU, at temperature 2. Numbers are compared in units of their size, or of 1 if
 it is smaller, weights in units of the distance that they moved, and learning rates as they are. In
@@ -42,6 +48,7 @@ import os
 import re
 import sys
 import tempfile
+import traceback
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -56,14 +63,15 @@ from run import (
     BENCHMARK,
     DEFAULTS,
     POLICY,
-    ROOT,
-    SCRIPTS,
     apart,
     difference,
+    find_original,
+    git,
+    import_script,
     load_weights,
     read_run,
     relative_distance,
-    run,
+    run_here,
     write_rows,
 )
 
@@ -76,8 +84,8 @@ except ImportError:
     coverage = None
 
 # The loss has a line of its own.
-STAGES = "prompts sampling scores reference mini-batches optimizer steps schedule evaluation result"
-STAGES = tuple(STAGES.split())
+STAGES = "prompts sampling scores reference advantages mini-batches optimizer schedule evaluation"
+STAGES = (*STAGES.split(), "result")
 
 # Prompts, and what their texts get: many points of both signs, equal ones, or none.
 POINTS = [-1.5, -1, -0.5, 0, 0.5, 1, 1.5]
@@ -97,14 +105,14 @@ FLAGS = (
     " --total-episodes 92 --batch-size 20 --per-device-train-batch-size 3 --temperature 2"
     " --eval-every 2 --eval-temperature 1 --eval-k 4 --save-rollouts --num-sample-generations 0"
 )
-# The runs that are computed again.
+# The runs that are made beside the script.
 SMALL_RUNS = {
     "one update for each batch": "--num-ppo-epochs 1 --num-mini-batches 1 --max-grad-norm 0.1",
     "two PPO epochs of four updates": "--num-ppo-epochs 2 --num-mini-batches 4 --weight-decay 0.1"
     " --max-grad-norm inf --missing-eos-penalty 0.3 {more}",
 }
 RATE = "--learning-rate 1e-3"
-MORE = dict(ppo="--gamma 0.9 --score-norm --score-scaling --score-clip 1")
+MORE = dict(ppo="--gamma 0.9 --score-norm --score-scaling --score-clip 1", grpo="--kl-coef 0.05")
 # The runs of processes and kills, with `count` updates for each batch.
 RUNS = "--num-ppo-epochs 1 --num-mini-batches {count} --learning-rate 1e-4 --save-every 1 --resume"
 
@@ -218,99 +226,104 @@ def make_flags(work, script, more=()):
     return " ".join([FLAGS, f"--dataset {data} --eval-dataset {data}", *more])
 
 
-def try_loss(loss):
-    """What is wrong with a loss before it is called."""
+def run_copy(path, flags, folder, lines):
+    """Make a small run of the copy. Returns what stops it, if something does."""
     stages = import_module("stages")
     try:
-        stages.load_loss(loss)
-    except stages.Misstated as error:
-        return dict(fault=str(error))
+        with stages.record(import_script(path)) as log:
+            run_here((str(path), flags, partial(note_lines, lines=lines), folder / "run"))
+        stages.save(log, folder / "noted")
+    except (Exception, SystemExit) as error:
+        cause = error.__cause__ or error  # the copy's; that of a flag has been printed
+        said = error if isinstance(cause, SystemExit) else repr(cause)
+        frames = traceback.extract_tb(cause.__traceback__)
+        places = [f"line {x.lineno}: {x.line}" for x in frames if x.filename == str(path)]
+        return dict(stopped="\n  ".join([f"{path.name} stopped: {said}", *places[-1:]]))
     return {}
 
 
-def hold(module, loss):
-    """Let a run end with what its stages are."""
+def run_script(base, folder, loss):
+    """Make the script's run beside it. Returns what the stages of the copy's are."""
     stages = import_module("stages")
-    train = module.main
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+        os.dup2(nothing.fileno(), 2)
+    try:
+        function = loss and stages.load_loss(loss)
+        return stages.judge(import_script(base), folder / "run", folder / "noted", function)
+    except stages.Misstated as error:
+        return dict(stopped=f"--loss {loss}: {error}")
 
-    def train_and_judge(args):
-        with stages.record(module) as log:
-            train(args)
-        stated = stages.load_loss(loss)
-        module.found = stages.judge(read_run(args.output_dir), log, stated, module.load_reward)
 
-    module.main = train_and_judge
-
-
-def check_stages(path, script, flags, loss, args, lines):
+def check_stages(path, script, base, flags, args, lines):
     """Make the small runs, and print what was judged. Returns whether nothing is broken, and what
     was not judged."""
     reports = {}
     for about, own in SMALL_RUNS.items():
-        own = own.format(more=MORE.get(script, ""))
-        edits = partial(note_lines, lines=lines), partial(hold, loss=loss)
         # The last of two equal flags counts, so those of the user come last.
-        reports[about] = run(str(path), f"{RATE} {own} {flags}", *edits)
-        if "misstated" in reports[about]:
-            sys.exit(f"--loss {loss}: {reports[about]['misstated']}")
+        words = f"{RATE} {own.format(more=MORE.get(script, ''))} {flags}"
+        with tempfile.TemporaryDirectory() as folder:
+            report = apart(run_copy, path, words, Path(folder), lines)
+            if not report:
+                report = apart(run_script, base, Path(folder), args.loss)
+        for kind in {"stopped", "failed"} & report.keys():
+            sys.exit(f"{report[kind]}\n  with {about}")
+        reports[about] = report
     not_judged = []
-    is_right = print_stages(reports, script, args.changed, not_judged)
-    is_loss = print_loss(reports, loss)
+    is_right = print_stages(reports, script, args, not_judged)
+    is_loss = print_loss(reports, Path(args.loss or f"{script}.py").name)
     if not (is_loss or args.loss):
         not_judged.append("the loss; state it with --loss")
     print_cases(reports, not_judged)
     return is_right and (is_loss or not args.loss), not_judged
 
 
-def print_stages(reports, script, changed, not_judged):
+def print_stages(reports, script, args, not_judged):
     """A line for the stages that are the script's, and one for each other. Returns whether all that
-    differ are named as changed."""
-    same = []
+    differ may do so."""
+    compared = set()
     differ = {}
+    missing = set()
     for about, report in reports.items():
-        same += report["stages"]
+        compared |= report["compared"].keys()
+        missing |= report["missing"]
         not_judged += report["not_judged"]
-        for name, first in report["stages"].items():
-            if first:
-                differ.setdefault(name, f"{name}. With {about}, in {first}")
-    failed = {reason.partition(":")[0] for reason in not_judged}
-    same = [name for name in STAGES if name in same and name not in failed | differ.keys()]
-    print(f"as in {script}.py: {', '.join(same)}")
+        for name, first in report["first"].items():
+            differ.setdefault(name, f"{name}. With {about}, {first}")
+    right = [name for name in STAGES if name in compared - differ.keys()]
+    print(f"as in {script}.py: {', '.join(right)}")
+    may_differ = {*args.changed, "loss"} | ({"advantages"} if args.loss else set())
     for name in filter(differ.get, STAGES):
-        print(f"{'changed' if name in changed else f'not as in {script}.py'}: {differ[name]}")
-    not_judged += [f"{name}: more than that it differs" for name in differ if name in changed]
-    not_judged += [
-        f"{name}: it is named, and as in {script}.py" for name in changed if name in same
-    ]
-    return differ.keys() <= set(changed)
+        print(f"{'changed' if name in may_differ else f'not as in {script}.py'}: {differ[name]}")
+    not_judged += [f"{name}: more than whether it differs" for name in args.changed]
+    none = [name for name in STAGES if name not in {*compared, *differ}]
+    not_judged += [f"{name}: nothing of it came" for name in none]
+    if missing:
+        print(f"only {script}.py has: {', '.join(sorted(missing))}")
+    has_ended = any("loss" in report["ended"] for report in reports.values())
+    return differ.keys() <= may_differ and not has_ended
 
 
-def print_loss(reports, loss):
+def print_loss(reports, name):
     """Print how far gradients are from those of the loss. Returns whether they are its."""
-    name = Path(loss).name
     for about, report in reports.items():
-        if report["wrong_loss"]:
-            print(f"the loss is not {name}. With {about}, {report['wrong_loss']}")
+        if "loss" in report["first"]:
+            print(f"the loss is not {name}. With {about}, {report['first']['loss']}")
             return False
     count = sum(report["cases"]["updates"] for report in reports.values())
     distance = max(report["distance"] for report in reports.values())
-    print(f"the loss is {name}, in all {count} updates:", end=" ")
-    print(f"gradients differ by {distance:.1e} of their length")
+    about = f"gradients differ by {distance:.1e} of their length"
+    print(f"the loss is {name}, in all {count} updates: {about}")
     return True
 
 
 def print_cases(reports, not_judged):
     """Print how often each case has come. One that never came is not judged."""
-    cases = sum((report["cases"] for report in reports.values()), Counter())
-    names = list(dict.fromkeys(name for report in reports.values() for name in report["cases"]))
-    names.remove("updates")
-    names.remove("updates with a gradient")
-    print(f"updates with a gradient: {cases['updates with a gradient']} of {cases['updates']}")
-    print("cases:", ", ".join(f"{name} {cases[name]}" for name in names))
-    not_judged += [name for name in names if cases[name] == 0]
-    for about, report in reports.items():
-        for iteration in report["without_gradient"]:
-            print(f"no update has a gradient: with {about}, in iteration {iteration}")
+    counts = Counter()
+    for report in reports.values():
+        counts.update(report["cases"])
+    print("cases:", ", ".join(f"{name} {count}" for name, count in counts.items()))
+    not_judged += [name for name, count in counts.items() if count == 0]
 
 
 def check_processes(path, flags, folder, lines, count):
@@ -353,15 +366,6 @@ def check_processes(path, flags, folder, lines, count):
     return compare(about, moved, one, allowed, KILLED) is not None
 
 
-def changed_lines(texts):
-    """The script that a copy is most like, and the numbers of the lines that it has not."""
-    found = {}
-    for name in SCRIPTS:
-        known = set((ROOT / f"{name}.py").read_text(encoding="utf-8").splitlines())
-        found[name] = {number for number, text in enumerate(texts, 1) if text not in known}
-    return min(found.items(), key=lambda pair: len(pair[1]))
-
-
 def not_executed(path, lines):
     """The numbers of the lines in functions that no run has executed."""
     recorder = coverage.Coverage(lines)
@@ -388,6 +392,8 @@ class Args:
     """the changed script; after it come its flags"""
     loss: str | None = None
     """FILE.py:FUNCTION, the loss that it must train on; None: that of the script it came from"""
+    beside: str | None = None
+    """the commit whose script it came from; None: the one whose script is most like it"""
     changed: tuple[Literal[STAGES], ...] = ()
     """the stages that may differ from those of the script"""
     stages_only: bool = False
@@ -399,24 +405,26 @@ def main(args, flags):
     if not path.is_file():
         sys.exit(f"{args.copy}: there is no such file")
     texts = path.read_text(encoding="utf-8").splitlines()
-    script, changed = changed_lines(texts)
-    loss = args.loss or f"{BENCHMARK}/losses.py:{script}"
-    variables = dict(ACCELERATE_USE_CPU="true", PYTHONDONTWRITEBYTECODE="1", PYTHONHASHSEED="1")
-    os.environ |= DEFAULTS | variables
-    fault = apart(try_loss, loss).get("fault")
-    if fault:
-        sys.exit(f"--loss {loss}: {fault}")
+    os.environ |= DEFAULTS | dict(ACCELERATE_USE_CPU="true", PYTHONHASHSEED="1")
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     with tempfile.TemporaryDirectory(prefix="check_copy_") as work:
         os.environ["TMPDIR"] = work  # A process that is killed removes nothing.
         lines = f"{work}/lines"
+        script, commit, base = find_original(path, Path(work, "original"), args.beside)
+        if commit:
+            print(f"beside {script}.py of commit {commit}")
+            if git("diff", commit, "HEAD", "--", f"{script}.py"):
+                print(f"{script}.py has changed since: git diff {commit} -- {script}.py")
         words = make_flags(work, script, flags)
-        is_right, not_judged = check_stages(path, script, words, loss, args, lines)
+        is_right, not_judged = check_stages(path, script, base, words, args, lines)
         if args.stages_only:
             not_judged.append("processes and kills")
         for count in () if args.stages_only else (1, 4):
             if is_right:
                 print(f"updates for each batch: {count}")
                 is_right = check_processes(path, words, Path(work, str(count)), lines, count)
+        known = base.read_text(encoding="utf-8").splitlines()
+        changed = {number for number, text in enumerate(texts, 1) if text not in known}
         never = changed & not_executed(path, lines) if coverage and is_right else set()
     for number in sorted(never):
         print(f"not executed, line {number}: {texts[number - 1].strip()}")

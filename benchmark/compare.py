@@ -36,6 +36,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections import ChainMap
 from dataclasses import dataclass
 from math import ceil, log2
@@ -51,7 +52,7 @@ import numpy as np
 import plot
 import scipy
 import tyro
-from run import ROOT, SCRIPTS, column, git, having, made_of, read_run
+from run import ROOT, SCRIPTS, column, find_original, git, having, read_run
 from tqdm import tqdm
 
 ALPHA = 0.05
@@ -142,7 +143,8 @@ def warn_of_commits(script):
         if git("diff", "HEAD", "--", Path(script).name):
             print(f"warning: {script} is not as it was committed. Its changes are in the verdict.")
         return
-    name, commit = made_of(Path(script))
+    with tempfile.TemporaryDirectory() as folder:
+        name, commit, _ = find_original(Path(script), Path(folder))
     if commit and git("diff", commit, "HEAD", "--", f"{name}.py"):
         print(
             f"warning: {script} was made of {name}.py of commit {commit}, which has changed since."

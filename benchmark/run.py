@@ -168,6 +168,33 @@ def copy_script(folder, script, *patches):
     return folder / f"{script}.py"
 
 
+def find_original(path, folder, commit=None):
+    """The script that a copy was made of: its name, its commit, and a file with its text.
+
+    It is that of the commit whose text has the fewest other lines, and of equals the newest.
+    Without git, it is the one beside benchmark/. commit: another one; folder: for the file
+    """
+    lines = set(path.read_text(encoding="utf-8").splitlines())
+
+    def distance(text):
+        return len(lines ^ set(text.splitlines()))
+
+    texts = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in SCRIPTS}
+    script = min(texts, key=lambda name: distance(texts[name]))
+    commits = git("log", "--format=%h", "--", f"{script}.py").split()
+    found = {}
+    for commit in [commit] if commit else commits:
+        found[commit] = git("show", f"{commit}:./{script}.py")
+        if not found[commit]:
+            raise SystemExit(f"git knows no {script}.py of the commit {commit}")
+    if not found:
+        return script, None, ROOT / f"{script}.py"
+    commit = min(found, key=lambda commit: distance(found[commit]))
+    file = copy_script(folder, script)
+    file.write_text(found[commit], encoding="utf-8")
+    return script, commit, file
+
+
 def import_script(script):
     """Import a script (`rloo`, or a path)."""
     path = (ROOT / script).with_suffix(".py").resolve()
@@ -403,21 +430,6 @@ def measure_part(path, name, parts):
     for other in parts | old["parts"]:  # also one that the program had before
         in_order += rows if other == name else having(old["rows"], part=other)
     write_result(path, old["parts"] | {name: stamp}, in_order)
-
-
-def made_of(path):
-    """The script that a copy was made of, and at which commit: that with the fewest differing
-    lines, the newest of equals. None without git."""
-    lines = set(path.read_text("utf-8").splitlines())
-
-    def differing(text):
-        return len(lines ^ set(text.splitlines()))
-
-    name = min(SCRIPTS, key=lambda name: differing((ROOT / f"{name}.py").read_text("utf-8")))
-    found = {}
-    for commit in git("log", "--format=%h", "--", f"{name}.py").split():
-        found[commit] = differing(git("show", f"{commit}:./{name}.py"))
-    return name, min(found, key=found.get, default=None)
 
 
 def git(*words):

@@ -1,47 +1,65 @@
-"""Compute a run of a script, or of a copy, again, stage by stage: what is not the script's?
+"""Judge the run of a copy beside a run of the script that it came from, stage for stage.
 
-`record` notes weights, gradients and steps while the run is made. `judge` reads what it has
-written. Each stage is computed in plain torch and transformers. It takes as given what the run
-wrote before it, so that a difference stays in the stage where it arises.
+`record` notes weights, gradients and steps while the copy runs. Then a `Twin` makes the script's
+run. In each stage it gets what the copy had, so a difference stays in the stage where it arises.
 
-    prompts        each iteration has the rows of the seed's stream
-    sampling       each token is the one that its random number picks. Its log-probability, entropy
-                   and value, the text and the ends are right
-    scores         are those of the reward function, with penalty and normalization
-    reference      the log-probabilities of the reference model, at the run's temperature
-    mini-batches   their number, order and episodes
-    loss           the gradient of each update is that of a stated loss, as in losses.py
-    optimizer      is AdamW, as the flags say
-    steps          each optimizer makes one of its kind for each mini-batch, with the clipped
-                   gradient, and nothing else moves weights
-    schedule       the learning rate of each step
-    evaluation     as sampling and scores
-    result         model/ is what the last step left
+    stage          what the twin gets of the copy    what must be equal then
+    prompts        the prompts so far                rows, texts and columns
+    sampling       weights, prompts                  tokens, their log-probabilities, values, texts,
+                                                     ends and entropy
+    scores         completions                       scores, with their parts and penalties
+    reference      completions                       its log-probabilities
+    advantages     scores, log-probabilities,        advantages and returns
+                   values
+    mini-batches                                     their number, order and episodes
+    loss           weights, and all of these         the gradient before it is clipped. It is the
+                                                     twin's, or that of a stated loss
+    optimizer      weights, gradients, rates         kinds, settings, and the weights after a step
+    schedule                                         the rate of each step
+    evaluation     weights                           rows, as in prompts, sampling and scores
+    result         the last weights                  model/
+
+A metric belongs to the stage that computes it. Only what the script has is compared.
 """
 
 import contextlib
 import copy
 import inspect
+import itertools
+import re
+import tempfile
 import traceback
+import typing
 from collections import Counter, defaultdict
-from math import ceil, inf, nan
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from run import difference, grouped, import_script, read_rows
-from safetensors.torch import load_file
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from run import column, difference, grouped, import_script, load_weights, read_run
+from torch.nn.utils import parameters_to_vector
 
-# Rounding made at most 1.1e-5, and a bonus of 0.01 that counts padding 2e-3.
+# Of gradients and of steps, by their length. Rounding made at most 1.1e-5, and a bonus of 0.01 that
+# counts padding 2e-3.
 ALLOWED = 1e-4
-# Of log-probabilities and values. It is the limit of the scripts between two kinds of passes.
-ALLOWED_OF_TOKENS = 1e-3
+# Of numbers in rows and metrics.
+ALLOWED_OF_NUMBERS = 2e-5
+
+STAGE_OF = {  # of metrics, and of entries of rows
+    "prompts": "prompt|columns|episode|epoch",
+    "sampling": "(policy|objective)/entropy.*|val/(num_eos|cut_off)_.*|response_length_mean",
+    "scores": "score|reward/.*|objective/scores|val/num_unscored|group/.*",
+    "reference": "objective/(kl|kl_coef|non_score_reward)",
+    "advantages": "advantage|returns",
+    "loss": "loss/.*|policy/(approxkl|clipfrac|skipped)_.*|val/(ratio|clipfrac).*",
+    "optimizer": "grad_norm",
+    "schedule": "lr|step",
+    "evaluation": "eval/.*",
+}
 
 
 def points(completions, points, **_):
@@ -50,17 +68,44 @@ def points(completions, points, **_):
     return [row[sum((i + 3) * ord(x) for i, x in enumerate(text)) % 7] for text, row in table]
 
 
-class Stage:
-    """How often something was compared, and the first difference."""
+class Verdict:
+    """What was compared, and what differs."""
 
     def __init__(self):
-        self.compared = 0
-        self.first = None
+        self.compared = Counter()  # how often, by stage
+        self.first = {}  # the first difference of a stage
+        self.missing = set()  # what the script has, and the copy has not
+        self.ended = []  # stages with an exception
 
-    def hold(self, where, found, right, allowed=0.0):
-        self.compared += 1
-        if self.first is None and not difference(found, right) <= allowed:
-            self.first = f"{where}: {shown(found)}, and not {shown(right)}"
+    def hold(self, stage, where, found, right, allowed=0.0):
+        self.compared[stage] += 1
+        if not difference(found, right) <= allowed:
+            self.first.setdefault(stage, f"in {where}: {shown(found)}, and not {shown(right)}")
+
+    def hold_entries(self, where, found, right, only=None):
+        """Hold entries of a row, or metrics. only: their stage, if it is not that of their names"""
+        for name, value in right.items():
+            for stage, names in STAGE_OF.items():
+                if stage != only and (only or not re.fullmatch(names, name)):
+                    continue
+                if name in found:
+                    pair = found[name], value
+                    self.hold(stage, f"{where}, {name}", *pair, ALLOWED_OF_NUMBERS)
+                else:
+                    self.missing.add(name)
+
+    @contextlib.contextmanager
+    def guard(self, now):
+        """An exception inside is a difference of the stage to which the run has come."""
+        try:
+            yield
+        except Misstated:
+            raise
+        except (Exception, SystemExit) as error:
+            line = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"line {line.lineno} of {Path(line.filename).name}"
+            self.first.setdefault(now.stage, f"it ended in {error!r}, in {place}")
+            self.ended.append(now.stage)
 
 
 def shown(value):
@@ -69,47 +114,74 @@ def shown(value):
 
 # ======================================= while it runs =======================================
 @contextlib.contextmanager
-def record(module):
-    """Inside, a script's run is noted in what is given. Its `updates` are one for each mini-batch.
-    Of its `stages`, steps are held at once."""
-    log = SimpleNamespace(updates=[], models=[], optimizers=[], weights={}, twins={})
-    log.stages = defaultdict(Stage)
+def record(module, then=lambda: None):
+    """Inside, a script's run is noted in what is given. Its `updates` are one for each mini-batch:
+
+    weights     before the update; of each trained model, by name
+    gradients   before they are clipped, in the same way; none if PPO drops the update
+    rates       of each step, the learning rates
+    after       the weights after the update
+
+    then() is called when gradients were noted.
+    """
+    log = SimpleNamespace(prompts=[], models=[], optimizers=[], trained=[], weights=None)
+    log.updates = []
+    load = module.load_prompts
     draw = module.draw_mini_batches
     prepare = Accelerator.prepare
     clip = torch.nn.utils.clip_grad_norm_
     step = AcceleratedOptimizer.step
 
-    def keep_prepared(accelerator, *objects):
-        for thing in objects:
-            if isinstance(thing, torch.nn.Module):
-                log.models.append(thing)
-                log.weights[thing] = weights_of(thing)
-            elif isinstance(thing, torch.optim.Optimizer):
-                log.optimizers.append(thing)
-        return prepare(accelerator, *objects)
+    def keep_prompts(*inputs):
+        prompts = load(*inputs)
+        log.prompts += prompts
+        return prompts
 
-    def keep_episodes(args, iteration, ppo_epoch, *rest):
-        for mini_batch in draw(args, iteration, ppo_epoch, *rest):
-            update = SimpleNamespace(iteration=iteration, ppo_epoch=ppo_epoch, args=args)
+    def keep_prepared(accelerator, *objects, **settings):
+        log.models += [x for x in objects if isinstance(x, torch.nn.Module)]
+        log.optimizers += [x for x in objects if isinstance(x, torch.optim.Optimizer)]
+        # Those of which an optimizer has weights.
+        groups = [group for optimizer in log.optimizers for group in optimizer.param_groups]
+        stepped = {id(weight) for group in groups for weight in group["params"]}
+        log.trained = [x for x in log.models if stepped & set(map(id, trained(x).values()))]
+        log.weights = None
+        log.start = note_weights(log)
+        return prepare(accelerator, *objects, **settings)
+
+    def keep_updates(*inputs, **settings):
+        named = inspect.signature(draw).bind(*inputs, **settings).arguments
+        for mini_batch in draw(*inputs, **settings):
+            update = SimpleNamespace(iteration=named["iteration"], ppo_epoch=named["ppo_epoch"])
             update.number = len(log.updates) + 1
-            update.where = f"iteration {iteration}, update {update.number}"
-            update.episodes = mini_batch.tolist()
-            update.models = []  # of each its weights, and its gradient before it is clipped
-            update.steps = Counter()  # of each optimizer
+            update.episodes = torch.as_tensor(mini_batch).tolist()
+            update.weights = note_weights(log)
+            update.gradients = []
             update.rates = []
             log.updates.append(update)
-            yield mini_batch
+            try:
+                yield mini_batch
+            finally:
+                update.after = note_weights(log)
+
+    def note_gradients():
+        for update in log.updates[-1:]:
+            if not update.gradients:  # PPO makes two steps.
+                update.gradients = list(map(gradient, log.trained))
+                then()
 
     def clip_and_note(*inputs, **settings):
-        note_gradients(log)
+        note_gradients()
         return clip(*inputs, **settings)
 
     def step_and_note(optimizer, *inputs):
-        note_gradients(log)
-        note_step(log, optimizer.optimizer, lambda: step(optimizer, *inputs))
+        note_gradients()
+        for update in log.updates[-1:]:
+            update.rates.append(column(optimizer.param_groups, "lr"))
+        step(optimizer, *inputs)
 
     with (
-        mock.patch.object(module, "draw_mini_batches", keep_episodes),
+        mock.patch.object(module, "load_prompts", keep_prompts),
+        mock.patch.object(module, "draw_mini_batches", keep_updates),
         mock.patch.object(Accelerator, "prepare", keep_prepared),
         mock.patch.object(torch.nn.utils, "clip_grad_norm_", clip_and_note),
         mock.patch.object(AcceleratedOptimizer, "step", step_and_note),
@@ -118,408 +190,325 @@ def record(module):
 
 
 def trained(model):
-    return [weight for weight in model.parameters() if weight.requires_grad]
+    """The weights of a model that are trained, by name."""
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
-def weights_of(model):
-    """All trained weights, one after the other."""
-    return torch.cat([torch.zeros(0), *(weight.detach().flatten() for weight in trained(model))])
+def note_weights(log):
+    """The weights of each trained model. Where none has moved, they need no memory again."""
+    weights = []
+    for model in log.trained:
+        weights.append({name: x.detach().clone() for name, x in trained(model).items()})
+    if not log.weights or farthest(weights, log.weights) > 0:
+        log.weights = weights
+    return log.weights
+
+
+def farthest(models, others):
+    """How far weights of the same names are apart, at most."""
+    apart = [0.0]
+    for weights, right in zip(models, others):
+        apart += [float((weights[x] - right[x]).abs().max()) for x in weights.keys() & right.keys()]
+    return max(apart)
+
+
+def set_weights(log, noted):
+    """Give the trained models weights that were noted of others."""
+    with torch.no_grad():
+        for model, weights in zip(log.trained, noted):
+            for name, weight in trained(model).items():
+                weight.copy_(weights.get(name, weight))
 
 
 def gradient(model):
-    gradients = []
-    for weight in trained(model):
-        gradients.append(torch.zeros_like(weight) if weight.grad is None else weight.grad)
-    return parameters_to_vector(gradients)
+    """The gradient of a model, by name."""
+    weights = trained(model).items()
+    return {name: torch.zeros_like(x) if x.grad is None else x.grad.clone() for name, x in weights}
 
 
-def weights_in(optimizer):
-    return [weight for group in optimizer.param_groups for weight in group["params"]]
+def vector(model, gradients):
+    """The gradients of all trained weights, one after the other; 0 where there is none."""
+    weights = trained(model).items()
+    return parameters_to_vector([gradients.get(name, torch.zeros_like(x)) for name, x in weights])
 
 
-def trained_models(log):
-    """Those of which an optimizer has weights."""
-    stepped = {id(weight) for optimizer in log.optimizers for weight in weights_in(optimizer)}
-    return [model for model in log.models if stepped & set(map(id, trained(model)))]
+def settings(log):
+    """The kinds and settings of the optimizers."""
+    names = ("weight_decay", "betas", "eps", "maximize")
+    found = []
+    for optimizer in log.optimizers:
+        groups = {
+            str({name: group.get(name) for name in names}) for group in optimizer.param_groups
+        }
+        found.append(f"{type(optimizer).__name__} {sorted(groups)}")
+    return found
 
 
-def note_gradients(log):
-    """The weights and gradients of an update, before they are clipped."""
-    update = log.updates[-1]
-    if update.models:  # They are noted. PPO makes two steps.
-        return
-    for model in trained_models(log):
-        weights = weights_of(model)
-        moved = float((weights - log.weights[model]).norm())
-        where = f"{update.where}: {type(model).__name__}, moved without a step, by"
-        log.stages["steps"].hold(where, moved, 0.0)
-        if moved == 0:
-            weights = log.weights[model]  # It needs no memory of its own.
-        update.models.append((model, weights, gradient(model)))
+def save(log, file):
+    """Write what `record` has noted, for another process."""
+    torch.save(dict(start=log.start, updates=log.updates, settings=settings(log)), file)
 
 
-def note_step(log, optimizer, step):
-    """Make a step, and hold it against one of a copy of the optimizer."""
-    update = log.updates[-1]
-    stage = log.stages["steps"]
-    raw = torch.cat([gradient for *_, gradient in update.models]).double()
-    clipped = raw * min(1.0, update.args.max_grad_norm / (raw.norm() + 1e-6))
-    its = torch.cat([gradient(model) for model, *_ in update.models])
-    apart = float((its - clipped).norm() / clipped.norm().clamp(min=1e-12))
-    where = f"{update.where}: from the clipped gradient, by its length, the gradient is away"
-    stage.hold(where, apart, 0.0, ALLOWED)
-    if not update.steps[optimizer]:
-        update.rates += [group["lr"] for group in optimizer.param_groups]
-    update.steps[optimizer] += 1
-    twin = copy.deepcopy(optimizer)  # of weights and settings
-    if optimizer in log.twins:  # What it remembers is what it was before.
-        memory = log.twins[optimizer].state_dict()["state"]
-        twin.load_state_dict(optimizer.state_dict() | {"state": memory})
-    log.twins[optimizer] = twin
-    pairs = list(zip(weights_in(optimizer), weights_in(twin)))
-    for weight, other in pairs:
-        other.grad = None if weight.grad is None else weight.grad.clone()
-    twin.step()
-    step()
-    apart = max(float((weight - other).detach().abs().max()) for weight, other in pairs)
-    name = type(optimizer).__name__
-    stage.hold(f"{update.where}: from the step of {name}, a weight is away", apart, 0.0, 1e-7)
-    log.weights |= {model: weights_of(model) for model, *_ in update.models}
+# ==================================== the run beside it ====================================
+def follow(script, copied, verdict, has_scores=False):
+    """Make a run of the script, each stage of which gets what the copy's stage had. Hold the copy's
+    stages against it. Returns what `record` notes of it.
 
-
-# ========================================= the stages =========================================
-def judge(found, log, loss, load_reward):
-    """What the stages of a run are.
-
-    found: what `read_run` gives; log: as in `record`; load_reward: the script's
+    script: its module; has_scores: in place of the reward it gets the scores of the copy
     """
-    run = understand(found, log)
-    run.reward = load_reward(run.args.reward)
-    run.eval_reward = load_reward(run.args.eval_reward or run.args.reward)
-    not_judged = []
-    for stage in JUDGES:
-        try:
-            JUDGES[stage](run)
-        except Exception as error:  # The copy has not what it needs.
-            line = traceback.extract_tb(error.__traceback__)[-1].lineno
-            not_judged.append(f"{stage}: {error!r}, in line {line} of stages.py")
-            if run.stages[stage].first is None:
-                del run.stages[stage]
-    try:
-        rows = gradients(found, log, loss)
-    except Misstated as error:
-        return dict(misstated=str(error))
-    distance, wrong = judge_gradients(rows)
-    if wrong:
-        wrong = f"{wrong.about}. {likely_cause(run, wrong)}"
-    for model in trained_models(log)[len(run.models) :]:
-        not_judged.append(f"the loss of {type(model).__name__}")
-    if may_drop(run.args):
-        not_judged.append("steps: their number, as PPO may drop updates with these flags")
-    cases, without_gradient = count_cases(run, rows)
-    return dict(
-        stages={name: stage.first for name, stage in run.stages.items() if stage.compared},
-        not_judged=not_judged,
-        distance=distance,
-        wrong_loss=wrong,
-        cases=cases,
-        without_gradient=without_gradient,
+    hold = verdict.hold
+    own = SimpleNamespace(**vars(script))
+    own.backward = Accelerator.backward
+    own.step = AcceleratedOptimizer.step
+    # Of the run: the stage to which it has come, the iteration with the copy's rows, the copy's
+    # update that it makes, and the gradients after each pass of it.
+    now = SimpleNamespace(stage="prompts", iteration=0)
+
+    def draw_prompts(*inputs):
+        now.stage = "prompts"
+        now.iteration += 1
+        now.rows = copied.rollouts.get(now.iteration, [])
+        drawn = column(now.rows[:: copied.k], "row")
+        numbers = [prompt.number for prompt in log.prompts]  # in the dataset
+        right = [numbers[index] for index in own.draw_prompts(*inputs)]
+        hold("prompts", f"iteration {now.iteration}, rows", drawn, right)
+        return list(map(numbers.index, drawn))
+
+    def sample_with_weights(iteration):
+        """The models get the weights with which an iteration of the copy samples."""
+        noted = [update.after for update in copied.updates if update.iteration < iteration]
+        set_weights(log, [copied.start, *noted][-1])
+
+    def generate(*inputs):
+        if now.stage == "evaluation":
+            return own.generate(*inputs)
+        now.stage = "sampling"
+        sample_with_weights(now.iteration)
+        batch = own.generate(*inputs)
+        for i, row in enumerate(now.rows):
+            ids = batch.token_ids[i]
+            right = dict(
+                token_ids=ids,
+                logprobs=batch.logprobs[i, : len(ids)].tolist(),
+                ended=bool(batch.ended[i]),
+                completion=batch.completions[i],
+            )
+            hold_episode(i, row, right, "sampling")
+            ids = row["token_ids"]
+            batch.tokens[i] = -1
+            batch.tokens[i, : len(ids)] = torch.tensor(ids)
+            batch.logprobs[i] = 0
+            batch.logprobs[i, : len(ids)] = torch.tensor(row["logprobs"])
+        now.stage = "scores"
+        return replace(
+            batch,
+            completions=column(now.rows, "completion"),
+            token_ids=column(now.rows, "token_ids"),
+            ended=torch.tensor(column(now.rows, "ended")),
+            mask=batch.tokens >= 0,
+        )
+
+    def hold_episode(i, row, right, stage):
+        verdict.hold_entries(f"iteration {now.iteration}, episode {i}", row, right, stage)
+
+    def score_episodes(*inputs):
+        if not has_scores:
+            return own.score_episodes(*inputs)
+        scores = np.array(column(now.rows, "score"), float)  # None is nan
+        return torch.from_numpy(scores), [{}] * len(scores)
+
+    def map_episodes(one_pass, *inputs):
+        """Log-probabilities of the reference, and values, are held. Then they are the copy's."""
+        found = own.map_episodes(one_pass, *inputs)
+        known = {"token_logprobs": "ref_logprobs", "token_values": "values"}
+        name = known.get(getattr(getattr(one_pass, "func", None), "__name__", None))
+        for i, row in enumerate(now.rows if name else []):
+            right = found[i, : len(row["token_ids"])].tolist()
+            hold_episode(i, row, {name: right}, "sampling" if name == "values" else "reference")
+            found[i, : len(right)] = torch.tensor(row.get(name) or right)
+        return found
+
+    def draw_mini_batches(args, iteration, ppo_epoch, *inputs):
+        now.stage = "mini-batches"
+        right = own.draw_mini_batches(args, iteration, ppo_epoch, *inputs)
+        epoch = (iteration, ppo_epoch)
+        updates = [x for x in copied.updates if (x.iteration, x.ppo_epoch) == epoch]
+        where = f"iteration {iteration}, PPO epoch {ppo_epoch + 1}, episodes"
+        found = [update.episodes for update in updates]
+        for pair in itertools.zip_longest(found, map(torch.Tensor.tolist, right)):
+            hold("mini-batches", where, *pair)
+        for now.update in updates:
+            now.stage = "loss"
+            now.passes = []
+            set_weights(log, now.update.weights)
+            yield torch.tensor(now.update.episodes)
+            set_weights(log, now.update.after)
+
+    def backward(*inputs, **settings):
+        own.backward(*inputs, **settings)
+        now.passes.append([vector(model, gradient(model)) for model in log.trained])
+
+    def put_gradients():
+        """Give the script the copy's gradients. Its own have been noted."""
+        now.stage = "optimizer"
+        for i, (model, gradients) in enumerate(zip(log.trained, now.update.gradients)):
+            if is_by_pass(
+                torch.stack([noted[i] for noted in now.passes]), vector(model, gradients)
+            ):
+                now.update.by_pass = True
+            for name, weight in trained(model).items():
+                if name in gradients:
+                    weight.grad = gradients[name].clone()
+
+    def step(optimizer, *inputs):
+        """A step with the copy's rate. The schedule is another stage."""
+        [group] = optimizer.param_groups
+        rate = group["lr"]
+        for rates in now.update.rates[len(log.updates[-1].rates) - 1 :][:1]:
+            group["lr"] = rates[0]
+        own.step(optimizer, *inputs)
+        group["lr"] = rate
+
+    def evaluate(*inputs):
+        if has_scores:
+            return {}
+        now.stage = "evaluation"
+        sample_with_weights(inputs[-1] + 1)
+        return own.evaluate(*inputs)
+
+    edits = dict(
+        check_flags=copy.copy,  # The copy may allow more.
+        draw_prompts=draw_prompts,
+        generate=generate,
+        score_episodes=score_episodes,
+        map_episodes=map_episodes,
+        draw_mini_batches=draw_mini_batches,
+        compare_with_sampler=lambda *_: {},  # The copy may train on other log-probabilities.
+        evaluate=evaluate,
     )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.multiple(script, **edits),
+        mock.patch.object(Accelerator, "backward", backward),
+        mock.patch.object(AcceleratedOptimizer, "step", step),
+        record(script, put_gradients) as log,
+    ):
+        run = Path(folder, "run")
+        args = flags_for(script, copied, verdict) | dict(output_dir=str(run))
+        if has_scores:  # They are what came of these.
+            args["missing_eos_penalty"] = 0.0
+            args |= {name: None for name in args if name.startswith("score_")}
+        with verdict.guard(now):
+            script.main(script.Args(**args))
+        if (run / "metrics.jsonl").exists():
+            hold_written(copied, understand(read_run(run), log), verdict)
+        now.stage = "optimizer"
+        with verdict.guard(now):
+            hold_updates(copied, log, hold)
+        now.stage = "result"
+        with verdict.guard(now):
+            hold_result(Path(copied.args.output_dir), run, hold)
+    return log
+
+
+def flags_for(script, copied, verdict):
+    """The copy's flags, but for those and for choices that the script has not."""
+    given = vars(copied.args) | dict(log_with=None)
+    found = {}
+    for name, kind in typing.get_type_hints(script.Args).items():
+        is_choice = typing.get_origin(kind) is typing.Literal
+        if name not in given:
+            verdict.missing.add(f"--{name.replace('_', '-')}")
+        elif not is_choice or given[name] in typing.get_args(kind):
+            found[name] = given[name]
+    return found
+
+
+def hold_written(copied, right, verdict):
+    """Hold the rows and metrics that a run wrote."""
+    for name, stage in dict(metrics=None, rollouts=None, eval_rollouts="evaluation").items():
+        ours, its = vars(copied)[name], vars(right)[name]
+        if its and not verdict.ended:
+            verdict.hold(stage or "prompts", f"the iterations of {name}", [*ours], [*its])
+        for iteration, rows in its.items():
+            for row, other in zip(ours.get(iteration, []), rows):
+                episode = f", episode {other['index']}" if "index" in other else ""
+                verdict.hold_entries(f"iteration {iteration}{episode}", row, other, stage)
+
+
+def hold_updates(copied, log, hold):
+    """Hold what optimizers are, and what they did."""
+    for pair in zip(copied.settings, settings(log)):
+        hold("optimizer", "kind and settings", *pair)
+    before = log.start
+    for update, its in zip(copied.updates, log.updates):
+        where = f"iteration {update.iteration}, update {update.number}"
+        about = f"{where}: weights moved without a step, by"
+        hold("optimizer", about, farthest(update.weights, before), 0.0)
+        for rates, [right] in zip(update.rates, its.rates):
+            hold("schedule", f"{where}: rates", rates, [right] * len(rates))
+        where += (
+            f": from where {len(its.rates)} steps of the script lead, by their length, weights are"
+        )
+        apart = farthest(update.after, its.after) / max(farthest(its.after, its.weights), 1e-12)
+        hold("optimizer", where, apart, 0.0, ALLOWED)
+        before = update.after
+
+
+def hold_result(folder, right, hold):
+    """The models are what the last step left."""
+    for model in right.glob("*model"):
+        written = load_weights(folder / model.name)
+        for name, weights in load_weights(model).items():
+            where = f"{model.name}/, {name}, from what the last step left"
+            hold("result", where, float(abs(written[name] - weights).max()), 0.0)
+
+
+# ======================================== the verdict ========================================
+def judge(script, folder, file, loss):
+    """What the stages of a copy's run are.
+
+    script: the module of the script that it came from; folder: of the run; file: what `save` wrote;
+    loss: a function, or None for that of the script
+    """
+    found = read_run(folder)
+    noted = torch.load(file, weights_only=False)
+    copied = understand(found, SimpleNamespace(trained=[], **noted))
+    verdict = Verdict()
+    log = follow(script, copied, verdict)
+    if "scores" in verdict.first:  # What follows from them is judged with those of the copy.
+        for stage in ("advantages", "loss"):
+            verdict.first.pop(stage, None)
+        log = follow(script, copied, verdict, has_scores=True)
+    not_judged = [f"what follows {stage}, which ended" for stage in verdict.ended]
+    others = log.updates
+    log.updates = copied.updates if loss else copied.updates[: len(others)]
+    run = understand(found, log)
+    for place in range(len(run.models), len(copied.start)):
+        not_judged.append(f"the loss of trained model {place + 1}")
+    report = dict(not_judged=not_judged, cases=Counter())
+    with verdict.guard(SimpleNamespace(stage="loss")):
+        rows = gradients(found, log, loss, others)
+        report["cases"] = count_cases(run, rows)
+        report["distance"], wrong = judge_gradients(rows)
+        if loss:  # The metrics of another loss are not the script's.
+            verdict.first.pop("loss", None)
+        if wrong:
+            verdict.first["loss"] = f"{wrong.about}. {likely_cause(run, wrong)}"
+        if not rows:
+            verdict.first.setdefault("loss", "no update was compared")
+    return report | vars(verdict)
 
 
 def understand(found, log):
     """A run as the stages read it."""
-    run = SimpleNamespace(log=log, stages=log.stages)
-    run.args = args = SimpleNamespace(**found["args"])
+    run = SimpleNamespace(**vars(log), args=SimpleNamespace(**found["args"]))
     run.k = found["args"].get("rloo_k") or found["args"].get("num_generations", 1)
-    run.batches = grouped(found["rollouts"], "iteration")
-    run.evaluations = grouped(found["eval_rollouts"], "iteration")
-    run.metrics = {row["iteration"]: row for row in found["metrics"]}
-    run.tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_path)
+    for name in ("rollouts", "eval_rollouts", "metrics"):
+        vars(run)[name] = grouped(found[name], "iteration")
     # Nothing states the loss of other models.
-    run.models = trained_models(log)[: 1 + hasattr(args, "vf_coef")]
+    run.models = log.trained[: 1 + hasattr(run.args, "vf_coef")]
     return run
-
-
-def load_policy(path):
-    return transformers.AutoModelForCausalLM.from_pretrained(path)
-
-
-def batch_sizes(run, num_prompts):
-    """The episodes of each iteration."""
-    args = run.args
-    drawn = max(1, int(args.num_train_epochs * num_prompts + 0.5))
-    if args.total_episodes is not None:
-        drawn = ceil(args.total_episodes / run.k)
-    full, rest = divmod(drawn * run.k, args.batch_size)
-    return [args.batch_size] * full + [rest] * (rest > 0)
-
-
-def set_weights(run, iteration):
-    """Those with which an iteration samples."""
-    weights = run.log.weights  # of the end
-    for update in reversed(run.log.updates):
-        if update.iteration >= iteration and update.models:
-            weights = {model: vector for model, vector, _ in update.models}
-    for model in run.models:
-        vector_to_parameters(weights[model], trained(model))
-
-
-def judge_prompts(run):
-    stage = run.stages["prompts"]
-    prompts = read_rows(run.args.dataset)
-    run.sizes = batch_sizes(run, len(prompts))
-    stage.hold("iterations", sorted(run.batches), list(range(1, len(run.sizes) + 1)))
-    epochs = range(sum(run.sizes) // run.k // len(prompts) + 1)
-    stream = np.hstack([keyed(run, 1, epoch).permutation(len(prompts)) for epoch in epochs])
-    stream = np.split(stream.repeat(run.k), np.cumsum(run.sizes))
-    for (iteration, batch), drawn in zip(run.batches.items(), stream):
-        stage.hold(f"iteration {iteration}, rows", [row["row"] for row in batch], drawn.tolist())
-        hold_rows(stage, batch, prompts)
-
-
-def hold_rows(stage, batch, prompts):
-    """The texts and columns of episodes are those of their rows."""
-    for row in batch:
-        given = {"prompt": row["prompt"]} | row["columns"]
-        where = f"iteration {row['iteration']}, episode {row['index']}, row {row['row']}"
-        stage.hold(where, given, prompts[row["row"]])
-
-
-def keyed(run, *key):
-    return np.random.default_rng([run.args.seed, *key])
-
-
-def judge_sampling(run):
-    stage = run.stages["sampling"]
-    for iteration, batch in run.batches.items():
-        set_weights(run, iteration)
-        numbers = keyed(run, 2, iteration).random((len(batch), run.args.response_length))
-        episodes = hold_completions(stage, run, batch, numbers, run.args.temperature)
-        log_p = torch.cat([episode.log_p for episode in episodes])
-        entropy = float(-(log_p.exp() * log_p.clamp(min=-104)).sum(1).mean())
-        logged = run.metrics[iteration]["policy/entropy_avg"]
-        stage.hold(f"iteration {iteration}, policy/entropy_avg", logged, entropy, ALLOWED)
-
-
-def hold_completions(stage, run, batch, numbers, temperature):
-    """Completions, their log-probabilities and values are those of random numbers and weights."""
-    args = run.args
-    if args.stop_string is not None or temperature == 0:
-        raise ValueError("--stop-string, or temperature 0")
-    ends = run.log.models[0].generation_config.eos_token_id
-    ends = {*np.ravel(ends).tolist(), run.tokenizer.eos_token_id, args.stop_token_id}
-    episodes = list(map(make_episode, batch))
-    with torch.no_grad():
-        run_models(run, episodes, temperature)
-    for row, episode, uniforms in zip(batch, episodes, numbers):
-        where = f"iteration {episode.iteration}, episode {episode.index}"
-        tokens = episode.token_ids
-        stage.hold(f"{where}, tokens", tokens, picked(episode, uniforms))
-        for name in ("logprobs", "values"):
-            if name in row:  # Evaluations have no values.
-                right = vars(episode)[name].tolist()
-                stage.hold(f"{where}, {name}", row[name], right, ALLOWED_OF_TOKENS)
-        is_end = [token in ends for token in tokens]
-        stage.hold(f"{where}, ended", row["ended"], is_end[-1])
-        length = is_end.index(True) + 1 if True in is_end else args.response_length
-        stage.hold(f"{where}, number of tokens", len(tokens), length)
-        hides = is_end[-1] and not run.tokenizer.decode(tokens[-1:], skip_special_tokens=True)
-        text = run.tokenizer.decode(tokens[: len(tokens) - hides])
-        stage.hold(f"{where}, text", row["completion"], text)
-    return episodes
-
-
-def picked(episode, uniforms):
-    """The tokens that random numbers pick. Up to 1e-5 from a boundary, its neighbour may be."""
-    tokens = torch.tensor(episode.token_ids)[:, None]
-    p = episode.log_p.double().exp()
-    upper = p.cumsum(1)
-    numbers = torch.from_numpy(uniforms)[: len(tokens), None] * upper[:, -1:]
-    right = torch.searchsorted(upper, numbers, right=True)
-    top = upper.gather(1, tokens)
-    bottom = top - p.gather(1, tokens)
-    is_near = (bottom - 1e-5 <= numbers) & (numbers <= top + 1e-5)
-    return torch.where(is_near, tokens, right).squeeze(1).tolist()
-
-
-def judge_scores(run):
-    if run.args.reward_model_path is not None:
-        raise ValueError("--reward-model-path")
-    so_far = []  # for PPO's normalization
-    prompts = read_rows(run.args.dataset)
-    for batch in run.batches.values():
-        scores = score(batch, prompts, run.reward)
-        scores -= run.args.missing_eos_penalty * np.array([not row["ended"] for row in batch])
-        so_far.extend(scores)
-        if vars(run.args).get("score_norm"):
-            scores = scores - np.mean(so_far)
-        if vars(run.args).get("score_scaling") and np.std(so_far) > 0:
-            scores = scores / np.std(so_far)
-        limit = vars(run.args).get("score_clip") or inf
-        hold_scores(run.stages["scores"], batch, scores.clip(-limit, limit))
-
-
-def score(batch, prompts, reward):
-    """What a reward function gives for the texts of a batch, nan for None."""
-    rows = [copy.deepcopy(prompts[row["row"]]) for row in batch]
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    columns["prompts"] = columns.pop("prompt")
-    texts = [row["completion"] for row in batch]
-    ids = [list(row["token_ids"]) for row in batch]
-    scores = reward(completions=texts, completion_ids=ids, **columns)
-    parts = scores.values() if isinstance(scores, dict) else [scores]
-    table = [[value for value in values if value is not None] for values in zip(*parts)]
-    return np.array([sum(values) if values else nan for values in table])
-
-
-def hold_scores(stage, batch, scores):
-    for row, right in zip(batch, scores.tolist()):
-        where = f"iteration {row['iteration']}, episode {row['index']}"
-        value = nan if row["score"] is None else row["score"]
-        stage.hold(where, value, right, 1e-6)
-
-
-def judge_reference(run):
-    stage = run.stages["reference"]
-    has_one = run.args.kl_coef != 0 or run.args.ref_model_path is not None
-    reference = load_policy(run.args.ref_model_path or run.args.model_path)
-    for iteration, batch in run.batches.items():
-        episodes = list(map(make_episode, batch))
-        with torch.no_grad():
-            run_models(run, episodes, run.args.temperature, [reference])
-        for row, episode in zip(batch, episodes):
-            where = f"iteration {iteration}, episode {episode.index}"
-            if has_one:
-                right = episode.logprobs.tolist()
-                stage.hold(where, row["ref_logprobs"], right, ALLOWED_OF_TOKENS)
-            elif row["ref_logprobs"] is not None:
-                stage.hold(where, row["ref_logprobs"], None)
-
-
-def judge_mini_batches(run):
-    stage = run.stages["mini-batches"]
-    for iteration, batch in run.batches.items():
-        right = {}
-        for ppo_epoch in range(run.args.num_ppo_epochs):
-            groups = np.arange(len(batch)).reshape(-1, run.k)
-            groups = groups[keyed(run, 4, iteration, ppo_epoch).permutation(len(groups))]
-            pieces = min(run.args.num_mini_batches, len(batch))
-            right[ppo_epoch] = [x.tolist() for x in np.array_split(groups.ravel(), pieces)]
-        found = {}
-        for update in run.log.updates:
-            if update.iteration == iteration:
-                found.setdefault(update.ppo_epoch, []).append(update.episodes)
-        for epoch in right | found:
-            where = f"iteration {iteration}, PPO epoch {epoch + 1}"
-            stage.hold(f"{where}, number", len(found.get(epoch, [])), len(right.get(epoch, [])))
-            for pair in zip(found.get(epoch, []), right.get(epoch, [])):
-                stage.hold(f"{where}, episodes", *pair)
-
-
-def judge_optimizers(run):
-    """Their kinds and settings. PPO's value model has a second one."""
-    names = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
-    right = torch.optim.AdamW([torch.zeros(1)], weight_decay=run.args.weight_decay)
-
-    def text(optimizer):
-        group = optimizer.param_groups[0]
-        settings = [f"{name} {group[name]}" for name in names if name in group]
-        return ", ".join([type(optimizer).__name__, *settings])
-
-    stage = run.stages["optimizer"]
-    stage.hold("prepared optimizers", len(run.log.optimizers), 1 + hasattr(run.args, "vf_coef"))
-    for optimizer in run.log.optimizers:
-        stage.hold("an optimizer", text(optimizer), text(right))
-
-
-def judge_steps(run):
-    """`note_step` has held each step. Here they are counted."""
-    stage = run.stages["steps"]
-    if run.args.lora_r is None:
-        start = weights_of(load_policy(run.args.model_path))
-        _, weights, _ = next(update for update in run.log.updates if update.models).models[0]
-        moved = float((weights[: len(start)] - start).norm())
-        stage.hold("from --model-path, before the first step, the policy is away", moved, 0.0)
-    for update in run.log.updates:
-        for model in run.log.optimizers:
-            name = f"{type(model).__name__} {run.log.optimizers.index(model) + 1}"
-            where = f"{update.where}: steps of {name}"
-            if not may_drop(run.args):
-                stage.hold(where, update.steps[model], 1)
-
-
-def may_drop(args):
-    """With these flags, PPO drops updates."""
-    return bool(vars(args).get("target_kl") or vars(args).get("ratio_threshold"))
-
-
-def judge_schedule(run):
-    args = run.args
-    planned = args.num_ppo_epochs * sum(min(args.num_mini_batches, size) for size in run.sizes)
-    warmup = args.warmup_steps if args.warmup_steps >= 1 else args.warmup_steps * planned
-    optimizer = torch.optim.SGD([torch.zeros(1)], args.learning_rate)
-    kind = args.lr_scheduler_type
-    schedule = transformers.get_scheduler(kind, optimizer, ceil(warmup), planned)
-    for update in run.log.updates:
-        for rate in update.rates:
-            run.stages["schedule"].hold(f"{update.where}: rate", rate, schedule.get_last_lr()[0])
-        optimizer.step()
-        schedule.step()
-
-
-def judge_evaluation(run):
-    args = run.args
-    stage = run.stages["evaluation"]
-    prompts = read_rows(args.eval_dataset)
-    last = len(run.sizes)
-    right = [i for i in range(last + 1) if i in (0, last) or i % (args.eval_every or last) == 0]
-    stage.hold("iterations", sorted(run.evaluations), right)
-    drawn = np.arange(len(prompts)).repeat(args.eval_k).tolist()
-    for iteration, batch in run.evaluations.items():
-        where = f"iteration {iteration}"
-        stage.hold(f"{where}, rows", [row["row"] for row in batch], drawn)
-        hold_rows(stage, batch, prompts)
-        set_weights(run, iteration + 1)
-        numbers = keyed(run, 3, iteration).random((len(batch), args.response_length))
-        hold_completions(stage, run, batch, numbers, args.eval_temperature)
-        scores = score(batch, prompts, run.eval_reward)
-        hold_scores(stage, batch, scores)
-        best = scores.reshape(-1, args.eval_k).max(1)
-        for name, values in {"scores": scores, f"best_of_{args.eval_k}": best}.items():
-            logged = run.metrics[iteration][f"eval/{name}"]
-            stage.hold(f"{where}, eval/{name}", logged, float(np.nanmean(values)), 1e-6)
-
-
-def judge_result(run):
-    set_weights(run, inf)
-    folders = ["model", "value_model"] if run.args.lora_r is None else ["model"]
-    for model, folder in zip(run.models, folders):
-        [file] = Path(run.args.output_dir, folder).glob("*.safetensors")
-        written = load_file(file)
-        stage = run.stages["result"]
-        sizes = [sum(weight.numel() for weight in x) for x in (written.values(), trained(model))]
-        stage.hold(f"{folder}/, weights", *sizes)
-        for name, weight in model.state_dict().items():
-            name = name.replace(".default.", ".")  # of adapters
-            if name in written:  # Of tied weights, one is.
-                apart = float((written[name] - weight).abs().max())
-                where = f"{folder}/, from what the last step left, {name} is away"
-                stage.hold(where, apart, 0.0)
-
-
-JUDGES = {  # in the order of a run
-    "prompts": judge_prompts,
-    "sampling": judge_sampling,
-    "scores": judge_scores,
-    "reference": judge_reference,
-    "mini-batches": judge_mini_batches,
-    "optimizer": judge_optimizers,
-    "steps": judge_steps,
-    "schedule": judge_schedule,
-    "evaluation": judge_evaluation,
-    "result": judge_result,
-}
 
 
 # ========================================== the loss ==========================================
@@ -530,8 +519,6 @@ class Misstated(Exception):
 def load_loss(spec):
     """The function that FILE.py:FUNCTION names."""
     file, _, name = spec.rpartition(":")
-    if not file:
-        raise Misstated("it is FILE.py:FUNCTION")
     if not Path(file).is_file():
         raise Misstated("there is no such file; it is FILE.py:FUNCTION")
     try:
@@ -541,11 +528,6 @@ def load_loss(spec):
     function = getattr(module, name, None)
     if not callable(function):
         raise Misstated(f"{Path(file).name} has no function of this name")
-    try:
-        inspect.signature(function).bind([], [], None)
-    except TypeError:
-        signature = inspect.signature(function)
-        raise Misstated(f"it takes {signature}, and not (mini_batch, batch, args)") from None
     return function
 
 
@@ -579,11 +561,12 @@ def make_episode(row):
     return episode
 
 
-def run_models(run, episodes, temperature, models=None):
+def run_models(run, episodes):
     """Give episodes log-probabilities and values. Rows are padded on the right, where no token
     before the padding sees it."""
-    policy, *others = models or run.models
-    prompts = [run.tokenizer(episode.prompt)["input_ids"] for episode in episodes]
+    policy, *others = run.models
+    known = {prompt.text: prompt.token_ids for prompt in run.prompts}
+    prompts = [known[episode.prompt] for episode in episodes]
     rows = [torch.tensor([*prompt, *e.token_ids]) for prompt, e in zip(prompts, episodes)]
     rows = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     logits = policy(rows).logits
@@ -591,42 +574,48 @@ def run_models(run, episodes, temperature, models=None):
     for i, (prompt, episode) in enumerate(zip(prompts, episodes)):
         count = len(episode.token_ids)
         columns = slice(len(prompt) - 1, len(prompt) - 1 + count)  # A token's predictor.
-        episode.log_p = (logits[i, columns] / temperature).log_softmax(-1)
+        episode.log_p = (logits[i, columns] / run.args.temperature).log_softmax(-1)
         episode.logprobs = episode.log_p[range(count), episode.token_ids]
         if others:
             episode.values = values[i, columns].squeeze(-1)
 
 
-def gradients(found, log, loss):
+def gradients(found, log, loss, others=None):
     """The gradients of a run beside those of a loss.
 
+    others: the updates of another run, whose gradients are taken if there is no loss
     Returns a row for each update and model, with its number, iteration, mini_batch, model, and what
     the loss returned. `its` is the gradient, and `stated` that of the loss.
     """
     run = understand(found, log)
-    args = run.args
-    kl_coef = args.kl_coef
+    kl_coef = run.args.kl_coef
     rows = []
-    has_gradient = False
+    has_gradient = not loss
     for update in log.updates:
-        if not update.models:  # PPO has dropped it.
+        if not update.gradients:  # PPO has dropped it.
             continue
-        models = [noted for noted in update.models if noted[0] in run.models]
-        for model, weights, _ in models:
-            vector_to_parameters(weights, trained(model))
-            model.zero_grad()
-        args.kl_coef = run.metrics[update.iteration].get("objective/kl_coef", kl_coef)
-        batch = list(map(make_episode, run.batches[update.iteration]))
+        set_weights(run, update.weights)
+        [metrics] = run.metrics[update.iteration]
+        run.args.kl_coef = metrics.get("objective/kl_coef", kl_coef)
+        batch = list(map(make_episode, run.rollouts[update.iteration]))
         mini_batch = [batch[i] for i in update.episodes]
-        run_models(run, mini_batch, args.temperature)
-        losses, total = call_loss(loss, mini_batch, batch, args)
-        has_gradient |= torch.as_tensor(total).requires_grad
-        # The loss of no episode, where all are masked, has no gradient.
-        (total + 0 * mini_batch[0].logprobs.sum()).backward()
-        for model, weights, its in models:
-            row = SimpleNamespace(number=update.number, iteration=update.iteration)
+        losses = None
+        with torch.set_grad_enabled(bool(loss)):
+            run_models(run, mini_batch)
+        if loss:
+            losses, total = call_loss(loss, mini_batch, batch, run.args)
+            has_gradient |= torch.as_tensor(total).requires_grad
+            for model in run.models:
+                model.zero_grad()
+            # The loss of no episode, where all are masked, has no gradient.
+            (total + 0 * mini_batch[0].logprobs.sum()).backward()
+            stated = list(map(gradient, run.models))
+        else:
+            stated = others[update.number - 1].gradients
+        for model, its, right in zip(run.models, update.gradients, stated):
+            row = copy.copy(update)
             row.mini_batch, row.model, row.losses = mini_batch, model, losses
-            row.weights, row.its, row.stated = weights, its, gradient(model)
+            row.its, row.stated = vector(model, its), vector(model, right)
             if not row.stated.isfinite().all():
                 raise Misstated(f"its gradient is not finite, in update {row.number}")
             rows.append(row)
@@ -684,11 +673,14 @@ def values_outside(episode, args):
 
 
 def count_cases(run, rows):
-    """How often each case has come in which a stage could go wrong, and the iterations without a
-    gradient."""
+    """How often each case has come in which a stage could go wrong."""
     args = run.args
-    cases = Counter({"updates": 0, "updates with a gradient": 0})
-    episodes = [row for batch in run.batches.values() for row in batch]
+    norms = Counter()  # of the gradients of each update, squared
+    for row in rows:
+        norms[row.number] += float(row.its.norm()) ** 2
+    cases = Counter({"updates": len(norms)})
+    cases["updates with a gradient"] = sum(norm > 0 for norm in norms.values())
+    episodes = [row for batch in run.rollouts.values() for row in batch]
     cases["completions cut off"] = sum(not row["ended"] for row in episodes)
     if run.k > 1:
         scores = [row["score"] for row in episodes]
@@ -696,14 +688,7 @@ def count_cases(run, rows):
         missing = [group.count(None) for group in groups if len(group) - group.count(None) > 1]
         cases["episodes without a score, beside two with one"] = sum(missing)
         cases["groups of equal scores"] = sum(len({*group} - {None}) == 1 for group in groups)
-    has_gradient = {}
-    for update in run.log.updates:
-        norm = torch.cat([torch.zeros(1), *(its for *_, its in update.models)]).norm()
-        cases["updates"] += bool(update.models)
-        cases["updates with a gradient"] += bool(norm > 0)
-        has_gradient[update.iteration] = has_gradient.get(update.iteration, False) or norm > 0
-        if args.max_grad_norm < inf:
-            cases["gradients clipped"] += bool(norm > args.max_grad_norm)
+    cases["gradients clipped"] = sum(norm > args.max_grad_norm**2 for norm in norms.values())
     for row in rows:
         for episode in row.mini_batch:
             if row.model is run.models[0]:
@@ -712,24 +697,29 @@ def count_cases(run, rows):
                 cases["ratios below the clip"] += int(below.sum())
             else:
                 cases["values outside of the clip"] += int(values_outside(episode, args).sum())
-    return cases, [iteration for iteration in has_gradient if not has_gradient[iteration]]
+    return cases
 
 
 def likely_cause(run, row):
-    """Which episodes of a mini-batch a wrong gradient comes from.
+    """What a wrong gradient comes from.
 
     A gradient is a sum over tokens: of the gradients of their log-probabilities, or of their
     values, with factors. So one that differs in some episodes alone differs by such a sum of these.
     """
-    vector_to_parameters(row.weights, trained(row.model))
-    run_models(run, row.mini_batch, run.args.temperature, None)
+    if vars(row).get("by_pass"):
+        return (
+            "Each pass has a factor of its own: is it a mean over a micro-batch? Divide by the size"
+            " of the mini-batch. Passes are sorted by length, so it may also be that of lengths"
+        )
+    set_weights(run, row.weights)
+    run_models(run, row.mini_batch)
+    weights = list(trained(row.model).values())
     by_episode = {}
-    for episode in row.mini_batch:
-        numbers = episode.logprobs if row.model is run.models[0] else episode.values
-        vectors = [torch.autograd.grad(x, trained(row.model), retain_graph=True) for x in numbers]
-        by_episode[episode.index] = torch.stack([*map(parameters_to_vector, vectors)])
     kinds = defaultdict(list)
     for episode in row.mini_batch:
+        numbers = episode.logprobs if row.model is run.models[0] else episode.values
+        vectors = [torch.autograd.grad(x, weights, retain_graph=True) for x in numbers]
+        by_episode[episode.index] = torch.stack([*map(parameters_to_vector, vectors)])
         clips = [*outside(episode, run.args)]
         if episode.values is not None:
             clips.append(values_outside(episode, run.args))
@@ -745,17 +735,33 @@ def likely_cause(run, row):
     difference = row.its - row.stated
     right = []
     for kind, episodes in kinds.items():
-        if len(episodes) < len(row.mini_batch) and explain(by_episode, episodes, difference):
+        vectors = torch.cat([by_episode[i] for i in episodes])
+        if len(episodes) < len(row.mini_batch) and explain(vectors, difference):
             right.append(kind)
     if right:
         return f"Only episodes differ that are {', or '.join(right)}"
-    if explain(by_episode, by_episode, difference):
+    if explain(torch.cat([*by_episode.values()]), difference):
         return "Episodes of all kinds differ"
     return "No log-probability of a sampled token makes the difference; is it an entropy?"
 
 
-def explain(by_episode, episodes, difference):
-    """Whether a sum of the gradients of these episodes' tokens makes a difference of gradients."""
-    directions, _ = torch.linalg.qr(torch.cat([by_episode[i] for i in episodes]).T)
+def explain(vectors, difference):
+    """Whether a sum of these vectors, with factors, makes a difference of gradients."""
+    directions, _ = torch.linalg.qr(vectors.T)
     rest = difference - directions @ (directions.T @ difference)
     return bool(rest.norm() < 0.05 * difference.norm())
+
+
+def is_by_pass(sums, its):
+    """Whether each pass has a factor of its own in a gradient, and none has 1.
+
+    sums: the right gradients after each pass
+    """
+    if (its - sums[-1]).norm() <= ALLOWED * its.norm():
+        return False
+    passes = sums.diff(dim=0, prepend=torch.zeros_like(sums[:1]))
+    passes = passes[passes.norm(dim=1) > 0].T
+    factors = torch.linalg.lstsq(passes, its[:, None]).solution
+    is_explained = (its[:, None] - passes @ factors).norm() < 0.01 * its.norm()
+    are_new = ((factors - 1).abs() > 0.01).all() and factors.std() > 0.01
+    return bool(is_explained and are_new)

@@ -4,15 +4,14 @@ import re
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import check_copy
 import losses
 import stages
 import torch
 import tyro
-from conftest import HERE, MODULES, changed, fresh_imports, import_file, reset_accelerate
-from pytest import fixture, mark, raises
+from conftest import HERE, MODULES, fresh_imports, import_file, launcher
+from pytest import mark, raises
 from test_pages import read
 from test_patches import ROWS
 
@@ -39,6 +38,8 @@ ADVANTAGES = "advantages = rloo_advantages(rewards, args.k)"
 CLIP = "clipped_policy_loss(logratio, advantages, args.cliprange, args.cliprange)"
 DENOMINATOR = "(losses * is_real[:, None]).sum() / len(mini_batch)"
 DRAWN = "drawn = [prompts[index] for index in indices]"
+EVALUATE = "            metrics |= evaluate(args, sampler,"
+GENERATE = "batch = generate(args, sampler, drawn,"
 HAS_GRADIENT = "has_gradient = (advantages != 0).any(1)"
 KL = "rewards = rewards - args.kl_coef * kl"
 LAST_TOKEN = "rewards[torch.arange(num_episodes), batch.mask.sum(1) - 1] += scores.float()"
@@ -52,8 +53,10 @@ PREPARE = "policy, optimizer = accelerator.prepare(policy, optimizer)"
 REFERENCE = "one_pass = partial(token_logprobs, args, reference, batch)"
 REGISTER = "    accelerator.register_for_checkpointing(scheduler)\n"
 REWARDS = "rewards = scores[:, None]"
+START = "        train_start = time.perf_counter()\n"
 STEP = "                optimizer.step()\n                scheduler.step()\n"
 SKIPPED = "(losses[~has_gradient[episodes]] == 0).all()"
+TRAINED = "        trained, lr"
 VALUE_LOSS = "return 0.5 * torch.maximum(losses, clipped_losses)"
 WEIGHTS = "losses = (losses * mask).sum(1, keepdim=True) * weights[episodes]"
 
@@ -85,6 +88,7 @@ COPIES = {
     "sign": {KL: KL.replace("-", "+")},
     "wide clip": {CLIP: CLIP.replace(", args", ", 3 * args")},
     "second loss": BONUS | ALL,
+    "stops": {SKIPPED: "False"},
     "bonus left out": BONUS | {SKIPPED: "True", " | (iteration <= 3)]": "]"},
     "entropy of padding": {
         "                        losses = losses - entropy_coef * entropies\n": "",
@@ -125,23 +129,77 @@ COPIES = {
     "evaluation": {"keyed_rng(args.seed, EVALUATION, iteration)": "np.random.default_rng()"},
     # stages
     "hash": {DRAWN: f"{DRAWN}\n        drawn.sort(key=lambda prompt: hash(prompt.text))"},
+    "generator": {
+        MAIN: "\n\nown_rng = np.random.default_rng\n"
+        f"np.random.default_rng = lambda key: own_rng([*key, 1])\n{MAIN}"
+    },
+    "own prompts": {DRAWN: f"{DRAWN}\n        drawn[0] = drawn[0]._replace(number=99)"},
     "cut off": {"ended[running] = has_ended": "ended[running] = has_ended | (t == response - 1)"},
+    "class": {
+        MAIN: "\n\nclass_ = transformers.models.llama.modeling_llama.LlamaMLP\n"
+        f"class_.forward = lambda self, x: 0 * x\n{MAIN}"
+    },
+    "hook": {
+        PREPARE: f"policy.lm_head.register_forward_hook(lambda *x: 1.001 * x[2])\n    {PREPARE}"
+    },
+    "stale": {
+        GENERATE: f"""before = locals().get("kept", policy)
+        kept = copy.deepcopy(policy)
+        {GENERATE.replace("sampler", "replace(sampler, policy=before)")}"""
+    },
     "penalty": {PENALTY: PENALTY.replace("- args", "+ args")},
     "sum": {"sum(values) if values else nan": "sum(values)"},
+    "unscored": {'"objective/scores": scores.nan': '"objective/scores": scores.nan_to_num().'},
     "policy": {REFERENCE: REFERENCE.replace("reference", "policy")},
     "first": {
         "return episodes.tensor_split(": "return [episodes[:5]] * args.num_mini_batches or ("
     },
     "no decay": {OPTIMIZER: "lr=args.learning_rate"},
-    "two steps": {STEP: f"                optimizer.step()\n{STEP}"},
-    "one optimizer": {"                    value_optimizer.step()\n": ""},
+    "SGD": {"optim.AdamW": "optim.SGD"},
+    "groups": {
+        TRAINED: TRAINED.replace(
+            "trained", "[{'params': trained[1:]}, {'params': trained[:1], 'lr': 0.0}]"
+        )
+    },
+    "left out": {TRAINED: TRAINED.replace("trained", "trained[1:]")},
+    "subclass": {
+        "    return torch.optim.AdamW(": """    class AdamW(torch.optim.AdamW):
+        def step(self, closure=None):
+            super().step()
+            trained[0].data *= 0.9999
+
+    return AdamW("""
+    },
+    "clamp": {
+        PREPARE: "clamp = lambda *_: policy.lm_head.weight.data.clamp_(-0.1, 0.1)\n"
+        f"    optimizer.register_step_post_hook(clamp)\n    {PREPARE}"
+    },
+    "cleared": {
+        STEP: f"""                if iteration == 2:
+                    optimizer.state.clear()
+{STEP}"""
+    },
     "no clip": {"(policy.parameters(), args.max_grad_norm)": "(policy.parameters(), inf)"},
+    "adapters": {"keyed_rng(args.seed, NEW_WEIGHTS": "keyed_rng(args.seed + 1, NEW_WEIGHTS"},
+    "gradient": {PREPARE: f"policy.lm_head.weight.register_hook(lambda x: x / 2)\n    {PREPARE}"},
     "constant": {STEP: STEP.splitlines(True)[0]},
     "temperature": {"k, rng, args.eval_temperature)": "k, rng, args.temperature)"},
+    "late": {
+        START: f"        before = copy.deepcopy(policy)\n{START}",
+        EVALUATE: EVALUATE.replace("sampler", "replace(sampler, policy=before)"),
+    },
     "saved": {
         "    weights = accelerator.get_state_dict(model)": "    model.lm_head.weight.data *= 1.01"
         "\n    weights = accelerator.get_state_dict(model)"
     },
+    "control": {'state["kl_coef"] *= 1 + error': 'state["kl_coef"] *= 1 - error'},
+    "moves": {
+        STEP: STEP
+        + """                for weight, new in zip(reference.parameters(), policy.parameters()):
+                    weight.data.lerp_(new.data, 0.01)
+"""
+    },
+    "k3": {"hardshrink(ref_logprobs - logprobs": "hardshrink(logprobs - ref_logprobs"},
     "bootstrap": {"next_value = torch.zeros_like(rewards[:, 0])": "next_value = values[:, -1]"},
     "value clip": {VALUE_LOSS: "return 0.5 * losses"},
     "others": {"(~groups.isnan()).sum(1, keepdim=True) - 1": "torch.tensor(k - 1)"},
@@ -173,23 +231,34 @@ COPIES = {
         REWARDS: f"{REWARDS}\n        if args.bonus:\n            rewards = rewards + 1",
     },
     "twice": {DENOMINATOR: f"2 * {DENOMINATOR}"},
+    # other choices, signatures and metrics
+    "choice": {"loss_type: Literal[": 'loss_type: Literal["mine", '},
+    "one": {'"--rloo-k must be at least 2: the others are the baseline": args.rloo_k < 2,': ""},
+    "signature": {
+        "def draw_mini_batches(args, iteration, ": "def draw_mini_batches(iteration, args, ",
+        "in draw_mini_batches(args, iteration, ": "in draw_mini_batches(iteration, args, ",
+    },
+    "no metric": {'        "val/num_eos_tokens": batch.ended.sum(),\n': ""},
 }
 COPIES["flag, twice"] = COPIES["flag"] | COPIES["twice"]
 COPIES["right"] = HELPER | SCHEDULE | COPIES["second loss"]
 
 
-def copy_of(script, name, folder):
+def write_copy(script, names, folder):
     """A copy of a script, or of grpo.py with a patch."""
-    patch = None
-    if script.endswith(".patch"):
-        script, patch = "grpo", script
-    return changed(script, folder, patch, COPIES[name])
+    name, *patches = ["grpo", script] if script.endswith(".patch") else [script]
+    text = read(launcher.copy_script(folder, name, *patches))
+    for name in names.split(", "):
+        for old, new in COPIES[name].items():
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+    copy = folder / "my_copy.py"
+    copy.write_text(text)
+    return copy
 
 
 # What was copied, the copy, the loss that is stated, and what is said if it has another one.
 LOSSES = """
-rloo | helper          | rloo         |
-rloo | schedule        | rloo         |
 rloo | replay          | rloo         |
 rloo | detached replay | rloo         | update 1 on
 rloo | token weights   | weighted     |
@@ -199,9 +268,7 @@ rloo | whole group     | rloo         | the same direction, and 0.667 of the len
 rloo | sign            | rloo         | another direction
 rloo | wide clip       | rloo         | from update [2-9] on
 rloo | second loss     | second_loss  |
-rloo | bonus left out  | second_loss  | another direction
 rloo | denominator     | denominator  |
-rloo | micro-batch     | rloo         | update 1 on
 rloo | to_train        | to_train     |
 entropy_bonus.patch    | unchanged          | entropy |
 entropy_bonus.patch    | entropy of padding | entropy | another direction
@@ -216,7 +283,7 @@ def cells(table):
 @cells(LOSSES)
 def test_a_copy_is_held_against_a_loss(line, hold, tmp_path, monkeypatch):
     script, name, loss, said = map(str.strip, line.split("|"))
-    copy = copy_of(script, name, tmp_path)
+    copy = import_file(write_copy(script, name, tmp_path))
     monkeypatch.setattr(copy, "LOGITS_AT_ONCE", 100)  # Four tokens: logits are read in pieces.
     flags = dict(ref_model_path="reference", per_device_train_batch_size=5, learning_rate=0.01)
     if "replay" not in name:
@@ -227,88 +294,144 @@ def test_a_copy_is_held_against_a_loss(line, hold, tmp_path, monkeypatch):
     assert re.search(said, wrong.about) if said else wrong is None
 
 
-# What was copied, the copy, which of the small runs is made, with which flags, and what is said
-# first that is no usual line.
+# What was copied, which of the small runs is made, the changes of the copy, and its flags. In the
+# lines below it, the stages that differ, and then what is said elsewhere.
 STAGES = r"""
-rloo | unchanged       | 1 |                          |
-grpo | unchanged       | 2 |                          |
-ppo  | unchanged       | 2 |                          |
-rloo | unchanged       | 1 | --lora-r 4               |
-rloo | helper          | 2 | --changed scores         | changed: scores
-rloo | KL in the loss  | 2 | --loss kl_in_loss        |
-rloo | second loss     | 1 | --loss second_loss       |
-rloo | annealed        | 1 | --changed scores         | changed: scores. .* iteration 1, episode
-rloo | average         | 2 | --changed reference      | changed: reference. .* iteration 2,
-rloo | schedule        | 1 | --changed schedule       | changed: schedule
-rloo | annealed        | 1 | --changed prompts scores | judged: prompts: it is named
-rloo | hash            | 1 |                          | prompts. .*, in iteration 1, rows
-rloo | cut off         | 1 |                          | sampling. .*, ended: True, and not False
-rloo | penalty         | 2 |                          | scores. .*, in iteration 1, episode
-rloo | sum             | 1 |                          | scores. .*: 0, and not nan
-rloo | policy          | 1 |                          | reference. .*, in iteration 2, episode 0
-rloo | first           | 2 |                          | mini-batches. .* PPO epoch 1, episodes
-rloo | no decay        | 2 |                          | optimizer. .* weight_decay 0.01,
-rloo | two steps       | 1 |                          | steps. .*: steps of AdamW 1: 2, and not 1
-ppo  | one optimizer   | 1 |                          | steps. .*: steps of AdamW 2: 0, and not 1
-rloo | no clip         | 1 |                          | steps. .* from the clipped gradient
-rloo | constant        | 1 |                          | schedule. .*, update 2: rate: 0.001, and
-rloo | temperature     | 1 |                          | evaluation. .* iteration 0, .*, tokens
-rloo | saved           | 1 |                          | result. .*/, from what the last step left,
-ppo  | bootstrap       | 2 |                          | the loss is not losses.py:ppo
-ppo  | value clip      | 2 |                          | the gradient of ValueModel
-rloo | others          | 1 |                          | another direction. Only episodes
-rloo | low clip        | 2 |                          | differ that are where a clip acts
-rloo | bonus left out  | 2 | --loss second_loss       | of advantage 0
-rloo | unchanged       | 2 | --learning-rate 0        | judged: ratios above the clip
-ppo  | unchanged       | 2 | --learning-rate 0        | judged: values outside of the clip
-rloo | unchanged       | 1 | --reward none            | judged: episodes without a score
-rloo | unchanged       | 1 | --max-grad-norm 1000     | judged: gradients clipped
-rloo | unchanged       | 1 | --response-length 30     | judged: completions cut off
+rloo 1 | unchanged |
+  --reward FOLDER/my.py:draws --max-prompt-length 5 --lora-r 4
+rloo 1 | unchanged |
+  --dataset FOLDER/chats.jsonl --reward FOLDER/my.py:draws --model-path LLAMA --loss rloo
+rloo 1 | unchanged |
+  --reward none --response-length 30 --max-grad-norm 1000
+  judged: episodes without a score
+  judged: completions cut off
+  judged: gradients clipped
+ppo 2 | unchanged |
+  --reward-model-path benchmark/default/reward_model --lora-r 4 --target-kl 0.1
+  --eval-temperature 0 --eval-k 1
+ppo 1 | unchanged | --learning-rate 0
+  judged: ratios above the clip
+  judged: values outside of the clip
+dynamic_sampling.patch 2 | unchanged | --changed prompts sampling
+  prompts. .* rows
+  sampling. .* token_ids
+rloo 1 | replay | --changed sampling evaluation --loss rloo --response-length 6
+  sampling. .* token_ids
+  evaluation
+rloo 1 | KL in the loss, helper | --loss kl_in_loss --changed scores
+  scores. .* iteration 1
+  advantages
+rloo 1 | SGD, schedule | --changed optimizer schedule
+  optimizer. .* kind and settings: SGD
+  schedule
+rloo 1 | average | --changed reference prompts
+  reference. .* iteration 2
+  judged: prompts: more than whether it differs
+rloo 1 | one, own prompts | --changed prompts --rloo-k 1
+  prompts. .* iteration 1, rows
+  the loss is not .* no update
+  judged: what follows prompts, which ended
+rloo 2 | hash, cut off, sum, policy, first, no decay, temperature, saved |
+  prompts. .* iteration 1, rows
+  sampling. .* ended: True, and not False
+  scores
+  reference. .* iteration 2, episode 0
+  mini-batches. .* PPO epoch 1, episodes
+  optimizer. .*weight_decay': 0.01,
+  evaluation. .* iteration 0
+  result. .* model/, .* from what the last step left
+rloo 1 | generator, class, unscored, no clip |
+  prompts. .* rows
+  sampling. .* token_ids
+  scores. .* objective/scores
+  reference
+  mini-batches
+  optimizer. .* update 1: from where
+  evaluation
+  the loss is not
+rloo 1 | hook, penalty, subclass, constant, late | --missing-eos-penalty 0.3
+  sampling. .* logprobs
+  scores
+  optimizer. .* update 1: from where 1 steps
+  schedule. .* iteration 2, lr: 0.001, and
+  evaluation
+  the loss is not
+rloo 1 | stale, left out | --learning-rate 1e-7
+  sampling. .* iteration 2, episode 0
+  optimizer
+  the loss is not
+rloo 1 | groups, moves |
+  reference. .* iteration 2
+  optimizer. .* update 1: from where
+  schedule. .* rates: \[0.001, 0.0\]
+rloo 1 | cleared, micro-batch |
+  optimizer. .* iteration 2, update 2: from where
+  the loss is not .* a mean over a micro-batch
+rloo 1 | clamp, others |
+  advantages
+  optimizer. .* update 1: from where
+  the loss is not .* another direction. Only episodes
+rloo 1 | adapters | --lora-r 4
+  optimizer. .* moved without a step
+rloo 1 | gradient | --loss rloo
+  the loss is not my.py:rloo
+ppo 2 | bootstrap |
+  advantages
+  the loss is not ppo.py
+ppo 2 | control, value clip | --adaptive-kl --kl-horizon 10 --loss ppo
+  reference. .* objective/kl_coef
+  advantages
+  the loss is not .* the gradient of ValueModel
+grpo 1 | choice, signature, no metric, constant | --loss-type mine
+  schedule
+  the loss is not grpo.py
+  only grpo.py has: val/num_eos_tokens
+grpo 2 | k3 |
+  the loss is not
+rloo 2 | low clip |
+  the loss is not .* where a clip acts
+rloo 2 | bonus left out | --loss second_loss
+  the loss is not .* of advantage 0
+"""
+DRAWS = """
+import random
+
+def draws(completions, points, so_far=[], **_):
+    so_far.append(random.random())
+    return [sum(so_far) + random.random() + (row[0] or 0) for row in points]
 """
 
 
-@fixture
-def judge(tmp_path, monkeypatch):
-    """judge(path, script, run, loss, changed, flags): the stages of a copy, by two iterations of
-    one of the small runs, in this process."""
-
-    def run_here(path, flags, *edits):
-        module = import_file(Path(path))
-        for edit in edits:
-            edit(module)
-        words = [*flags.split(), "--output-dir", str(tmp_path / "run")]
-        reset_accelerate()
-        with fresh_imports():
-            module.main(tyro.cli(module.Args, args=words))
-        return module.found
-
-    def judge(path, script, number, loss, changed, flags):
-        about = list(check_copy.SMALL_RUNS)[int(number) - 1]
-        with monkeypatch.context() as patch:
-            patch.setattr(check_copy, "SMALL_RUNS", {about: check_copy.SMALL_RUNS[about]})
-            patch.setattr(check_copy, "run", run_here)
-            patch.setattr(check_copy, "coverage", None)
-            words = check_copy.make_flags(tmp_path, script, ["--total-episodes 32", *flags])
-            stated = loss or f"{HERE}/benchmark/losses.py:{script}"
-            args = check_copy.Args(Path(path), stated, tuple(changed))
-            return check_copy.check_stages(path, script, words, stated, args, tmp_path)
-
-    return judge
-
-
-@cells(STAGES)
-def test_stages(line, judge, tmp_path, capsys):
-    script, name, number, flags, said = map(str.strip, line.split("|"))
-    (tmp_path / "my_loss.py").write_text(STATED)
-    options, flags = tyro.cli(
-        check_copy.Args, args=["copy", *flags.split()], return_unknown_args=True
-    )
-    loss = options.loss and f"{tmp_path}/my_loss.py:{options.loss}"
-    path = copy_of(script, name, tmp_path).__file__
-    is_right, not_judged = judge(path, script, number, loss, options.changed, flags)
-    said_all = capsys.readouterr().out + "".join(f"judged: {reason}\n" for reason in not_judged)
-    assert re.search(said, said_all), said_all
-    assert is_right == (said.startswith(("changed", "judged")) or not said), said_all
+@mark.parametrize("row", re.split(r"\n(?! )", STAGES.strip()))
+def test_stages(row, world, tmp_path, capsys, monkeypatch):
+    """By two iterations of one of the small runs."""
+    head, *said = row.splitlines()
+    script, number, names, flags = re.fullmatch(r"(\S+) (\d) \| (.*) \|(.*)", head).groups()
+    flags += " ".join(line for line in said if line.startswith("  --"))
+    said = [line.strip() for line in said if not line.startswith("  --")]
+    words = flags.replace("FOLDER", str(tmp_path)).replace("LLAMA", str(world.llama)).split()
+    options, flags = tyro.cli(check_copy.Args, args=["copy", *words], return_unknown_args=True)
+    options.loss = options.loss and f"{tmp_path}/my.py:{options.loss}"
+    (tmp_path / "my.py").write_text(STATED + DRAWS)
+    chats = [[dict(role="user", content=text)] for text in ("1+2", "3", "45-6")]
+    launcher.write_rows(tmp_path / "chats.jsonl", [dict(prompt=x, points=[1]) for x in chats])
+    path = write_copy(script, names, tmp_path)
+    script = "grpo" if "." in script else script
+    about = list(check_copy.SMALL_RUNS)[int(number) - 1]
+    monkeypatch.setattr(check_copy, "SMALL_RUNS", {about: check_copy.SMALL_RUNS[about]})
+    words = check_copy.make_flags(tmp_path, script, ["--total-episodes 32", *flags])
+    base = HERE / f"{script}.py"
+    is_right, reasons = check_copy.check_stages(path, script, base, words, options, tmp_path / "x")
+    printed = capsys.readouterr().out + "".join(f"judged: {reason}\n" for reason in reasons)
+    differ = re.findall(r"^(?:not as|changed|the loss is not).*", printed, re.M)
+    elsewhere = [text for text in said if text.startswith(("judged", "only"))]
+    assert len(differ) + len(elsewhere) == len(said), printed
+    for text, line in zip(said, differ):
+        assert re.search(text, line), printed
+    for text in elsewhere:
+        assert text in printed, printed
+    unlike = "not as|the loss is not" if options.loss else "not as"
+    assert is_right == (re.search(f"^({unlike})", printed, re.M) is None), printed
 
 
 # The copy, how many updates a batch has, which comparison is broken, and the first thing that
@@ -329,7 +452,7 @@ as many        | 1 | 4 | iteration 2: .*\n.* `state`
 @cells(RUNS)
 def test_kills_and_processes(line, tmp_path, capsys, monkeypatch):
     name, count, broken, said = map(str.strip, line.split("|"))
-    path = copy_of("rloo", name, tmp_path).__file__
+    path = write_copy("rloo", name, tmp_path)
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     flags = check_copy.make_flags(tmp_path, "rloo")
     folder = tmp_path / "runs"
@@ -338,6 +461,17 @@ def test_kills_and_processes(line, tmp_path, capsys, monkeypatch):
     verdicts = ["right"] * (int(broken) - 1) + ["BROKEN"]
     assert re.findall(r": (right|BROKEN)[,;]", printed) == verdicts, printed
     assert re.search(said, printed), printed
+
+
+def test_the_commit_of_a_copy(tmp_path, monkeypatch):
+    """A copy of an older script has changed. Without git, it is held against the script of now."""
+    copy = tmp_path / "my_copy.py"
+    old = launcher.git("show", "0d23c85:rloo.py")
+    copy.write_text(f"{old}\nMINE = 1\n")
+    script, commit, original = launcher.find_original(copy, tmp_path / "original")
+    assert script == "rloo" and commit.startswith("0761210") and read(original) == old
+    monkeypatch.setattr(launcher, "git", lambda *_: "")
+    assert launcher.find_original(copy, tmp_path) == ("rloo", None, HERE / "rloo.py")
 
 
 def check(path, *words):
@@ -349,8 +483,7 @@ def check(path, *words):
 def test_a_right_copy(tmp_path):
     """All runs, as a program, of a copy in another folder. No changed line was left out, the `def`
     of a function neither."""
-    path = copy_of("rloo", "right", tmp_path / "copied").__file__
-    path = Path(path).rename(tmp_path / "my_rloo.py")
+    path = write_copy("rloo", "right", tmp_path / "copied").rename(tmp_path / "my_rloo.py")
     (tmp_path / "my_loss.py").write_text(STATED)
     words = ["--changed", "scores", "schedule"]
     ran = check(path, "--loss", tmp_path / "my_loss.py:second_loss", *words)
@@ -365,7 +498,7 @@ def test_a_right_copy(tmp_path):
 FAULTY = {
     "def loss(mini_batch, batch, args)\n": "SyntaxError",
     "def other(mini_batch, batch, args):\n    pass": "no function of this name",
-    "def loss(mini_batch, batch):\n    pass": r"it takes \(mini_batch, batch\), and not",
+    "def loss(mini_batch, batch):\n    pass": "takes 2 positional arguments but 3 were given",
     "def loss(m, batch, args):\n    pass": "it returns None",
     "def loss(m, batch, args):\n    return m[0].logprobs": "a tensor of shape",
     "def loss(m, batch, args):\n    return m[0].logprobs.sum().detach()": "is it detached",
@@ -381,7 +514,7 @@ def test_a_faulty_loss(text, hold, tmp_path):
         hold(MODULES["rloo"], stages.load_loss(f"{tmp_path}/faulty.py:loss"), total_episodes=12)
 
 
-NO_LOSS = "--loss no.py:loss: there is no such file; it is FILE.py:FUNCTION\n"
+NO_LOSS = "--loss no.py:loss: there is no such file; it is FILE.py:FUNCTION\n  with one update"
 # The copy, its flags, the exit status, and what is said.
 VERDICTS = {
     "not judged": (
@@ -394,7 +527,11 @@ VERDICTS = {
         1,
         r"2 of the len(.|\n)*\nBROKEN\n$",
     ),
-    "no loss": ("unchanged", ["--loss", "no.py:loss"], 1, f"^{NO_LOSS}$"),
+    "no loss": ("unchanged", ["--loss", "no.py:loss"], 1, NO_LOSS),
+    "stops": (
+        *("stops", [], 1),
+        r"my_copy.py stopped: .*set has_gradient.*\n  line \d+: assert .*\n  with one update",
+    ),
     "no copy": (None, [], 1, "^.*no.py: there is no such file\n$"),
 }
 
@@ -403,7 +540,7 @@ VERDICTS = {
 @mark.parametrize("case", VERDICTS)
 def test_verdicts(case, tmp_path):
     name, words, status, said = VERDICTS[case]
-    path = copy_of("rloo", name, tmp_path).__file__ if name else tmp_path / "no.py"
+    path = write_copy("rloo", name, tmp_path) if name else tmp_path / "no.py"
     ran = check(path, "--stages-only", *words)
     assert re.search(said, ran.stdout + ran.stderr), ran.stdout + ran.stderr
     assert ran.returncode == status

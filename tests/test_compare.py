@@ -57,7 +57,7 @@ def test_a_comparison_of_finished_runs(run, tmp_path, monkeypatch, capsys):
     """A run stands for those of two methods, with planted scores. All verdicts beside the same
     script are looks. What cannot have a verdict is refused."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compare, "made_of", lambda path: ("rloo", None))
+    monkeypatch.setattr(compare, "find_original", lambda *_: ("rloo", None, None))
     ran = run(MODULES["rloo"], eval_dataset=8)
     shutil.copy(ran.folder / "rloo.py", ".")
     methods = ("rloo.py", "rloo.py --cliprange 0.3")

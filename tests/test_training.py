@@ -233,6 +233,13 @@ def test_a_gradient_norm_that_is_not_finite_stops_the_run(script, run, monkeypat
 
 
 @only("rloo", "ppo")
+def test_the_optimizer_is_adamw(script, run):
+    with stages.record(script) as log:
+        run(script, weight_decay=0.1, total_episodes=12)
+    its = dict(weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8, maximize=False)
+    assert set(stages.settings(log)) == {f"AdamW {[str(its)]}"}
+
+
 def test_the_gradient_is_clipped_to_its_norm(script, run, updates):
     """--max-grad-norm scales the whole gradient, in PPO that of both models. grad_norm is the norm
     before that. inf clips nothing."""
