@@ -155,7 +155,7 @@ PPO = f"{TWICE} --kl-coef 0.05 --learning-rate 1e-3"
 def grpo_flags(loss_type, level="token", scale="group", kl=0.05):
     low, high = dict(token=(0.1, 0.4), sequence=(0.02, 0.1))[level]
     if loss_type == "cispo":
-        low = 1.0  # TRL has no lower bound of the ratio.
+        low, high = 1.0, low  # TRL has no lower bound of the ratio.
     flags = f"--loss-type {loss_type} --importance-sampling-level {level} --scale-rewards {scale}"
     return f"{flags} --cliprange {low} --cliprange-high {high} --kl-coef {kl} {TWICE}"
 
@@ -278,7 +278,7 @@ def measure(jobs, smoke):
     return rows
 
 
-RUN = "--batch-size 40 --total-episodes 80 --response-length 8 --learning-rate 3e-3"
+RUN = "--batch-size 40 --total-episodes 80 --response-length 8 --learning-rate 2e-3"
 RUN += " --max-grad-norm inf"
 PARTS = {}
 for part, cases in dict(same=same(), different=DIFFERENT).items():
