@@ -163,12 +163,12 @@ COPIES = {
     },
     "left out": {TRAINED: TRAINED.replace("trained", "trained[1:]")},
     "subclass": {
-        "    return torch.optim.AdamW(": """    class AdamW(torch.optim.AdamW):
+        "    optimizer = torch.optim.AdamW(": """    class AdamW(torch.optim.AdamW):
         def step(self, closure=None):
             super().step()
             trained[0].data *= 0.9999
 
-    return AdamW("""
+    optimizer = AdamW("""
     },
     "clamp": {
         PREPARE: "clamp = lambda *_: policy.lm_head.weight.data.clamp_(-0.1, 0.1)\n"
