@@ -308,10 +308,10 @@ def main(args):
 
     size = args.per_device_train_batch_size  # of a micro-batch, in episodes
     settings_of_adamw = dict(lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
-    trained = [weight for weight in policy.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(trained, **settings_of_adamw)
-    trained = [weight for weight in value_model.parameters() if weight.requires_grad]
-    value_optimizer = torch.optim.AdamW(trained, **settings_of_adamw)
+    trained_weights = [weight for weight in policy.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained_weights, **settings_of_adamw)
+    trained_weights = [weight for weight in value_model.parameters() if weight.requires_grad]
+    value_optimizer = torch.optim.AdamW(trained_weights, **settings_of_adamw)
     # The schedule does not go through `prepare`: accelerate would step it once for each process.
     scheduler = transformers.get_scheduler(
         args.lr_scheduler_type, optimizer, plan.warmup_steps, plan.steps

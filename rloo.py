@@ -273,9 +273,9 @@ def main(args):
     reward, eval_reward = load_rewards(args, policy, tokenizer, longest_row)
 
     size = args.per_device_train_batch_size  # of a micro-batch, in episodes
-    trained = [weight for weight in policy.parameters() if weight.requires_grad]
+    trained_weights = [weight for weight in policy.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(
-        trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
+        trained_weights, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
     )
     # The schedule does not go through `prepare`: accelerate would step it once for each process.
     scheduler = transformers.get_scheduler(

@@ -56,7 +56,7 @@ REWARDS = "rewards = scores[:, None]"
 START = "        train_start = time.perf_counter()\n"
 STEP = "                optimizer.step()\n                scheduler.step()\n"
 SKIPPED = "(losses[~has_gradient[episodes]] == 0).all()"
-TRAINED = "        trained, lr"
+TRAINED = "        trained_weights, lr"
 VALUE_LOSS = "return 0.5 * torch.maximum(losses, clipped_losses)"
 WEIGHTS = "losses = (losses * mask).sum(1, keepdim=True) * weights[episodes]"
 
@@ -161,12 +161,12 @@ COPIES = {
             "trained", "[{'params': trained[1:]}, {'params': trained[:1], 'lr': 0.0}]"
         )
     },
-    "left out": {TRAINED: TRAINED.replace("trained", "trained[1:]")},
+    "left out": {TRAINED: TRAINED.replace(",", "[1:],")},
     "subclass": {
         "    optimizer = torch.optim.AdamW(": """    class AdamW(torch.optim.AdamW):
         def step(self, closure=None):
             super().step()
-            trained[0].data *= 0.9999
+            trained_weights[0].data *= 0.9999
 
     optimizer = AdamW("""
     },

@@ -57,9 +57,9 @@ ROWS = {
 """,
     # Another optimizer and schedule.
     """    optimizer = torch.optim.AdamW(
-        trained, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
+        trained_weights, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
     )
-""": """    optimizer = torch.optim.RMSprop(trained, lr=args.learning_rate / 10, momentum=0.9)
+""": """    optimizer = torch.optim.RMSprop(trained_weights, args.learning_rate / 10, momentum=0.9)
 """,
     """    accelerator.register_for_checkpointing(scheduler)
 """: """    schedules = torch.optim.lr_scheduler
