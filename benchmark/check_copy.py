@@ -203,8 +203,8 @@ def compare(about, folder, right, allowed, kind):
 
 
 def note_lines(module, lines):
-    """Note which lines of a copy are executed."""
-    if coverage:
+    """Note which lines of a copy are executed. lines: the file for it, or None"""
+    if coverage and lines:
         recorder = coverage.Coverage(lines, data_suffix=True, include=module.__file__)
         recorder.start()
         Finalize(None, recorder.save, exitpriority=0)  # when this process ends
