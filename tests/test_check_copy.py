@@ -156,9 +156,8 @@ COPIES = {
     "no decay": {OPTIMIZER: "lr=args.learning_rate"},
     "SGD": {"optim.AdamW": "optim.SGD"},
     "groups": {
-        TRAINED: TRAINED.replace(
-            "trained", "[{'params': trained[1:]}, {'params': trained[:1], 'lr': 0.0}]"
-        )
+        TRAINED: "        [dict(params=trained_weights[1:]), "
+        "dict(params=trained_weights[:1], lr=0.0)], lr"
     },
     "left out": {TRAINED: TRAINED.replace(",", "[1:],")},
     "subclass": {
