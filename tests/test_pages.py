@@ -270,7 +270,7 @@ def test_the_commands_of_the_readme(run, tmp_path):
     """One after the other, in one folder. The copy is right. It is checked as test_check_copy.py
     checks others after kills, so here only its stages are."""
     run("python rloo.py --output-dir runs/mine")
-    shorter = {"--response-length 256": "--response-length 12", "--seeds 10": "--seeds 2"}
+    shorter = {"--response-length 256": "--response-length 12", "--seeds 10": "--seeds 6"}
     shorter["--prompt-tokens 300"] = "--prompt-tokens 30"
     shorter["my_loss.py:by_tokens"] = "my_loss.py:by_tokens --stages-only"
     printed = ""
