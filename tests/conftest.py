@@ -62,8 +62,9 @@ transformers.utils.logging.disable_progress_bar()
 
 
 def pytest_collection_modifyitems(items):
-    """README's commands take longest. They come first, so that no worker ends long after others."""
-    items.sort(key=lambda item: item.path.stem != "test_pages")
+    """The files with the longest tests come first, so that no worker ends long after others."""
+    long = ("test_pages", "test_check_copy", "test_compare")
+    items.sort(key=lambda item: item.path.stem not in long)
 
 
 def import_file(path):
