@@ -9,7 +9,6 @@ its own runs. Most of it is on the built-in task.
 import sys
 import tempfile
 from collections import Counter
-from functools import cache
 from itertools import combinations, combinations_with_replacement, product
 from pathlib import Path
 from statistics import mean
@@ -18,7 +17,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import draw
-from compare import ALPHA, best_rate, holm, score, sign_flips, worth
+from compare import ALPHA, best_rate, holm, sign_flips, worth
 from run import (
     BENCHMARK,
     BUILT_IN,
@@ -41,13 +40,9 @@ RESULT = Path(__file__).with_suffix(".json")
 SHORT = "--num-sample-generations 0 --total-episodes 4096"
 LONG = "--num-sample-generations 0 --total-episodes 8192"
 NO_KL = f"{SHORT} --kl-coef 0"
+OFTEN = f"{NO_KL} --eval-every 16"
 SEEDS = range(1, 6)
 OTHER_SEEDS = range(4, 14)  # none of those that chose a learning rate
-
-
-def rounded(values):
-    """The mean of some numbers."""
-    return round(float(np.mean(values)), 4)
 
 
 # ---- a policy whose answers have very different lengths
@@ -110,29 +105,6 @@ EIGHT_UPDATES = "--num-ppo-epochs 4 --num-mini-batches 2"
 JUDGE = "--reward benchmark/variants/long_judge.py:score --eval-reward exact_match"
 
 
-def ends(result):
-    """The score of training, over the last ten iterations, and the last one of evaluations."""
-    rows = result["metrics"]
-    return dict(
-        scores=rounded(column(rows[1:][-10:], "objective/scores")),
-        held_out=round(result["evaluations"][-1]["eval/scores"], 4),
-    )
-
-
-def to_curve(result):
-    """The ends of a run, the lengths in its last ten iterations, and its curve."""
-    rows = result["metrics"][1:]
-    last = rows[-10:]
-    ended = np.array(column(last, "val/num_eos_tokens")) / result["args"]["batch_size"]
-    pieces = np.array_split(rows, min(16, len(rows)))
-    return ends(result) | {
-        "tokens": rounded(column(last, "response_length_mean")),
-        "ended": rounded(ended),
-        "episode": [piece[-1]["episode"] for piece in pieces],
-        "curve": [rounded(column(piece, "objective/scores")) for piece in pieces],
-    }
-
-
 def over(flag, values, script="rloo"):
     """A run for each value of a flag."""
     return [(dict(label=str(x)), script, f"{flag} {x}") for x in values]
@@ -150,7 +122,7 @@ LOSSES = []
 for pair in ("grpo group", "grpo batch", "grpo none", "dapo group", "dr_grpo none", "cispo group"):
     loss, scaling = pair.split()
     flags = f"--loss-type {loss} --scale-rewards {scaling}"
-    LOSSES.append((dict(label=f"{loss}\n{scaling}"), "grpo", flags))
+    LOSSES.append((dict(label=f"{loss}, {scaling}"), "grpo", flags))
 FLAGS = {  # of each part: runs, and what all of them have
     "group": (over("--rloo-k", (2, 4, 8, 16)), SHORT),
     "epochs": (EPOCHS, SHORT),
@@ -159,9 +131,9 @@ FLAGS = {  # of each part: runs, and what all of them have
     "eos": (over("--missing-eos-penalty", (0, 1), "grpo"), f"{LONG} {JUDGE}"),
     "loss": (LOSSES, f"{LONG} {LENGTH} --num-ppo-epochs 2"),
 }
-RATES = []
 for script in SCRIPTS:
-    RATES += over("--learning-rate", (1e-5, 5e-5, 2e-4, 1e-3), script)
+    rates = over("--learning-rate", (1e-5, 5e-5, 2e-4, 1e-3), script)
+    FLAGS[f"rate_{script}"] = rates, SHORT
 
 
 # ---- a coin, and a format
@@ -184,17 +156,6 @@ def digits(completions, **_):
 def exactly(completions, answer, **_):
     """1 for the right answer in the right format. `exact_match` takes answers with spaces, too."""
     return [float(completion == right) for completion, right in zip(completions, answer)]
-
-
-def before_and_after(result):
-    """The held-out score, and that of the best sample of each question."""
-    kept = dict(scores=[], best_of_k=[])
-    first, *_, last = result["evaluations"]
-    for row in (first, last):
-        kept["scores"].append(round(row["eval/scores"], 4))
-        best = row[f"eval/best_of_{result['args']['eval_k']}"]
-        kept["best_of_k"].append(round(best, 4))
-    return kept
 
 
 JUDGES = {"exact_match": "exact_match"}
@@ -240,11 +201,12 @@ def of_methods(rates):
 def own_rate(method):
     """The rate with the best scores in training."""
     rates = grouped(measured("rates", method=method), "rate")
-    return [best_rate({rate: column(rates[rate], "scores") for rate in rates})]
+    ends = {rate: scores(rates[rate], "end", "objective/scores") for rate in rates}
+    return [best_rate(ends)]
 
 
 def choose_rates():
-    """Take the rates that the file has now: the same command may have measured them."""
+    """Take the rates that the file has now. The same command may have measured them."""
     PARTS["methods"].runs = of_methods(own_rate)
 
 
@@ -275,7 +237,7 @@ def run_pairs(jobs, smoke):
         for row in result["eval_rollouts"]:  # of the first evaluation and of the last
             time = "after" if row["iteration"] else "before"
             scores.setdefault(f"{row['columns']['kind']}_{time}", []).append(row["score"])
-        return named[job] | {name: rounded(scores[name]) for name in sorted(scores)}
+        return named[job] | {name: round(mean(scores[name]), 4) for name in sorted(scores)}
 
     named = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -304,11 +266,6 @@ PAIRED = []
 for method in dict.fromkeys(sum(PAIRS_OF_METHODS, ())):
     script, _, own = method.partition(".py")
     PAIRED.append((dict(method=method), script, own))
-OFTEN = f"{NO_KL} --eval-every 16"
-
-
-def both_scores(result):
-    return {of: score(result["metrics"], "eval/scores", of) for of in ("end", "run")}
 
 
 # ---- a real model
@@ -357,37 +314,23 @@ def train_smollm2(script, own, seeds):
 
 
 # ---- the parts
-@cache
-def keeping(keep):
-    """A measurement in which `keep` makes the row of a run."""
-
-    def measure(jobs, smoke):
-        return run_all(list(jobs), lambda job, result: jobs[job] | keep(result))
-
-    return measure
-
-
+METRICS = "objective/scores eval/scores response_length_mean val/num_eos_tokens"
 PARTS = {
-    name: Part(*settings, SEEDS, measure=keeping(to_curve)) for name, settings in FLAGS.items()
+    name: Part(runs, f"{flags} --eval-every 8", SEEDS, METRICS)
+    for name, (runs, flags) in FLAGS.items()
 }
 PARTS["loss"].prepare = need_policy
 PARTS["loss"].short += f" --model-path {POLICY}"
 TWO_SAMPLES = f"{Part.short} --eval-k 2"
+BEST = "eval/scores eval/best_of_16"
 PARTS |= {
-    "learning_rate": Part(RATES, SHORT, range(1, 4), measure=keeping(to_curve)),
     "policy": Part([], measure=make_policy),
-    "coin": Part(
-        COINS, f"{SAMPLED} --eval-reward exact_match", SEEDS, measure=keeping(before_and_after)
-    ),
-    "form": Part(
-        FORMS, f"{SAMPLED} {LENGTH}", SEEDS, measure=keeping(before_and_after), prepare=need_policy
-    ),
-    "rates": Part(of_methods(lambda method: OWN_RATES), NO_KL, range(1, 4), measure=keeping(ends)),
-    "methods": Part(
-        [], f"{NO_KL} --eval-every 64", OTHER_SEEDS, measure=keeping(ends), prepare=choose_rates
-    ),
-    "paired": Part(PAIRED, OFTEN, range(1, 11), measure=keeping(both_scores)),
-    "equal": Part(PAIRED[:1], OFTEN, range(11, 21), measure=keeping(both_scores)),
+    "coin": Part(COINS, f"{SAMPLED} --eval-reward exact_match", SEEDS, BEST),
+    "form": Part(FORMS, f"{SAMPLED} {LENGTH}", SEEDS, BEST, prepare=need_policy),
+    "rates": Part(of_methods(lambda method: OWN_RATES), OFTEN, range(1, 4)),
+    "methods": Part([], OFTEN, OTHER_SEEDS, prepare=choose_rates),
+    "paired": Part(PAIRED, OFTEN, range(1, 11)),
+    "equal": Part(PAIRED[:1], OFTEN, range(11, 21)),
     "pairs": Part(
         [({}, script, f"--total-episodes {EPISODES[script]}") for script in SCRIPTS],
         PAIRS,
@@ -411,7 +354,9 @@ def measured(part, **wanted):
     return having(read_result(RESULT)["rows"], part=part, **wanted)
 
 
-choose_rates()
+def scores(runs, of, metric="eval/scores"):
+    """The last score of each run (`end`), or the mean of all (`run`)."""
+    return [row[metric][-1] if of == "end" else mean(row[metric]) for row in runs]
 
 
 def compare_methods():
@@ -420,7 +365,7 @@ def compare_methods():
     pairs = [*combinations(methods, 2)]
     differences = []
     for pair in pairs:
-        differences.append(np.subtract(*(column(methods[name], "held_out") for name in pair)))
+        differences.append(np.subtract(*(scores(methods[name], "end") for name in pair)))
     for pair, p in zip(pairs, holm(sign_flips(np.array(differences)))):
         print(*pair, f"p = {p:.3f}", sep=" | ")
 
@@ -433,10 +378,10 @@ def pairing():
     for pair in PAIRS_OF_METHODS:
         cells = []
         for of in ("end", "run"):
-            scores = np.array([column(methods[name], of) for name in pair])
-            drawn = [worth(*scores[:, rng.integers(10, size=10)]) for _ in range(1000)]
+            both = np.array([scores(methods[name], of) for name in pair])
+            drawn = [worth(*both[:, rng.integers(10, size=10)]) for _ in range(1000)]
             low, high = np.quantile(drawn, (0.025, 0.975))
-            cells.append(f"{worth(*scores):.0f} ({low:.0f} to {high:.0f})")
+            cells.append(f"{worth(*both):.0f} ({low:.0f} to {high:.0f})")
         yield [*(f"`{name}`" for name in pair), *cells]
 
 
@@ -447,7 +392,7 @@ def equal_methods():
     draws = np.array([rng.permutation(len(runs)) for _ in range(200)])
     cells = []
     for of in ("end", "run"):
-        one, other = np.split(np.array(column(runs, of))[draws], 2, axis=1)
+        one, other = np.split(np.array(scores(runs, of))[draws], 2, axis=1)
         count = np.sum(sign_flips(one - other) < ALPHA)
         cells.append(f"{count} of {len(draws)}")
     yield ["`rloo.py`", "`rloo.py`, with other seeds", *cells]
@@ -488,52 +433,25 @@ def of_seeds(part):
 
 
 # ---- the figure
-PANELS = (  # part, title, and numbers at the end, or none for curves
-    ("group", "RLOO: k completions per prompt"),
-    ("epochs", "PPO: epochs x mini-batches"),
-    ("clip", "RLOO: clip range, eight updates a rollout"),
-    ("loss", "GRPO: losses and scalings"),
-    ("loss", "GRPO: tokens of an answer", "tokens"),
-    ("learning_rate", "right, held-out, by --learning-rate", "held_out"),
-    ("kl", "RLOO: a reward model, by --kl-coef", "scores", "held_out"),
-    ("eos", "GRPO: a judge of length, by --missing-eos-penalty", "ended", "held_out"),
+PANELS = (  # part, metric and title
+    ("group", "eval/scores", "RLOO: k completions per prompt"),
+    ("epochs", "eval/scores", "PPO: epochs x mini-batches"),
+    ("clip", "eval/scores", "RLOO: clip range, eight updates a rollout"),
+    ("rate_rloo", "eval/scores", "RLOO: --learning-rate"),
+    ("rate_grpo", "eval/scores", "GRPO: --learning-rate"),
+    ("rate_ppo", "eval/scores", "PPO: --learning-rate"),
+    ("loss", "eval/scores", "GRPO: losses and scalings"),
+    ("loss", "response_length_mean", "its tokens of an answer"),
+    ("kl", "eval/scores", "RLOO, a reward model: --kl-coef"),
+    ("kl", "objective/scores", "its learned score"),
+    ("eos", "eval/scores", "GRPO, a judge: --missing-eos-penalty"),
+    ("eos", "val/num_eos_tokens", "its answers that end, of 64"),
 )
-MARKERS = {"scores": ("s:", "learned score"), "held_out": ("o-", "right, held-out")}
 
 
-def plot_curves(axis, results):
-    """The score against episodes, a curve for each setting."""
-    for (label, some), color in zip(grouped(results, "label").items(), draw.OTHERS):
-        style = dict(color=color, label=label.replace("\n", ", "))
-        draw.curve(axis, some[0]["episode"], column(some, "curve"), **style)
-    draw.in_thousands(axis)
-    axis.set_ylabel("right, sampled")
-
-
-def plot_ends(axis, results, name):
-    """A number at the end against the settings, with its 95 % interval."""
-    for script, some in grouped(results, "script").items():
-        settings = grouped(some, "label")
-        bars = [draw.mean_and_band(column(rows, name)) for rows in settings.values()]
-        x = range(len(bars))
-        marker, about = MARKERS.get(name, ("s:", name))
-        style = dict(fmt=marker, ms=3.5, lw=1.3, capsize=2, color=draw.COLORS[script])
-        axis.errorbar(x, *np.transpose(bars), label=f"{script}.py: {about}", **style)
-        axis.set_xticks(x, settings, fontsize=6.5)
-    axis.set_ylim(0)
-
-
-def plot(results, folder):
-    figure, grid = draw.panels(4, 2, width=3.4, height=2.4)
-    for axis, (part, title, *names) in zip(grid.flat, PANELS, strict=True):
-        some = having(results, part=part)
-        for name in names:
-            plot_ends(axis, some, name)
-        if not names:
-            plot_curves(axis, some)
-        axis.set_title(title, fontsize=8.5)
-        axis.legend(frameon=False, fontsize=7, labelspacing=0.3, handlelength=1.2)
-    draw.save(figure, folder / "claims.png")
+def plot(rows, folder):
+    panels = [(title, having(rows, part=part), metric) for part, metric, title in PANELS]
+    draw.figure_of(folder / "claims.png", 3, panels)
     compare_methods()
 
 
