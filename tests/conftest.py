@@ -538,20 +538,18 @@ def refuses(run, tmp_path):
 
 @fixture
 def updates(monkeypatch):
-    """A list with an entry for each optimizer step: weights and gradients of all parameters, in PPO
-    of both models, and the learning rate."""
+    """A list with an entry for each optimizer step: the gradients of all parameters, in PPO of both
+    models, and the learning rate."""
     record = []
 
     class Recorder(torch.optim.AdamW):
         def step(self, closure=None):
             [group] = self.param_groups
-            weights = [parameter.detach().clone() for parameter in group["params"]]
             gradients = [parameter.grad.clone() for parameter in group["params"]]
             if "initial_lr" in group:
-                record.append(SimpleNamespace(weights=weights, gradients=gradients, lr=group["lr"]))
+                record.append(SimpleNamespace(gradients=gradients, lr=group["lr"]))
             else:  # PPO's value model has an optimizer without a schedule. It is the second one.
                 assert group["lr"] == record[-1].lr
-                record[-1].weights += weights
                 record[-1].gradients += gradients
             return super().step(closure)
 

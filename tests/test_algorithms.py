@@ -13,14 +13,12 @@ from safetensors.torch import load_file
 
 
 def test_a_token_of_probability_zero_adds_nothing(script, run, tmp_path):
-    """To -sum p log p, and not nan: all metrics of a run are finite. Parts of scores are logged."""
+    """To -sum p log p, and not nan: all metrics of a run are finite."""
     path = save_model(tmp_path / "policy", "phi")
     model = load_policy(path)
     model.lm_head.bias.data[[3, 7]] = -math.inf
     model.save_pretrained(path)
-    ran = run(script, model_path=path, reward="parts")
-    ones = np.mean(column(ran.rows_of(1), "reward/ones"))
-    assert ran.metrics[0]["reward/ones"] == approx(ones, rel=1e-4)
+    run(script, model_path=path)
 
 
 # A script, and its flags.
@@ -215,11 +213,6 @@ def test_ppo_writes_its_value_model(script, run):
     assert flat(before.values()).equal(flat(after.values()))
     assert before["score.bias"].abs() > 1e-4
     assert not (run(script, lora_r=2, total_episodes=12).folder / "value_model").exists()
-
-
-def test_a_named_reference_is_measured_without_a_kl(script, run):
-    [row] = run(script, kl_coef=0.0, ref_model_path="reference", batch_size=21).metrics
-    assert abs(row["objective/kl"]) > 1e-3
 
 
 @only("ppo")

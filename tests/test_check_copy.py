@@ -459,17 +459,6 @@ def test_kills_and_processes(line, tmp_path, capsys, monkeypatch):
     assert re.search(said, printed), printed
 
 
-def test_the_commit_of_a_copy(tmp_path, monkeypatch):
-    """A copy of an older script has changed. Without git, it is held against the script of now."""
-    copy = tmp_path / "my_copy.py"
-    old = launcher.git("show", "0d23c85:rloo.py")
-    copy.write_text(f"{old}\nMINE = 1\n")
-    script, commit, original = launcher.find_original(copy, tmp_path / "original")
-    assert script == "rloo" and commit.startswith("0761210") and read(original) == old
-    monkeypatch.setattr(launcher, "git", lambda *_: "")
-    assert launcher.find_original(copy, tmp_path) == ("rloo", None, HERE / "rloo.py")
-
-
 def check(path, *words):
     command = [sys.executable, HERE / "benchmark/check_copy.py", path, *words]
     return subprocess.run(command, capture_output=True, text=True)

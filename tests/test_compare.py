@@ -118,7 +118,8 @@ def test_the_best_of_rates(monkeypatch, capsys):
 
 
 def test_commits(tmp_path, monkeypatch, capsys):
-    """A copy of an older script is named, and so is a script that was changed in place."""
+    """A copy of an older script is named, and so is a script that was changed in place. Without git,
+    a copy is held against the script of now."""
     monkeypatch.chdir(tmp_path)
     for module in (compare, launcher):
         monkeypatch.setattr(module, "ROOT", tmp_path)
@@ -136,13 +137,19 @@ def test_commits(tmp_path, monkeypatch, capsys):
     for name in ("grpo", "ppo"):
         (tmp_path / f"{name}.py").write_text(name)
     first = commit("a\nb\nc\n")
-    (tmp_path / "mine.py").write_text("a\nb\nmine\n")
+    copy = tmp_path / "mine.py"
+    copy.write_text("a\nb\nmine\n")
     assert not warning("mine.py")
     commit("a\nB\nc\n")
     assert f"mine.py was made of rloo.py of commit {first}, which has changed" in warning("mine.py")
+    script, commit_of_copy, file = launcher.find_original(copy, tmp_path / "original")
+    assert (script, commit_of_copy, file.read_text()) == ("rloo", first, "a\nb\nc")
     assert not warning("rloo.py")
-    (tmp_path / "rloo.py").write_text("a\nB\nc\nd\n")
+    now = tmp_path / "rloo.py"
+    now.write_text("a\nB\n")
     assert "rloo.py is not as it was committed" in warning("rloo.py")
+    monkeypatch.setattr(launcher, "git", lambda *_: "")
+    assert launcher.find_original(copy, tmp_path) == ("rloo", None, now)
 
 
 REWARD = """

@@ -347,27 +347,6 @@ def test_a_run_that_came_between(script, run, out, flags, monkeypatch):
     assert contents(out) == contents(first)
 
 
-@only("grpo", "ppo")
-def test_flags_that_do_not_make_another_run_may_change(script, run, killed_in, out, flags):
-    """These flags change memory, or what is shown and kept. They do not change what is computed."""
-    expected = run(script, **flags).rollouts
-    killed_in("loading", 3)
-    flags |= dict(
-        output_dir=out,
-        resume=True,
-        per_device_train_batch_size=2,
-        per_device_rollout_batch_size=3,
-        gradient_checkpointing=True,
-        save_every=2,
-        num_sample_generations=1,
-        eval_every=None,
-        eval_temperature=1.0,
-    )
-    found = run(script, **flags).rollouts
-    for name in ("iteration", "index", "token_ids", "score"):
-        assert column(found, name) == column(expected, name)
-
-
 @only("rloo", "ppo")
 def test_a_checkpoint_of_lora_holds_what_is_trained(killed_in, out, flags, goes_on):
     """The adapters and their optimizer are in the checkpoint. The base model is not."""
