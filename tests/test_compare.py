@@ -118,8 +118,8 @@ def test_the_best_of_rates(monkeypatch, capsys):
 
 
 def test_commits(tmp_path, monkeypatch, capsys):
-    """A copy of an older script is named, and so is a script that was changed in place. Without git,
-    a copy is held against the script of now."""
+    """A copy of an older script is named, and so is a script that was changed in place. Without
+    git, a copy is held against the script of now."""
     monkeypatch.chdir(tmp_path)
     for module in (compare, launcher):
         monkeypatch.setattr(module, "ROOT", tmp_path)
