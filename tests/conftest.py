@@ -18,6 +18,7 @@ import json
 import math
 import os
 import random
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,16 +77,39 @@ def import_file(path):
     return module
 
 
-def changed(name, folder, patches=None, texts={}):
-    """A script with patches, or with other texts, as a module. folder: of its own"""
+def read_changes(text):
+    """Texts, and what takes their place. Lines begin with - or +, or with a space where they stay.
+    An empty line divides two changes."""
+    changes = {}
+    for change in text.strip("\n").split("\n\n"):
+        lines = change.splitlines()
+        old, new = ("\n".join(line[1:] for line in lines if line[0] != sign) for sign in "+-")
+        changes[old] = new
+    return changes
+
+
+def read_copies(text):
+    """The changes of each copy. The name of a copy stands behind @@."""
+    _, *parts = re.split("^@@ (.*)\n", text, flags=re.M)
+    return {name: read_changes(changes) for name, changes in zip(parts[::2], parts[1::2])}
+
+
+def write_copy(name, folder, patches=None, changes=()):
+    """A copy of a script with patches and changes: texts, and what takes their place. folder: of
+    its own"""
     path = launcher.copy_script(folder, name, *(patches or "").split())
     text = path.read_text(encoding="utf-8")
-    for old, new in texts.items():
+    for old, new in changes:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     copy = folder / f"{name}_changed.py"  # `import_file` must not replace the script itself.
     copy.write_text(text)
-    return import_file(copy)
+    return copy
+
+
+def changed(*inputs, texts={}):
+    """What `write_copy` writes, as a module."""
+    return import_file(write_copy(*inputs, changes=texts.items()))
 
 
 # MODULES has every script in the folder by name, also your copy of one. SCRIPTS names the three of

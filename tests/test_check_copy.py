@@ -4,13 +4,14 @@ import re
 import subprocess
 import sys
 import textwrap
+from itertools import chain
 
 import check_copy
 import losses
 import stages
 import torch
 import tyro
-from conftest import HERE, MODULES, fresh_imports, import_file, launcher
+from conftest import HERE, MODULES, fresh_imports, import_file, launcher, read_copies, write_copy
 from pytest import mark, raises
 from test_pages import read
 from test_patches import ROWS
@@ -33,239 +34,328 @@ def weighted(mini_batch, batch, args):
 
 stated["weighted"] = weighted
 
-# Texts of rloo.py, of ppo.py, and of grpo.py with the entropy bonus.
-ADVANTAGES = "advantages = rloo_advantages(rewards, args.k)"
-CLIP = "clipped_policy_loss(logratio, advantages, args.cliprange, args.cliprange)"
-DENOMINATOR = "(losses * is_real[:, None]).sum() / len(mini_batch)"
-DRAWN = "drawn = [prompts[index] for index in indices]"
-EVALUATE = "            metrics |= evaluate(args, sampler,"
-GENERATE = "batch = generate(args, sampler, drawn,"
-HAS_GRADIENT = "has_gradient = (advantages != 0).any(1)"
-KL = "rewards = rewards - args.kl_coef * kl"
-LAST_TOKEN = "rewards[torch.arange(num_episodes), batch.mask.sum(1) - 1] += scores.float()"
-LOADED = "accelerator.load_state(str(newest))"
-LOGRATIO = "logratio = (logprobs - old_logprobs).sum(1, keepdim=True)"
-MAIN = "\n\ndef main(args):"
-MASK = "losses = losses * batch.mask[episodes, : losses.shape[1]]"
-OPTIMIZER = "lr=args.learning_rate, weight_decay=args.weight_decay"
-PENALTY = "scores = scores - args.missing_eos_penalty * ~batch.ended"
-PREPARE = "policy, optimizer = accelerator.prepare(policy, optimizer)"
-REFERENCE = "one_pass = partial(token_logprobs, args, reference, batch)"
-REGISTER = "    accelerator.register_for_checkpointing(scheduler)\n"
-REWARDS = "rewards = scores[:, None]"
-START = "        train_start = time.perf_counter()\n"
-STEP = "                optimizer.step()\n                scheduler.step()\n"
-SKIPPED = "(losses[~has_gradient[episodes]] == 0).all()"
-TRAINED = "        trained_weights, lr"
-VALUE_LOSS = "return 0.5 * torch.maximum(losses, clipped_losses)"
-WEIGHTS = "losses = (losses * mask).sum(1, keepdim=True) * weights[episodes]"
+# Of each copy, what has changed. "flag, twice" is a copy with the changes of both. In "share" the
+# denominator is that of the process's share. In "as many" a checkpoint gives a running mean back
+# only to as many processes.
+COPIES = ROWS | read_copies(r"""
+@@ helper
++def halved(
++    scores,
++):
++    return scores / 2
++
++
+ def main(args):
 
-SAMPLES, DETACH, DIFFERENCE, _, SCHEDULE, *_ = ({old: ROWS[old]} for old in ROWS)
-BONUS = {
-    MASK: f"""squares = (logprobs - ref_logprobs[episodes]).square()
-                        losses = losses + 0.1 * squares.sum(1, keepdim=True)
-                        {MASK}"""
-}
-ALL = {HAS_GRADIENT: "has_gradient = torch.ones(num_episodes, dtype=torch.bool)"}
-HELPER = {
-    MAIN: f"\n\ndef halved(\n    scores,\n):\n    return scores / 2\n{MAIN}",
-    REWARDS: f"scores = halved(scores)\n        {REWARDS}",
-}
-# The texts of each copy, and what takes their place.
-COPIES = {
-    "unchanged": {},
-    # right, or another loss
-    "helper": HELPER,
-    "schedule": SCHEDULE,
-    "replay": SAMPLES | DIFFERENCE | DETACH,
-    "detached replay": SAMPLES | DIFFERENCE,
-    "token weights": {
-        LOGRATIO: "logratio = ((logprobs - old_logprobs) * 0.5 ** torch.arange(6)).sum(1, True)"
-    },
-    "token reward": {LAST_TOKEN: f"{LAST_TOKEN}\n        rewards -= 0.1 * batch.mask"},
-    "baseline": {ADVANTAGES: "advantages = rewards - 0.5"},
-    "whole group": {"(differences.nansum(2) / others.clamp(min=1))": "(differences.nansum(2) / k)"},
-    "wide clip": {CLIP: CLIP.replace(", args", ", 3 * args")},
-    "second loss": BONUS | ALL,
-    "stops": {SKIPPED: "False"},
-    "bonus left out": BONUS | {SKIPPED: "True", " | (iteration <= 3)]": "]"},
-    "entropy of padding": {
-        "                        losses = losses - entropy_coef * entropies\n": "",
-        WEIGHTS: WEIGHTS.replace("= (losses * mask", "= (losses * mask - entropy_coef * entropies"),
-    },
-    "denominator": {
-        DENOMINATOR: DENOMINATOR.replace("len(mini_batch)", "batch.mask[mini_batch].sum()")
-    },
-    "micro-batch": {DENOMINATOR: DENOMINATOR.replace("mini_batch", "episodes")},
-    "to_train": {
-        HAS_GRADIENT: f"{HAS_GRADIENT} & batch.ended",
-        " | (iteration <= 3)]": "]",
-        SKIPPED: "True",
-    },
-    # kills and processes
-    "counter": {
-        MAIN: f"\n\nCOUNTER = iter(range(100))\n{MAIN}",
-        "first = (iteration - 1) *": "first = next(COUNTER) *",
-    },
-    # A running mean that a checkpoint gives back only to as many processes.
-    "as many": {
-        REWARDS: f"""state["n"] = accelerator.num_processes
-        state["mean"] = 0.9 * state.get("mean", 0.0) + 0.1 * scores.nanmean().item()
-        {REWARDS} * (1 + 20 * state["mean"])""",
-        LOADED: f"{LOADED}\n            state['mean'] *= state['n'] == accelerator.num_processes",
-    },
-    "not registered": {REGISTER: ""},
-    "prepared": {
-        PREPARE: "policy, optimizer, scheduler = accelerator.prepare(policy, optimizer, scheduler)"
-    },
-    # A mean over the process's share of the mini-batch.
-    "share": {
-        DENOMINATOR: DENOMINATOR[:-1]
-        + ".tensor_split(accelerator.num_processes)[accelerator.process_index])",
-        "backward(loss * accelerator.num_processes)": "backward(loss)",
-    },
-    "noise": {MASK: f"{MASK} * torch.rand(len(episodes), 1)"},
-    "evaluation": {"keyed_rng(args.seed, EVALUATION, iteration)": "np.random.default_rng()"},
-    # stages
-    "hash": {DRAWN: f"{DRAWN}\n        drawn.sort(key=lambda prompt: hash(prompt.text))"},
-    "generator": {
-        MAIN: "\n\nown_rng = np.random.default_rng\n"
-        f"np.random.default_rng = lambda key: own_rng([*key, 1])\n{MAIN}"
-    },
-    "own prompts": {DRAWN: f"{DRAWN}\n        drawn[0] = drawn[0]._replace(number=99)"},
-    "cut off": {"ended[running] = has_ended": "ended[running] = has_ended | (t == response - 1)"},
-    "class": {
-        MAIN: "\n\nclass_ = transformers.models.llama.modeling_llama.LlamaMLP\n"
-        f"class_.forward = lambda self, x: 0 * x\n{MAIN}"
-    },
-    "hook": {
-        PREPARE: f"policy.lm_head.register_forward_hook(lambda *x: 1.001 * x[2])\n    {PREPARE}"
-    },
-    "stale": {
-        GENERATE: f"""before = locals().get("kept", policy)
-        kept = copy.deepcopy(policy)
-        {GENERATE.replace("sampler", "replace(sampler, policy=before)")}"""
-    },
-    "penalty": {PENALTY: PENALTY.replace("- args", "+ args")},
-    "sum": {"sum(values) if values else nan": "sum(values)"},
-    "unscored": {'"objective/scores": scores.nan': '"objective/scores": scores.nan_to_num().'},
-    "policy": {REFERENCE: REFERENCE.replace("reference", "policy")},
-    "first": {
-        "return episodes.tensor_split(": "return [episodes[:5]] * args.num_mini_batches or ("
-    },
-    "no decay": {OPTIMIZER: "lr=args.learning_rate"},
-    "SGD": {"optim.AdamW": "optim.SGD"},
-    "groups": {
-        TRAINED: "        [dict(params=trained_weights[1:]), "
-        "dict(params=trained_weights[:1], lr=0.0)], lr"
-    },
-    "left out": {TRAINED: TRAINED.replace(",", "[1:],")},
-    "subclass": {
-        "    optimizer = torch.optim.AdamW(": """    class AdamW(torch.optim.AdamW):
-        def step(self, closure=None):
-            super().step()
-            trained_weights[0].data *= 0.9999
++        scores = halved(scores)
+         rewards = scores[:, None]
 
-    optimizer = AdamW("""
-    },
-    "clamp": {
-        PREPARE: "clamp = lambda *_: policy.lm_head.weight.data.clamp_(-0.1, 0.1)\n"
-        f"    optimizer.register_step_post_hook(clamp)\n    {PREPARE}"
-    },
-    "cleared": {
-        STEP: f"""                if iteration == 2:
-                    optimizer.state.clear()
-{STEP}"""
-    },
-    "no clip": {"(policy.parameters(), args.max_grad_norm)": "(policy.parameters(), inf)"},
-    "adapters": {"keyed_rng(args.seed, NEW_WEIGHTS": "keyed_rng(args.seed + 1, NEW_WEIGHTS"},
-    "gradient": {PREPARE: f"policy.lm_head.weight.register_hook(lambda x: x / 2)\n    {PREPARE}"},
-    "constant": {STEP: STEP.splitlines(True)[0]},
-    "temperature": {"k, rng, args.eval_temperature)": "k, rng, args.temperature)"},
-    "late": {
-        START: f"        before = copy.deepcopy(policy)\n{START}",
-        EVALUATE: EVALUATE.replace("sampler", "replace(sampler, policy=before)"),
-    },
-    "saved": {
-        "    weights = accelerator.get_state_dict(model)": "    model.lm_head.weight.data *= 1.01"
-        "\n    weights = accelerator.get_state_dict(model)"
-    },
-    "control": {'state["kl_coef"] *= 1 + error': 'state["kl_coef"] *= 1 - error'},
-    "moves": {
-        STEP: STEP
-        + """                for weight, new in zip(reference.parameters(), policy.parameters()):
-                    weight.data.lerp_(new.data, 0.01)
-"""
-    },
-    "k3": {"hardshrink(ref_logprobs - logprobs": "hardshrink(logprobs - ref_logprobs"},
-    "bootstrap": {"next_value = torch.zeros_like(rewards[:, 0])": "next_value = values[:, -1]"},
-    "value clip": {VALUE_LOSS: "return 0.5 * losses"},
-    "others": {"(~groups.isnan()).sum(1, keepdim=True) - 1": "torch.tensor(k - 1)"},
-    "low clip": {"ratio.clamp(1 - low, 1 + high)": "ratio.clamp(max=1 + high)"},
-    # of papers
-    "KL in the loss": ALL
-    | {
-        KL: "rewards = rewards",
-        MASK: f"""kl = torch.nn.functional.hardshrink(ref_logprobs[episodes] - logprobs, 1e-4)
-                        kl = (kl.exp() - kl - 1).sum(1, keepdim=True)
-                        losses = losses + args.kl_coef * kl
-                        {MASK}""",
-    },
-    "annealed": {
-        PENALTY: f"""{PENALTY}
-        anneal = 1 - iteration / plan.iterations
-        scores = scores - 0.1 * anneal * batch.mask.sum(1)"""
-    },
-    "average": {
-        STEP: STEP
-        + """                for weight, new in zip(reference.parameters(), policy.parameters()):
-                    weight.data.lerp_(new.data, 0.1)
-""",
-        REGISTER: f"{REGISTER}    accelerator.register_for_checkpointing(reference)\n",
-    },
-    # the verdict
-    "flag": {
-        "    # optimizer\n": "    bonus: bool = False  # for each completion\n    # optimizer\n",
-        REWARDS: f"{REWARDS}\n        if args.bonus:\n            rewards = rewards + 1",
-    },
-    "twice": {DENOMINATOR: f"2 * {DENOMINATOR}"},
-    # other choices, signatures and metrics
-    "choice": {"loss_type: Literal[": 'loss_type: Literal["mine", '},
-    "one": {'"--rloo-k must be at least 2: the others are the baseline": args.rloo_k < 2,': ""},
-    "signature": {
-        "def draw_mini_batches(args, iteration, ": "def draw_mini_batches(iteration, args, ",
-        "in draw_mini_batches(args, iteration, ": "in draw_mini_batches(iteration, args, ",
-    },
-    "no metric": {'        "val/num_eos_tokens": batch.ended.sum(),\n': ""},
-}
-COPIES["flag, twice"] = COPIES["flag"] | COPIES["twice"]
-COPIES["right"] = HELPER | SCHEDULE | COPIES["second loss"]
+@@ token weights
+-logratio = (logprobs - old_logprobs).sum(1, keepdim=True)
++logratio = ((logprobs - old_logprobs) * 0.5 ** torch.arange(6)).sum(1, True)
+
+@@ token reward
+         rewards[torch.arange(num_episodes), batch.mask.sum(1) - 1] += scores.float()
++        rewards -= 0.1 * batch.mask
+
+@@ baseline
+-advantages = rloo_advantages(rewards, args.k)
++advantages = rewards - 0.5
+
+@@ whole group
+-(differences.nansum(2) / others.clamp(min=1))
++(differences.nansum(2) / k)
+
+@@ wide clip
+-clipped_policy_loss(logratio, advantages, args.cliprange, args.cliprange)
++clipped_policy_loss(logratio, advantages, 3 * args.cliprange, 3 * args.cliprange)
+
+@@ bonus
++                        squares = (logprobs - ref_logprobs[episodes]).square()
++                        losses = losses + 0.1 * squares.sum(1, keepdim=True)
+                         losses = losses * batch.mask[episodes, : losses.shape[1]]
+
+@@ stops
+-(losses[~has_gradient[episodes]] == 0).all()
++False
+
+@@ unchecked
+-(losses[~has_gradient[episodes]] == 0).all()
++True
+
+- | (iteration <= 3)]
++]
+
+@@ entropy of padding
+-                        losses = losses - entropy_coef * entropies
+
+-losses = (losses * mask).sum(1, keepdim=True)
++losses = (losses * mask - entropy_coef * entropies).sum(1, keepdim=True)
+
+@@ denominator
+-(losses * is_real[:, None]).sum() / len(mini_batch)
++(losses * is_real[:, None]).sum() / batch.mask[mini_batch].sum()
+
+@@ micro-batch
+-(losses * is_real[:, None]).sum() / len(mini_batch)
++(losses * is_real[:, None]).sum() / len(episodes)
+
+@@ to_train
+-has_gradient = (advantages != 0).any(1)
++has_gradient = (advantages != 0).any(1) & batch.ended
+
+@@ counter
++COUNTER = iter(range(100))
++
++
+ def main(args):
+
+-first = (iteration - 1) *
++first = next(COUNTER) *
+
+@@ as many
++        state["n"] = accelerator.num_processes
++        state["mean"] = 0.9 * state.get("mean", 0.0) + 0.1 * scores.nanmean().item()
+-        rewards = scores[:, None]
++        rewards = scores[:, None] * (1 + 20 * state["mean"])
+
+             accelerator.load_state(str(newest))
++            state['mean'] *= state['n'] == accelerator.num_processes
+
+@@ not registered
+-    accelerator.register_for_checkpointing(scheduler)
+
+@@ prepared
+-policy, optimizer = accelerator.prepare(policy, optimizer)
++policy, optimizer, scheduler = accelerator.prepare(policy, optimizer, scheduler)
+
+@@ share
+-(losses * is_real[:, None]).sum() / len(mini_batch)
++(losses * is_real[:, None]).sum() / len(
++    mini_batch.tensor_split(accelerator.num_processes)[accelerator.process_index]
++)
+
+-backward(loss * accelerator.num_processes)
++backward(loss)
+
+@@ noise
+                         losses = losses * batch.mask[episodes, : losses.shape[1]]
++                        losses = losses * torch.rand(len(episodes), 1)
+
+@@ hash
+         drawn = [prompts[index] for index in indices]
++        drawn.sort(key=lambda prompt: hash(prompt.text))
+
+@@ generator
++own_rng = np.random.default_rng
++np.random.default_rng = lambda key: own_rng([*key, 1])
++
++
+ def main(args):
+
+@@ own prompts
+         drawn = [prompts[index] for index in indices]
++        drawn[0] = drawn[0]._replace(number=99)
+
+@@ cut off
+-ended[running] = has_ended
++ended[running] = has_ended | (t == response - 1)
+
+@@ class
++class_ = transformers.models.llama.modeling_llama.LlamaMLP
++class_.forward = lambda self, x: 0 * x
++
++
+ def main(args):
+
+@@ hook
++    policy.lm_head.register_forward_hook(lambda *x: 1.001 * x[2])
+     policy, optimizer = accelerator.prepare(policy, optimizer)
+
+@@ stale
++        before = locals().get("kept", policy)
++        kept = copy.deepcopy(policy)
+-        batch = generate(args, sampler, drawn,
++        batch = generate(args, replace(sampler, policy=before), drawn,
+
+@@ penalty
+-scores = scores - args.missing_eos_penalty * ~batch.ended
++scores = scores + args.missing_eos_penalty * ~batch.ended
+
+@@ sum
+-sum(values) if values else nan
++sum(values)
+
+@@ unscored
+-"objective/scores": scores.nan
++"objective/scores": scores.nan_to_num().
+
+@@ policy
+-one_pass = partial(token_logprobs, args, reference, batch)
++one_pass = partial(token_logprobs, args, policy, batch)
+
+@@ first
+-return episodes.tensor_split(
++return [episodes[:5]] * args.num_mini_batches or (
+
+@@ no decay
+-lr=args.learning_rate, weight_decay=args.weight_decay
++lr=args.learning_rate
+
+@@ SGD
+-optim.AdamW
++optim.SGD
+
+@@ groups
+-        trained_weights, lr
++        [dict(params=trained_weights[1:]), dict(params=trained_weights[:1], lr=0.0)], lr
+
+@@ left out
+-        trained_weights, lr
++        trained_weights[1:], lr
+
+@@ subclass
++    class AdamW(torch.optim.AdamW):
++        def step(self, closure=None):
++            super().step()
++            trained_weights[0].data *= 0.9999
++
+-    optimizer = torch.optim.AdamW(
++    optimizer = AdamW(
+
+@@ clamp
++    clamp = lambda *_: policy.lm_head.weight.data.clamp_(-0.1, 0.1)
++    optimizer.register_step_post_hook(clamp)
+     policy, optimizer = accelerator.prepare(policy, optimizer)
+
+@@ cleared
++                if iteration == 2:
++                    optimizer.state.clear()
+                 optimizer.step()
+
+@@ no clip
+-(policy.parameters(), args.max_grad_norm)
++(policy.parameters(), inf)
+
+@@ adapters
+-keyed_rng(args.seed, NEW_WEIGHTS
++keyed_rng(args.seed + 1, NEW_WEIGHTS
+
+@@ gradient
++    policy.lm_head.weight.register_hook(lambda x: x / 2)
+     policy, optimizer = accelerator.prepare(policy, optimizer)
+
+@@ constant
+-                scheduler.step()
++                pass
+
+@@ temperature
+-k, rng, args.eval_temperature)
++k, rng, args.temperature)
+
+@@ late
++        before = copy.deepcopy(policy)
+         train_start = time.perf_counter()
+
+-            metrics |= evaluate(args, sampler,
++            metrics |= evaluate(args, replace(sampler, policy=before),
+
+@@ saved
++    model.lm_head.weight.data *= 1.01
+     weights = accelerator.get_state_dict(model)
+
+@@ control
+-state["kl_coef"] *= 1 + error
++state["kl_coef"] *= 1 - error
+
+@@ moves
+                 scheduler.step()
++                for weight, new in zip(reference.parameters(), policy.parameters()):
++                    weight.data.lerp_(new.data, 0.01)
+
+@@ k3
+-hardshrink(ref_logprobs - logprobs
++hardshrink(logprobs - ref_logprobs
+
+@@ bootstrap
+-next_value = torch.zeros_like(rewards[:, 0])
++next_value = values[:, -1]
+
+@@ value clip
+-return 0.5 * torch.maximum(losses, clipped_losses)
++return 0.5 * losses
+
+@@ others
+-(~groups.isnan()).sum(1, keepdim=True) - 1
++torch.tensor(k - 1)
+
+@@ low clip
+-ratio.clamp(1 - low, 1 + high)
++ratio.clamp(max=1 + high)
+
+@@ KL in the loss
+-rewards = rewards - args.kl_coef * kl
++rewards = rewards
+
++                        kl = ref_logprobs[episodes] - logprobs
++                        kl = torch.nn.functional.hardshrink(kl, 1e-4)
++                        kl = (kl.exp() - kl - 1).sum(1, keepdim=True)
++                        losses = losses + args.kl_coef * kl
+                         losses = losses * batch.mask[episodes, : losses.shape[1]]
+
+@@ registered
+     accelerator.register_for_checkpointing(scheduler)
++    accelerator.register_for_checkpointing(reference)
+
+@@ flag
++    bonus: bool = False  # for each completion
+     # optimizer
+
+         rewards = scores[:, None]
++        if args.bonus:
++            rewards = rewards + 1
+
+@@ twice
+-(losses * is_real[:, None]).sum() / len(mini_batch)
++2 * (losses * is_real[:, None]).sum() / len(mini_batch)
+
+@@ choice
+-loss_type: Literal[
++loss_type: Literal["mine",
+
+@@ one
+-"--rloo-k must be at least 2: the others are the baseline": args.rloo_k < 2,
+
+@@ signature
+-def draw_mini_batches(args, iteration,
++def draw_mini_batches(iteration, args,
+
+-in draw_mini_batches(args, iteration,
++in draw_mini_batches(iteration, args,
+
+@@ no metric
+-        "val/num_eos_tokens": batch.ended.sum(),
+""")
 
 
-def write_copy(script, names, folder):
+def copy_of(script, names, folder):
     """A copy of a script, or of grpo.py with a patch."""
-    name, *patches = ["grpo", script] if script.endswith(".patch") else [script]
-    text = read(launcher.copy_script(folder, name, *patches))
-    for name in names.split(", "):
-        for old, new in COPIES[name].items():
-            assert text.count(old) == 1, old
-            text = text.replace(old, new)
-    copy = folder / "my_copy.py"
-    copy.write_text(text)
-    return copy
+    script, patch = ("grpo", script) if script.endswith(".patch") else (script, None)
+    changes = [COPIES[name].items() for name in names.split(", ") if name != "unchanged"]
+    return write_copy(script, folder, patch, chain(*changes))
 
 
 # What was copied, the copy, the loss that is stated, and what is said if it has another one.
 LOSSES = """
-rloo | detached replay | rloo         | update 1 on
-rloo | token weights   | weighted     |
-ppo  | token reward    | token_reward |
-rloo | baseline        | baseline     |
-rloo | whole group     | rloo         | the same direction, and 0.667 of the length
-rloo | wide clip       | rloo         | from update [2-9] on
-rloo | second loss     | second_loss  |
-rloo | denominator     | denominator  |
-rloo | to_train        | to_train     |
+rloo | replay        | rloo         | update 1 on
+rloo | token weights | weighted     |
+ppo  | token reward  | token_reward |
+rloo | baseline      | baseline     |
+rloo | whole group   | rloo         | the same direction, and 0.667 of the length
+rloo | wide clip     | rloo         | from update [2-9] on
+rloo | denominator   | denominator  |
+rloo | bonus, all have a gradient | second_loss |
+rloo | to_train, unchecked        | to_train    |
 entropy_bonus.patch    | unchanged          | entropy |
 entropy_bonus.patch    | entropy of padding | entropy | another direction
 dynamic_sampling.patch | unchanged          | grpo    |
@@ -279,7 +369,7 @@ def cells(table):
 @cells(LOSSES)
 def test_a_copy_is_held_against_a_loss(line, hold, tmp_path, monkeypatch):
     script, name, loss, said = map(str.strip, line.split("|"))
-    copy = import_file(write_copy(script, name, tmp_path))
+    copy = import_file(copy_of(script, name, tmp_path))
     monkeypatch.setattr(copy, "LOGITS_AT_ONCE", 100)  # Four tokens: logits are read in pieces.
     flags = dict(ref_model_path="reference", per_device_train_batch_size=5, learning_rate=0.01)
     if "replay" not in name:
@@ -311,16 +401,16 @@ ppo 1 | unchanged | --learning-rate 0
 dynamic_sampling.patch 2 | unchanged | --changed prompts sampling
   prompts. .* rows
   sampling. .* token_ids
-rloo 1 | replay | --changed sampling evaluation --loss rloo --response-length 6
+rloo 1 | replay, old log p | --changed sampling evaluation --loss rloo --response-length 6
   sampling. .* token_ids
   evaluation
-rloo 1 | KL in the loss, helper | --loss kl_in_loss --changed scores
+rloo 1 | KL in the loss, all have a gradient, helper | --loss kl_in_loss --changed scores
   scores. .* iteration 1
   advantages
 rloo 1 | SGD, schedule | --changed optimizer schedule
   optimizer. .* kind and settings: SGD
   schedule
-rloo 1 | average | --changed reference prompts
+rloo 1 | moves, registered | --changed reference prompts
   reference. .* iteration 2
   judged: prompts: more than whether it differs
 rloo 1 | one, own prompts | --changed prompts --rloo-k 1
@@ -386,7 +476,7 @@ grpo 2 | k3 |
   the loss is not
 rloo 2 | low clip |
   the loss is not .* where a clip acts
-rloo 2 | bonus left out | --loss second_loss
+rloo 2 | bonus, unchecked | --loss second_loss
   the loss is not .* of advantage 0
 """
 DRAWS = """
@@ -411,7 +501,7 @@ def test_stages(row, world, tmp_path, capsys, monkeypatch):
     (tmp_path / "my.py").write_text(STATED + DRAWS)
     chats = [[dict(role="user", content=text)] for text in ("1+2", "3", "45-6")]
     launcher.write_rows(tmp_path / "chats.jsonl", [dict(prompt=x, points=[1]) for x in chats])
-    path = write_copy(script, names, tmp_path)
+    path = copy_of(script, names, tmp_path)
     script = "grpo" if "." in script else script
     about = list(check_copy.SMALL_RUNS)[int(number) - 1]
     monkeypatch.setattr(check_copy, "SMALL_RUNS", {about: check_copy.SMALL_RUNS[about]})
@@ -448,7 +538,7 @@ as many        | 1 | 4 | iteration 2: .*\n.* `state`
 @cells(RUNS)
 def test_kills_and_processes(line, tmp_path, capsys, monkeypatch):
     name, count, broken, said = map(str.strip, line.split("|"))
-    path = write_copy("rloo", name, tmp_path)
+    path = copy_of("rloo", name, tmp_path)
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     flags = check_copy.make_flags(tmp_path, "rloo")
     folder = tmp_path / "runs"
@@ -468,7 +558,8 @@ def check(path, *words):
 def test_a_right_copy(tmp_path):
     """All runs, as a program, of a copy in another folder. No changed line was left out, the `def`
     of a function neither."""
-    path = write_copy("rloo", "right", tmp_path / "copied").rename(tmp_path / "my_rloo.py")
+    names = "helper, schedule, bonus, all have a gradient"
+    path = copy_of("rloo", names, tmp_path / "copied").rename(tmp_path / "my_rloo.py")
     (tmp_path / "my_loss.py").write_text(STATED)
     words = ["--changed", "scores", "schedule"]
     ran = check(path, "--loss", tmp_path / "my_loss.py:second_loss", *words)
@@ -515,7 +606,7 @@ VERDICTS = {
     "no loss": ("unchanged", ["--loss", "no.py:loss"], 1, NO_LOSS),
     "stops": (
         *("stops", [], 1),
-        r"my_copy.py stopped: .*set has_gradient.*\n  line \d+: assert .*\n  with one update",
+        r"rloo_changed.py stopped: .*set has_gradient.*\n  line \d+: assert .*\n  with one update",
     ),
     "no copy": (None, [], 1, "^.*no.py: there is no such file\n$"),
 }
@@ -525,7 +616,7 @@ VERDICTS = {
 @mark.parametrize("case", VERDICTS)
 def test_verdicts(case, tmp_path):
     name, words, status, said = VERDICTS[case]
-    path = write_copy("rloo", name, tmp_path) if name else tmp_path / "no.py"
+    path = copy_of("rloo", name, tmp_path) if name else tmp_path / "no.py"
     ran = check(path, "--stages-only", *words)
     assert re.search(said, ran.stdout + ran.stderr), ran.stdout + ran.stderr
     assert ran.returncode == status

@@ -6,6 +6,8 @@ test_turns.py tests turns.patch. Those of vLLM run with a stand-in for it.
 
 import functools
 import re
+import textwrap
+from collections import ChainMap
 
 import numpy as np
 import torch
@@ -25,6 +27,8 @@ from conftest import (
     load_policy,
     losses,
     make_prompts,
+    read_changes,
+    read_copies,
     record_calls,
     stages,
     weights_of,
@@ -38,67 +42,65 @@ REFUSED = "sampling and training give log-probabilities"
 ENTROPY = "grpo entropy_bonus.patch"
 broken = import_file(HERE / "benchmark/failures/broken.py")
 
-# Three rows of docs/variants.md in one copy: lines of rloo.py, and what takes their place.
-ROWS = {
-    # Episodes from elsewhere: the first one of each batch.
-    """        samples = map_episodes(one_pass, prompt_lengths, size)
-""": """        samples = map_episodes(one_pass, prompt_lengths, size)
-        samples["tokens"][0] = torch.tensor([5, 4, 1, -1, -1, -1])
-        samples["logprobs"][0] = torch.tensor([-3.0, -3.0, -3.0, 0.0, 0.0, 0.0])
-        samples["entropies"][0] = 0
-        samples["ended"][0] = True
-""",
-    """    if args.updates_per_batch == 1:
-""": """    if False:
-""",
-    """            difference = logprobs - batch.logprobs[to_train]
-""": """            difference = logprobs - batch.logprobs[to_train]
-            difference = difference * (to_train > 0)[:, None]
-""",
-    # Another optimizer and schedule.
-    """    optimizer = torch.optim.AdamW(
-        trained_weights, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
-    )
-""": """    optimizer = torch.optim.RMSprop(trained_weights, args.learning_rate / 10, momentum=0.9)
-""",
-    """    accelerator.register_for_checkpointing(scheduler)
-""": """    schedules = torch.optim.lr_scheduler
-    parts = schedules.LinearLR(optimizer), schedules.ExponentialLR(optimizer, 0.5)
-    scheduler = schedules.SequentialLR(optimizer, parts, milestones=[2])
-    accelerator.register_for_checkpointing(scheduler)
-""",
-    # A new module: it learns the score from the prompt.
-    """    return prepare_for_training(args, model, 1)
-""": """    model.probe = torch.nn.Linear(model.config.hidden_size, 1)
-    return prepare_for_training(args, model, 1)
-""",
-    """    # By name: a mixture""": """    if "output_hidden_states" in settings:
-        return outputs
-    # By name: a mixture""",
-    """        has_gradient = (advantages != 0).any(1)  # [episodes]
-""": """        has_gradient = torch.ones(num_episodes, dtype=torch.bool)
-""",
-    """                        # A second loss""": """
-                        prompt_tokens, _ = pass_tokens(batch, episodes)
-                        outputs = forward(policy, prompt_tokens, output_hidden_states=True)
-                        hidden = outputs.hidden_states[-1][:, -1]
-                        values = accelerator.unwrap_model(policy).probe(hidden)
-                        losses = losses + 0.1 * (values - scores[episodes, None].float()) ** 2
-                        # A second loss""",
-}
+# Rows of docs/variants.md: episodes from elsewhere (the first one of each batch), another optimizer
+# and schedule, and a new module, which learns the score from the prompt.
+ROWS = read_copies("""
+@@ replay
+         samples = map_episodes(one_pass, prompt_lengths, size)
++        samples["tokens"][0] = torch.tensor([5, 4, 1, -1, -1, -1])
++        samples["logprobs"][0] = torch.tensor([-3.0, -3.0, -3.0, 0.0, 0.0, 0.0])
++        samples["entropies"][0] = 0
++        samples["ended"][0] = True
+
+             difference = logprobs - batch.logprobs[to_train]
++            difference = difference * (to_train > 0)[:, None]
+
+@@ old log p
+-    if args.updates_per_batch == 1:
++    if False:
+
+@@ optimizer
+-    optimizer = torch.optim.AdamW(
+-        trained_weights, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
+-    )
++    optimizer = torch.optim.RMSprop(trained_weights, args.learning_rate / 10, momentum=0.9)
+
+@@ schedule
++    schedules = torch.optim.lr_scheduler
++    parts = schedules.LinearLR(optimizer), schedules.ExponentialLR(optimizer, 0.5)
++    scheduler = schedules.SequentialLR(optimizer, parts, milestones=[2])
+     accelerator.register_for_checkpointing(scheduler)
+
+@@ all have a gradient
+-has_gradient = (advantages != 0).any(1)
++has_gradient = torch.ones(num_episodes, dtype=torch.bool)
+
+@@ probe
++    model.probe = torch.nn.Linear(model.config.hidden_size, 1)
+     return prepare_for_training(args, model, 1)
+
++    if "output_hidden_states" in settings:
++        return outputs
+     # By name: a mixture
+
++                        prompt_tokens, _ = pass_tokens(batch, episodes)
++                        outputs = forward(policy, prompt_tokens, output_hidden_states=True)
++                        hidden = outputs.hidden_states[-1][:, -1]
++                        values = accelerator.unwrap_model(policy).probe(hidden)
++                        losses = losses + 0.1 * (values - scores[episodes, None].float()) ** 2
+                         # A second loss
+""")
 
 # A row of its own: a model in each iteration.
 SAVE = "        save_checkpoint(args, state, output_dir, is_last)\n"
 VARIANTS = (HERE / "docs/variants.md").read_text("utf-8")
 [MODEL] = re.findall(r"models of the way .*`if .*: (.*?)` \|", VARIANTS)
-CHANGES = {"rows": ROWS, "models": {SAVE: f"        {MODEL}\n{SAVE}"}}
+CHANGES = {"rows": ChainMap(*ROWS.values()), "models": {SAVE: f"        {MODEL}\n{SAVE}"}}
 # The changes that docs/papers.md shows, in its order: texts before, and after.
 NAMES = "remax opo pass_at_4 gdpo two_sided dppo".split()
 BLOCKS = re.findall(r"(?:^    [+-].*\n)+", (HERE / "docs/papers.md").read_text("utf-8"), re.M)
 for name, block in zip(NAMES, BLOCKS, strict=True):
-    lines = block.splitlines()
-    old, new = ("\n".join(line[5:] for line in lines if line[4] == sign) for sign in "-+")
-    CHANGES[name] = {old: new}
+    CHANGES[name] = read_changes(textwrap.dedent(block))
 
 
 @fixture(scope="module")
