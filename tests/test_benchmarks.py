@@ -90,8 +90,9 @@ def test_every_job_parses(program, tmp_path, monkeypatch):
             if script not in scripts:
                 name, *patch = script.split()
                 scripts[script] = changed(name, tmp_path / script, *patch)
-            words = f"{flags} {part.short} --output-dir {tmp_path}/run".split()
-            tyro.cli(scripts[script].Args, args=words)
+            for more in ("", part.short):
+                words = f"{flags} {more} --output-dir {tmp_path}/run".split()
+                tyro.cli(scripts[script].Args, args=words)
     stamps = launcher.read_result(path.with_suffix(".json"))["parts"]
     assert {name for name in stamps if "gone" not in stamps[name]} <= parts.keys()
 

@@ -47,7 +47,8 @@ OTHER_SEEDS = range(4, 14)  # none of those that chose a learning rate
 
 # ---- a policy whose answers have very different lengths
 SPACES = RESULT.with_name("policy")
-LENGTH = "--model-path benchmark/claims/policy --response-length 16 --learning-rate 1e-4"
+LENGTH = f"{BUILT_IN} --model-path benchmark/claims/policy"
+LENGTH += " --response-length 16 --learning-rate 1e-4"
 
 
 def make_policy(_=None, smoke=False):
@@ -273,8 +274,7 @@ SMOLLM2 = "--reward benchmark/smollm2/tasks.py:score --response-length 24 --kl-c
 SMOLLM2 += " --per-device-train-batch-size 16 --model-path benchmark/smollm2/model"
 SMOLLM2 += " --dataset benchmark/smollm2/chain_sum_train.jsonl --num-sample-generations 0"
 WITHOUT_TRAINING = f"{SMOLLM2} --total-episodes 0 --save-rollouts"
-TINY = f"{BUILT_IN} --eval-dataset benchmark/default/eval.jsonl --response-length 8"
-TINY += " --total-episodes 16 --batch-size 16"
+TINY = f"{BUILT_IN} --response-length 8 --total-episodes 16 --batch-size 16"
 SAMPLES = {"train": 4, "eval": 8}  # of each of 140 and 60 questions
 TEMPERATURES = (0.1, 0.3, 0.6, 1.0)
 

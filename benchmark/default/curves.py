@@ -23,7 +23,7 @@ SMOLLM2 += " --eval-dataset benchmark/smollm2/chain_sum_eval.jsonl --eval-every 
 SMOLLM2 += " --reward benchmark/smollm2/tasks.py:score --response-length 24 --dtype bfloat16"
 SMOLLM2 += " --per-device-train-batch-size 16 --total-episodes 1280 --learning-rate 3e-5"
 SMOLLM2 += " --kl-coef 0"
-TINY = f"{BUILT_IN} --eval-dataset benchmark/default/eval.jsonl --total-episodes 128"
+TINY = f"{BUILT_IN} --total-episodes 128"
 
 
 def plot(rows, folder):
