@@ -56,7 +56,6 @@ POLICY = BENCHMARK / "default" / "policy"
 BUILT_IN = "--model-path benchmark/default/policy --dataset benchmark/default/train.jsonl"
 BUILT_IN += " --eval-dataset benchmark/default/eval.jsonl --reward exact_match"
 SCRIPTS = ("rloo", "grpo", "ppo")
-K_FLAGS = {"rloo": "--rloo-k", "grpo": "--num-generations"}
 LIBRARIES = ("accelerate", "matplotlib.pyplot", "tyro", "typeguard", "yaml", "safetensors.numpy")
 LIBRARIES += ("transformers.models.llama.modeling_llama", "transformers.optimization")
 SUMS = ("seconds", "generated_episodes")  # metrics that add up over a run

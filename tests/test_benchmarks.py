@@ -14,9 +14,16 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import gsm8k
+import ladder
+import mbpp
 import numpy as np
+import plot
 import run as launcher
+import tasks
+import throughput
 import tyro
+import win_rate
 from conftest import (
     HERE,
     MODULES,
@@ -25,7 +32,6 @@ from conftest import (
     column,
     command_line,
     fresh_imports,
-    import_file,
     make_prompts,
     make_rows,
     one_text,
@@ -38,14 +44,6 @@ from conftest import (
 from pytest import approx, mark, raises
 from test_pages import first_command
 
-plot = import_file(HERE / "benchmark" / "plot.py")
-win_rate = import_file(HERE / "benchmark" / "win_rate.py")
-tasks = import_file(HERE / "benchmark" / "smollm2" / "tasks.py")
-gsm8k = import_file(HERE / "benchmark" / "gsm8k" / "gsm8k.py")
-code = import_file(HERE / "benchmark" / "code" / "mbpp.py")
-ladder = import_file(HERE / "benchmark" / "ladder" / "ladder.py")
-claims = import_file(HERE / "benchmark" / "claims" / "claims.py")
-throughput = import_file(HERE / "benchmark" / "throughput" / "throughput.py")
 of_each_program = mark.parametrize("program", launcher.PROGRAMS, ids=str)
 WITH_MAIN = [
     path
@@ -385,12 +383,12 @@ def left_behind():
 def test_programs_that_a_policy_writes(monkeypatch):
     """Each has its score, in order, and leaves no process. Nor does a run that is killed. None is a
     fault of the sandbox."""
-    monkeypatch.setattr(code, "LIMITS", code.LIMITS | {"RLIMIT_CPU": 1})
-    monkeypatch.setattr(code, "SECONDS", 3)
+    monkeypatch.setattr(mbpp, "LIMITS", mbpp.LIMITS | {"RLIMIT_CPU": 1})
+    monkeypatch.setattr(mbpp, "SECONDS", 3)
     lines = [line.replace("¦", "\n").split(" | ", 1) for line in PROGRAMS.strip().split("\n")]
     scores, programs = zip(*lines)
     tests = [["", "assert f(1) == 2"]] * len(lines)
-    assert code.score(programs, tests) == [*map(float, scores)]
+    assert mbpp.score(programs, tests) == [*map(float, scores)]
     assert not left_behind()
     killed = "import mbpp; mbpp.score(['import time; time.sleep(1e6)'], [[]])"
     with raises(subprocess.TimeoutExpired):
@@ -398,8 +396,8 @@ def test_programs_that_a_policy_writes(monkeypatch):
         subprocess.run([sys.executable, "-c", killed], cwd=folder, timeout=2)
     time.sleep(1)
     assert not left_behind()
-    monkeypatch.setattr(code, "LIMITS", {"RLIMIT_UNKNOWN": 1})
-    assert code.score(programs[:1], tests[:1]) == [None]
+    monkeypatch.setattr(mbpp, "LIMITS", {"RLIMIT_UNKNOWN": 1})
+    assert mbpp.score(programs[:1], tests[:1]) == [None]
 
 
 def test_the_measured_gradients_of_the_ladder(world, tmp_path, monkeypatch):

@@ -192,14 +192,12 @@ CASES = [
 FEW = dict(total_episodes=3, batch_size=3)
 
 
-def save(folder, counted=2, has_tokenizer=True, **config):
+def save(folder, counted=2, **config):
     """Save a model. Its config counts other layers than its two, if so asked."""
     if folder.name == "reward_model_path":
         save_classifier(folder, **config)
     else:
         save_model(folder, **config)
-    for file in () if has_tokenizer else folder.glob("*token*"):
-        file.unlink()
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | dict(num_hidden_layers=counted)))
     return folder

@@ -7,14 +7,14 @@ import random
 import re
 from pathlib import Path
 
+import look
 import numpy as np
-from conftest import HERE, column, import_file, write_jsonl
+from conftest import column, write_jsonl
 from pytest import mark, raises
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-look = import_file(HERE / "benchmark" / "look.py")
 HOSTILE = """</script><script>window.ran = 1</script>
 <img src="x" onError="window.ran = 1"><!-- <script>
 nul \0, bell \x07, turned \u202e and \u2066, lines \u2028 and \u2029\r

@@ -3,23 +3,12 @@
 import json
 import math
 
+import look
 import numpy as np
-from conftest import (
-    HERE,
-    MANY_EOS,
-    VOCAB,
-    column,
-    import_file,
-    make_tokenizer,
-    one_text,
-    save_model,
-    write_jsonl,
-)
+from conftest import MANY_EOS, VOCAB, column, make_tokenizer, one_text, save_model, write_jsonl
 from plain import token_counts
 from pytest import approx, mark
 from tokenizers import decoders
-
-look = import_file(HERE / "benchmark" / "look.py")
 
 
 def test_a_row_of_the_dataset_can_be_joined(script, run, tmp_path, capsys):

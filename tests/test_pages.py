@@ -32,9 +32,6 @@ PAGES = sorted(tables.PAGES)
 of_each_page = mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HERE)))
 
 
-vllm = import_file(HERE / "tests/stand_in_engine/vllm.py")  # The patch of a page imports it.
-
-
 def read(page):
     return page.read_text(encoding="utf-8")
 

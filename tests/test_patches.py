@@ -9,8 +9,10 @@ import re
 import textwrap
 from collections import ChainMap
 
+import broken
 import numpy as np
 import torch
+import vllm
 from conftest import (
     HERE,
     MODULES,
@@ -20,7 +22,6 @@ from conftest import (
     column,
     contents,
     distance,
-    import_file,
     launch,
     launch_twice,
     launched,
@@ -36,11 +37,9 @@ from conftest import (
 from plain import groups_of, row_logprobs, token_counts
 from pytest import approx, fixture, mark, raises
 from safetensors.torch import load_file
-from test_pages import vllm
 
 REFUSED = "sampling and training give log-probabilities"
 ENTROPY = "grpo entropy_bonus.patch"
-broken = import_file(HERE / "benchmark/failures/broken.py")
 
 # Rows of docs/variants.md: episodes from elsewhere (the first one of each batch), another optimizer
 # and schedule, and a new module, which learns the score from the prompt.
