@@ -619,14 +619,6 @@ def weights_of(path):
     return [p.detach() for p in load_policy(path).parameters()]
 
 
-def plain_logprobs(model, prompt_ids, token_ids, temperature=1.0):
-    """Log-probabilities [tokens] of one completion, by one pass over all positions without padding
-    and cache."""
-    logits = model(torch.tensor([[*prompt_ids, *token_ids]])).logits[0].float() / temperature
-    logprobs = torch.log_softmax(logits, -1)[len(prompt_ids) - 1 : -1]
-    return logprobs.gather(-1, torch.tensor(token_ids)[:, None]).squeeze(1)
-
-
 TIMES = {"eps", "time/rollout_s", "time/reward_s", "time/train_s"}
 
 

@@ -4,7 +4,7 @@ groups of a run's rows, and stand-ins of CUDA graphs.
 
 import numpy as np
 import torch
-from conftest import encode, load_policy, plain_logprobs
+from conftest import encode, load_policy
 from pytest import approx
 from torch.distributions import Categorical
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -72,8 +72,8 @@ def row_logprobs(model_path, rows, temperature=1.0):
     model = load_policy(model_path)
     logprobs = []
     for row in rows:
-        tokens = plain_logprobs(model, encode(row["prompt"]), row["token_ids"], temperature)
-        logprobs.append(tokens.tolist())
+        choice = Categorical(logits=plain_outputs(model, row)[:-1] / temperature)
+        logprobs.append(choice.log_prob(torch.tensor(row["token_ids"])).tolist())
     return logprobs
 
 
