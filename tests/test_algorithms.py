@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import torch
+import yaml
 from conftest import MODULES, column, flat, load_policy, losses, one_text, only, save_model, stages
 from plain import groups_of, token_counts, without_none
 from pytest import approx, mark
@@ -22,23 +23,21 @@ def test_a_token_of_probability_zero_adds_nothing(script, run, tmp_path):
 
 
 # A script, and its flags.
-SEQUENCE = dict(importance_sampling_level="sequence")
-MASKED = dict(mask_truncated_completions=True)
-LORA = dict(lora_r=2, learning_rate=0.05)
-UPDATES = {
-    "rloo": {},
-    "rloo lora": LORA,
-    "grpo": dict(cliprange_high=0.5, scale_rewards="batch"),
-    "grpo sequence": SEQUENCE | MASKED,
-    "grpo dapo": dict(loss_type="dapo", scale_rewards="none"),
-    "grpo dapo sequence": dict(loss_type="dapo") | SEQUENCE | MASKED | LORA,
-    "grpo dr_grpo": dict(loss_type="dr_grpo") | MASKED,
-    "grpo dr_grpo sequence": dict(loss_type="dr_grpo") | SEQUENCE,
-    "grpo cispo": dict(loss_type="cispo") | MASKED,
-    "grpo cispo sequence": dict(loss_type="cispo") | SEQUENCE,
-    "ppo": dict(cliprange_value=0.05),
-    "ppo lora": LORA,
-}
+UPDATES = yaml.safe_load("""
+rloo: {}
+rloo lora: {lora_r: 2, learning_rate: 0.05}
+grpo: {cliprange_high: 0.5, scale_rewards: batch}
+grpo sequence: {importance_sampling_level: sequence, mask_truncated_completions: true}
+grpo dapo: {loss_type: dapo, scale_rewards: none}
+grpo dapo sequence: {loss_type: dapo, importance_sampling_level: sequence, lora_r: 2,
+                     mask_truncated_completions: true, learning_rate: 0.05}
+grpo dr_grpo: {loss_type: dr_grpo, mask_truncated_completions: true}
+grpo dr_grpo sequence: {loss_type: dr_grpo, importance_sampling_level: sequence}
+grpo cispo: {loss_type: cispo, mask_truncated_completions: true}
+grpo cispo sequence: {loss_type: cispo, importance_sampling_level: sequence}
+ppo: {cliprange_value: 0.05}
+ppo lora: {lora_r: 2, learning_rate: 0.05}
+""")
 
 
 def ratios_of(episode, args):
@@ -138,15 +137,15 @@ def test_grpo_with_every_completion_truncated_learns_nothing(script, run, update
         assert not flat(update.gradients).any()
 
 
-ADVANTAGES = {
-    "plain": {},
-    "centred scores": dict(score_norm=True, kl_estimator="abs"),
-    "scaled scores": dict(score_scaling=True, kl_estimator="k2"),
-    "clipped scores": dict(score_norm=True, score_scaling=True, score_clip=0.5),
-    "whitened rewards": dict(whiten_rewards=True, kl_estimator="k3"),
-    "a low KL": dict(adaptive_kl=True, kl_target=1000.0),
-    "a high KL": dict(adaptive_kl=True, kl_target=0.001),
-}
+ADVANTAGES = yaml.safe_load("""
+plain: {}
+centred scores: {score_norm: true, kl_estimator: abs}
+scaled scores: {score_scaling: true, kl_estimator: k2}
+clipped scores: {score_norm: true, score_scaling: true, score_clip: 0.5}
+whitened rewards: {whiten_rewards: true, kl_estimator: k3}
+a low KL: {adaptive_kl: true, kl_target: 1000.0}
+a high KL: {adaptive_kl: true, kl_target: 0.001}
+""")
 
 
 @only("ppo")

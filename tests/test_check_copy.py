@@ -549,27 +549,6 @@ def test_kills_and_processes(line, tmp_path, capsys, monkeypatch):
     assert re.search(said, printed), printed
 
 
-def check(path, *words):
-    command = [sys.executable, HERE / "benchmark/check_copy.py", path, *words]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-@mark.slow
-def test_a_right_copy(tmp_path):
-    """All runs, as a program, of a copy in another folder. No changed line was left out, the `def`
-    of a function neither."""
-    names = "helper, schedule, bonus, all have a gradient"
-    path = copy_of("rloo", names, tmp_path / "copied").rename(tmp_path / "my_rloo.py")
-    (tmp_path / "my_loss.py").write_text(STATED)
-    words = ["--changed", "scores", "schedule"]
-    ran = check(path, "--loss", tmp_path / "my_loss.py:second_loss", *words)
-    assert re.findall(r": (right|BROKEN)[,;]", ran.stdout) == ["right"] * 8, ran.stdout + ran.stderr
-    assert (
-        ran.stdout.endswith("\nright, as far as it was judged\n") and "not exec" not in ran.stdout
-    ), ran.stdout
-    assert ran.returncode == 0 and not ran.stderr
-
-
 # A loss, as it is written, and what is said about it.
 FAULTY = {
     "def loss(mini_batch, batch, args)\n": "SyntaxError",
@@ -591,32 +570,43 @@ def test_a_faulty_loss(text, hold, tmp_path):
 
 
 NO_LOSS = "--loss no.py:loss: there is no such file; it is FILE.py:FUNCTION\n  with one update"
-# The copy, its flags, the exit status, and what is said.
+# The copy, its flags, the exit status, and what is said. One copy has all runs. No line of it that
+# is changed is left out, the `def` of a function neither.
 VERDICTS = {
+    "right": (
+        "helper, schedule, bonus, all have a gradient",
+        "--loss FOLDER/my_loss.py:second_loss --changed scores schedule",
+        0,
+        r"(?s)^(?!.*not exec)(?!.*BROKEN)(.*: right[,;]){8}.*\nright, as far as it was judged\n$",
+    ),
     "not judged": (
-        *("flag, twice", [], 0),
+        *("flag, twice", "--stages-only", 0),
         r"2 of the length(.|\n)*line \d+: rewards = .*\nnot judged: the loss.*\n.*kills\nright, as",
     ),
     "stated": (
-        "twice",
-        ["--loss", "benchmark/losses.py:rloo"],
-        1,
+        *("twice", "--loss benchmark/losses.py:rloo --stages-only", 1),
         r"2 of the len(.|\n)*\nBROKEN\n$",
     ),
-    "no loss": ("unchanged", ["--loss", "no.py:loss"], 1, NO_LOSS),
+    "no loss": ("unchanged", "--loss no.py:loss --stages-only", 1, NO_LOSS),
     "stops": (
-        *("stops", [], 1),
-        r"rloo_changed.py stopped: .*set has_gradient.*\n  line \d+: assert .*\n  with one update",
+        *("stops", "--stages-only", 1),
+        r"mine.py stopped: .*set has_gradient.*\n  line \d+: assert .*\n  with one update",
     ),
-    "no copy": (None, [], 1, "^.*no.py: there is no such file\n$"),
+    "no copy": (None, "", 1, "^.*mine.py: there is no such file\n$"),
 }
 
 
 @mark.slow
 @mark.parametrize("case", VERDICTS)
 def test_verdicts(case, tmp_path):
-    name, words, status, said = VERDICTS[case]
-    path = copy_of("rloo", name, tmp_path) if name else tmp_path / "no.py"
-    ran = check(path, "--stages-only", *words)
+    """By the program, of a copy in another folder."""
+    names, words, status, said = VERDICTS[case]
+    path = tmp_path / "mine.py"
+    if names:
+        copy_of("rloo", names, tmp_path / "copied").rename(path)
+    (tmp_path / "my_loss.py").write_text(STATED)
+    words = words.replace("FOLDER", str(tmp_path)).split()
+    command = [sys.executable, "benchmark/check_copy.py", path, *words]
+    ran = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     assert re.search(said, ran.stdout + ran.stderr), ran.stdout + ran.stderr
     assert ran.returncode == status

@@ -6,6 +6,7 @@ import sys
 import memory
 import transformers
 import tyro
+import yaml
 from conftest import (
     HERE,
     MODULES,
@@ -21,31 +22,22 @@ from conftest import (
 from pytest import approx, mark, raises
 
 FITS = HERE / "benchmark" / "hardware" / "fits.py"
-CASES = {
-    "all weights": {},
-    "checkpointing": dict(gradient_checkpointing=True),
-    "LoRA, bfloat16": dict(lora_r=4, share_prompts=True, dtype="bfloat16"),
-    "one pass": dict(per_device_train_batch_size=12),
-    # Sampling has the highest peak, beside the gradients of the update before.
-    "sampling": dict(
-        per_device_train_batch_size=1, response_length=36, gradient_checkpointing=True
-    ),
-    "mini-batches": dict(num_mini_batches=2, per_device_train_batch_size=12),
-    "shared": dict(share_prompts=True),
-    "reward model": dict(reward_model_path="classifier"),
-    "no KL": dict(kl_coef=0.0),
-    "experts": dict(model=dict(architecture="mixtral")),
-    # A recorded cache has room for all tokens in every layer, also where a window is shorter.
-    "recorded": dict(
-        model=dict(architecture="gemma3", head_dim=128),
-        cuda_graphs=True,
-        per_device_train_batch_size=1,
-        response_length=228,
-        gradient_checkpointing=True,
-    ),
-}
-
-
+CASES = yaml.safe_load("""
+all weights: {}
+checkpointing: {gradient_checkpointing: true}
+LoRA, bfloat16: {lora_r: 4, share_prompts: true, dtype: bfloat16}
+one pass: {per_device_train_batch_size: 12}
+# Sampling has the highest peak, beside the gradients of the update before.
+sampling: {per_device_train_batch_size: 1, response_length: 36, gradient_checkpointing: true}
+mini-batches: {num_mini_batches: 2, per_device_train_batch_size: 12}
+shared: {share_prompts: true}
+reward model: {reward_model_path: classifier}
+no KL: {kl_coef: 0.0}
+experts: {model: {architecture: mixtral}}
+# A recorded cache has room for all tokens in every layer, also where a window is shorter.
+recorded: {model: {architecture: gemma3, head_dim: 128}, cuda_graphs: true, response_length: 228,
+           per_device_train_batch_size: 1, gradient_checkpointing: true}
+""")
 OTHERS = [
     "grpo: all weights",
     "grpo: no KL",
