@@ -85,7 +85,7 @@ def test_the_texts_of_the_tokens_join_to_the_whole():
 
 def test_what_the_model_writes_is_data(tmp_path):
     """The data of the page is what was written. Half a line, as of a run that goes on, is left out.
-    So are numbers that JSON does not have. test_outputs.py reads the rows of a run."""
+    So are numbers that JSON does not have. README's command reads the rows of runs."""
     text = HOSTILE + SURROGATES
     rows = [
         episode(0, HOSTILE, prompt=text, columns={text: text}, ended=True),
