@@ -33,6 +33,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 import torch
 import transformers
+import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from program import run_program
 from pytest import fixture, mark, raises
@@ -457,24 +458,14 @@ def base_flags(world, flags={}):
     return flags
 
 
-EVERYTHING = {  # the flags that compute something over the whole batch, or leave episodes out
-    "rloo": dict(reward="unsure_parts", missing_eos_penalty=1.0),
-    "grpo": dict(
-        reward="unsure",
-        scale_rewards="batch",
-        importance_sampling_level="sequence",
-        mask_truncated_completions=True,
-        loss_type="dapo",
-    ),
-    "ppo": dict(
-        score_norm=True,
-        score_scaling=True,
-        whiten_rewards=True,
-        adaptive_kl=True,
-        kl_horizon=50,
-        target_kl=1e-3,
-    ),
-}
+# The flags that compute something over the whole batch, or leave episodes out.
+EVERYTHING = yaml.safe_load("""
+rloo: {reward: unsure_parts, missing_eos_penalty: 1.0}
+grpo: {reward: unsure, scale_rewards: batch, importance_sampling_level: sequence,
+       mask_truncated_completions: true, loss_type: dapo}
+ppo: {score_norm: true, score_scaling: true, whiten_rewards: true, adaptive_kl: true,
+      kl_horizon: 50, target_kl: 0.001}
+""")
 for flags in EVERYTHING.values():
     flags |= dict(model_path="many_eos", ref_model_path="reference")
 

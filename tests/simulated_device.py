@@ -18,7 +18,6 @@ aten = torch.ops.aten
 CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
-INDEXING = ["index", "index_put", "_index_put_impl"]
 # Beside device tensors, most operations take a CPU tensor without axes as a number. These do not.
 NEEDS_ONE_DEVICE = (
     "cat stack gather scatter index_add index_select mm bmm addmm embedding searchsorted isin"
@@ -67,8 +66,6 @@ def set_storage(tensor, storage, like=None):
 def to_cpu_tensor(tensor):
     """A CPU tensor over the memory of a device tensor."""
     storage = tensor.untyped_storage()
-    if storage.nbytes() == 0:
-        return torch.empty(tensor.size(), dtype=tensor.dtype)
     empty = torch.empty(0, dtype=tensor.dtype)
     return empty.set_(storage.memory, *shape_of(tensor))
 
@@ -102,26 +99,19 @@ def run_on_cpu(op, *args, **kwargs):
 
     args = for_each(lower, args)
     kwargs = {key: for_each(lower, x) for key, x in kwargs.items() if key != "pin_memory"}
-    args = list(args)
-    for i, argument in enumerate(op._schema.arguments[: len(args)]):
-        if isinstance(args[i], bool) and str(argument.type) == "Tensor":
-            args[i] = torch.tensor(args[i])  # A number can stand for a tensor.
     with torch._C._AutoDispatchBelowAutograd():
         return for_each(lift, op(*args, **kwargs))
 
 
 def check_devices(name, args, kwargs):
-    """Refuse tensors of two devices, as CUDA does."""
+    """Refuse tensors of two devices, as CUDA does, and indices on the CPU, which CUDA takes."""
     tensors = []
     for_each(lambda x: isinstance(x, torch.Tensor) and tensors.append(x), [*args, *kwargs.values()])
     base = name.removesuffix("_")
-    indices = args[1] if base in INDEXING else []  # These may be on the CPU.
     bad = []
     for x in tensors:
-        if is_on_device(x) or any(x is index for index in indices):
-            continue
         is_changed = base != name and x is args[0]  # Operations that work in place end with _.
-        if x.dim() > 0 or base in NEEDS_ONE_DEVICE or is_changed:
+        if not is_on_device(x) and (x.dim() > 0 or base in NEEDS_ONE_DEVICE or is_changed):
             bad.append(tuple(x.shape))
     if bad and len(bad) < len(tensors):
         message = "Expected all tensors to be on the same device, but found at least two devices"
@@ -171,12 +161,9 @@ def install():
     operations.impl("_copy_from", copy_from, "PrivateUse1")
     operations.impl("set_.source_Storage", set_storage, "PrivateUse1")  # for torch.save
     operations.impl("scaled_dot_product_attention", attention, "PrivateUse1")
-    operations.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
     for name in IN_BFLOAT16:
         op = getattr(aten, name).default
         operations.impl(op, partial(in_bfloat16, op), "AutocastPrivateUse1")
-    # A module that moves to the device keeps its parameters, which the optimizer already holds.
-    torch.__future__.set_swap_module_params_on_conversion(True)
     PartialState.default_device = property(lambda self: torch.device("sim", 0))
     return everything, operations
 

@@ -338,20 +338,12 @@ def test_tools_of_a_row_reach_the_template(script):
 def test_paths_may_begin_with_a_tilde(script, monkeypatch):
     """A shell leaves the one of --output-dir=~/x."""
     monkeypatch.setenv("HOME", "/home/me")
-    flags = dict(
-        output_dir="~/x",
-        model_path="~/m",
-        ref_model_path="~/r",
-        reward_model_path="~/c",
-        dataset="~/d.jsonl",
-        eval_dataset="~/e.jsonl",
-        reward="~/r.py:f",
-        eval_reward="~/e.py:f",
-    )
+    names = "output_dir model_path ref_model_path reward_model_path dataset eval_dataset".split()
+    names += ["reward", "eval_reward"]
+    flags = dict.fromkeys(names, "~/x.py:f")
     found = vars(script.check_flags(script.Args(**flags, stop_string="~/")))
     assert found["stop_string"] == "~/"
-    for flag, value in flags.items():
-        assert found[flag] == value.replace("~", "/home/me")
+    assert {found[name] for name in names} == {"/home/me/x.py:f"}
 
 
 def test_defaults_that_the_model_decides(script):

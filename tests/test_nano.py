@@ -3,6 +3,7 @@
 import re
 from ast import literal_eval
 
+import yaml
 from conftest import HERE, column, distance, import_file, make_tokenizer, read_rollouts, save_model
 from pytest import approx
 from safetensors.torch import load_file
@@ -10,19 +11,13 @@ from tokenizers import decoders
 
 # Prompts of different lengths, a smaller last batch, a second PPO epoch, and a model with positions
 # and dropout.
-FLAGS = dict(
-    response_length=6,
-    num_train_epochs=2,
-    num_ppo_epochs=2,
-    kl_coef=0.05,
-    learning_rate=3e-3,
-    cliprange=0.1,
-)
-OWN = {
-    "rloo": dict(k=3, batch_size=12),
-    "grpo": dict(k=3, batch_size=12),
-    "ppo": dict(batch_size=4, cliprange_value=0.02, vf_coef=0.5, gamma=0.9),
-}
+FLAGS = yaml.safe_load("""
+all: {response_length: 6, num_train_epochs: 2, num_ppo_epochs: 2, kl_coef: 0.05,
+      learning_rate: 0.003, cliprange: 0.1}
+rloo: {k: 3, batch_size: 12}
+grpo: {k: 3, batch_size: 12}
+ppo: {batch_size: 4, cliprange_value: 0.02, vf_coef: 0.5, gamma: 0.9}
+""")
 # Of the generation config. The tokenizer has its own.
 EOS_IDS = {"rloo": None, "grpo": [5, 9], "ppo": 7}
 EXACT_MATCH = '[float(c.strip() == row["answer"]) for c, row in zip(completions, rows)]'
@@ -68,7 +63,7 @@ def test_nano_makes_the_run_of_the_script(script, world, run, tmp_path, monkeypa
     # As Llama 2's: it drops the first space of what it decodes.
     tokenizer._tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     model = save_model(tmp_path / "model", "gpt2", eos_ids=EOS_IDS[name], tokenizer=tokenizer)
-    flags = FLAGS | OWN[name] | dict(model_path=model, dataset=world.dataset(7))
+    flags = FLAGS["all"] | FLAGS[name] | dict(model_path=model, dataset=world.dataset(7))
     flags["eval_dataset"] = world.dataset(5, seed=1)
     # Large rewards hide a factor, since gradients are clipped.
     reward = "letters" if name == "ppo" else "small"

@@ -1,6 +1,5 @@
 """The scripts on another device. It is simulated_device.py, which refuses what a GPU refuses."""
 
-import torch
 import yaml
 from conftest import (
     HERE,
@@ -15,10 +14,7 @@ from conftest import (
 )
 from pytest import approx, mark
 
-NEEDED = "_setup_privateuseone_for_python_backend"
-LACKING = not hasattr(torch.utils.backend_registration, NEEDED) or not hasattr(torch._C, "_acc")
-REASON = f"torch {torch.__version__} has no {NEEDED}, with which Python makes a device"
-pytestmark = [mark.slow, mark.skipif(LACKING, reason=REASON)]
+pytestmark = mark.slow
 
 BUGS = {  # What goes to the device, or comes from it, does not.
     "prompts = prompts.to(accelerator.device)": "pass",
