@@ -142,11 +142,9 @@ def minus_greedy(ran):
 
 
 def advantages_of(name, scores):
-    advantage = dict(
-        rloo=lambda i: losses.rloo_advantage(scores, i, 3),
-        grpo=lambda i: losses.grpo_advantage(scores, i, 3, "group"),
-    )[name]
-    return np.array([advantage(i) for i in range(len(scores))])
+    advantage = vars(losses)[f"{name}_advantage"]
+    more = [3, "group"] if name == "grpo" else [3]
+    return np.array([advantage(scores, i, *more) for i in range(len(scores))])
 
 
 def normalized_parts(ran):

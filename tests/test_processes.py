@@ -2,6 +2,7 @@
 
 import shutil
 
+import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from conftest import (
@@ -156,11 +157,12 @@ def test_the_launchers_mixed_precision_is_the_default_of_dtype(script, run, monk
         assert f"dtype: {dtype}\n" in (folder / "args.yaml").read_text()
 
 
-ROUNDING = {  # A first batch of PPO has no right answer: it would whiten a KL that is rounding.
-    "rloo": dict(k=2, num_mini_batches=15, batch_size=30, total_episodes=90),
-    "grpo": dict(k=2, num_mini_batches=3, batch_size=30, total_episodes=90, reward="none"),
-    "ppo": dict(batch_size=4, total_episodes=16),
-}
+# A first batch of PPO has no right answer: it would whiten a KL that is rounding.
+ROUNDING = yaml.safe_load("""
+rloo: {k: 2, num_mini_batches: 15, batch_size: 30, total_episodes: 90}
+grpo: {k: 2, num_mini_batches: 3, batch_size: 30, total_episodes: 90, reward: none}
+ppo: {batch_size: 4, total_episodes: 16}
+""")
 
 
 @mark.slow
