@@ -1156,7 +1156,10 @@ def load_model(path, dtype, longest_row, auto_class=transformers.AutoModelForCau
 
 def check_vocabulary(path, model, policy, tokenizer):
     """Refuse a model that reads a token of the policy as another one, or has no row for it."""
-    known = transformers.AutoTokenizer.from_pretrained(path).get_vocab()
+    try:
+        known = transformers.AutoTokenizer.from_pretrained(path).get_vocab()
+    except Exception as error:
+        raise UsageError(f"{path} needs the tokenizer of --model-path: {error}")
     other = sorted(tokenizer.get_vocab().items() - known.items())
     rows, most = [m.config.get_text_config().vocab_size for m in (model, policy)]
     if other or rows < min(most, len(tokenizer)):  # A policy may lack rows for its last tokens.

@@ -307,11 +307,11 @@ def main(args):
     reward, eval_reward = load_rewards(args, policy, tokenizer, longest_row)
 
     size = args.per_device_train_batch_size  # of a micro-batch, in episodes
-    settings_of_adamw = dict(lr=args.learning_rate, weight_decay=args.weight_decay, fused=True)
-    trained_weights = [weight for weight in policy.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(trained_weights, **settings_of_adamw)
-    trained_weights = [weight for weight in value_model.parameters() if weight.requires_grad]
-    value_optimizer = torch.optim.AdamW(trained_weights, **settings_of_adamw)
+    adamw = partial(
+        torch.optim.AdamW, lr=args.learning_rate, weight_decay=args.weight_decay, fused=True
+    )
+    optimizer = adamw(weight for weight in policy.parameters() if weight.requires_grad)
+    value_optimizer = adamw(weight for weight in value_model.parameters() if weight.requires_grad)
     # The schedule does not go through `prepare`: accelerate would step it once for each process.
     scheduler = transformers.get_scheduler(
         args.lr_scheduler_type, optimizer, plan.warmup_steps, plan.steps
@@ -1241,7 +1241,10 @@ def load_model(path, dtype, longest_row, auto_class=transformers.AutoModelForCau
 
 def check_vocabulary(path, model, policy, tokenizer):
     """Refuse a model that reads a token of the policy as another one, or has no row for it."""
-    known = transformers.AutoTokenizer.from_pretrained(path).get_vocab()
+    try:
+        known = transformers.AutoTokenizer.from_pretrained(path).get_vocab()
+    except Exception as error:
+        raise UsageError(f"{path} needs the tokenizer of --model-path: {error}")
     other = sorted(tokenizer.get_vocab().items() - known.items())
     rows, most = [m.config.get_text_config().vocab_size for m in (model, policy)]
     if other or rows < min(most, len(tokenizer)):  # A policy may lack rows for its last tokens.

@@ -1,6 +1,7 @@
 """The programs of benchmark/: their command lines, their jobs, their smoke runs, and what they
 compute."""
 
+import importlib
 import os
 import runpy
 import shlex
@@ -14,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import gsm8k
 import ladder
 import mbpp
 import numpy as np
@@ -313,7 +313,7 @@ def test_tasks(tmp_path, monkeypatch):
     questions, mirrored ones on one side, if it draws them in another order and twice."""
     for line in TASKS.strip().split("\n"):
         name, text, answer, expected = line.split(" | ")
-        program = dict(tasks=tasks, gsm8k=gsm8k)[name]
+        program = importlib.import_module(name)
         two = [text, [dict(content=text)]]
         assert program.score(two, [answer] * 2) == [float(expected)] * 2
     paths = HERE.glob("benchmark/smollm2/*.jsonl")

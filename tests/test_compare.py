@@ -40,7 +40,6 @@ def test_verdicts():
     assert compare.holm([0.03, 0.01, 0.6, 0.7]) == approx([0.09, 0.04, 1, 1])
 
 
-SEVEN = range(1, 8)
 ALMOST = [1, 2] * 3 + [-0.1]  # p is 4 / 128
 
 
@@ -55,7 +54,9 @@ def test_a_comparison_of_finished_runs(run, tmp_path, monkeypatch, capsys):
     args = compare.Args(methods, seeds=7)
     flags = ["--kl-coef", "0"]
     for own, scores in (([], [0] * 7), (["--cliprange=0.3"], ALMOST)):
-        for folder, score in zip(compare.runs_of(args, ["rloo.py", *own, *flags], SEVEN), scores):
+        for folder, score in zip(
+            compare.runs_of(args, ["rloo.py", *own, *flags], range(1, 8)), scores
+        ):
             shutil.copytree(ran.folder, folder)
             ran.metrics[-1]["eval/scores"] = score
             write_jsonl(folder / "metrics.jsonl", ran.metrics)

@@ -11,6 +11,7 @@ import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import yaml
 from conftest import (
@@ -174,6 +175,7 @@ CASES = [
             ),
         )
     ],
+    ("needs the tokenizer of --model-path", dict(ref_model_path=dict(tokenizer=Mock()))),
     ("--log-with aim is not installed", dict(log_with="aim")),
     ("merge_and_unload", dict(model_path=".")),
     # These are right.
