@@ -146,8 +146,8 @@ one_text = only("rloo")
 
 def group_flag(script):
     """The flag that the property `k` reads. None in PPO, where a group is one episode."""
-    names = [name for name in ("rloo_k", "num_generations") if hasattr(script.Args, name)]
-    return names[0] if names else None
+    names = ("rloo_k", "num_generations")
+    return next((name for name in names if hasattr(script.Args, name)), None)
 
 
 def with_group(script, flags):

@@ -15,7 +15,9 @@ def run_program(folder, words, variables):
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
     program = os.path.abspath(words[0])
     sys.argv = [program, *words[1:]]
-    sys.path.insert(0, os.path.dirname(program))
+    # The folders of pytest.ini are unknown to a program.
+    installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
+    sys.path[:] = [os.path.dirname(program), *installed]
     try:
         runpy.run_path(program, run_name="__main__")
     except SystemExit as error:

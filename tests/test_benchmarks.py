@@ -400,10 +400,9 @@ def test_programs_that_a_policy_writes(monkeypatch):
     assert mbpp.score(programs[:1], tests[:1]) == [None]
 
 
-def test_the_measured_gradients_of_the_ladder(world, tmp_path, monkeypatch):
+def test_the_measured_gradients_of_the_ladder(world, tmp_path):
     """One of each update. metrics.jsonl has their lengths."""
     words = " ".join(command_line(with_group(MODULES["rloo"], base_flags(world))))
-    monkeypatch.syspath_prepend(HERE / "benchmark" / "ladder")
     keep = partial(ladder.keep_gradients, str(tmp_path / "gradients"))
     metrics = launcher.run("rloo", words, keep)["metrics"]
     gradients = np.fromfile(tmp_path / "gradients", np.float32).reshape(len(metrics), -1)

@@ -3,9 +3,8 @@
 import re
 from types import SimpleNamespace
 
-import pytest
 from conftest import HERE, import_file
-from pytest import mark
+from pytest import fail, mark
 
 pytest_plugins = ["pytester"]
 FOLDER = HERE / "docs/exercises"
@@ -74,7 +73,7 @@ def failures(text):
     for test in TESTS:
         try:
             test(SimpleNamespace(**names))
-        except pytest.fail.Exception as error:
+        except fail.Exception as error:
             messages.append(str(error))
     return messages
 

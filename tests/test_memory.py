@@ -21,7 +21,7 @@ from conftest import (
 )
 from pytest import approx, mark, raises
 
-FITS = HERE / "benchmark" / "hardware" / "fits.py"
+FITS = HERE / "benchmark/hardware/fits.py"
 CASES = yaml.safe_load("""
 all weights: {}
 checkpointing: {gradient_checkpointing: true}
@@ -38,13 +38,7 @@ experts: {model: {architecture: mixtral}}
 recorded: {model: {architecture: gemma3, head_dim: 128}, cuda_graphs: true, response_length: 228,
            per_device_train_batch_size: 1, gradient_checkpointing: true}
 """)
-OTHERS = [
-    "grpo: all weights",
-    "grpo: no KL",
-    "ppo: all weights",
-    "ppo: LoRA, bfloat16",
-    "ppo: reward model",
-]
+OTHERS = ["grpo: all weights", "ppo: all weights", "ppo: LoRA, bfloat16", "ppo: reward model"]
 
 
 def plain_steps(model, rows, cache):

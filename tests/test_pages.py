@@ -113,6 +113,8 @@ def test_the_readme_has_the_numbers_of_other_pages():
 
 
 PROGRAM = r"(?:[A-Z_]+=\S+ )*(?:pip|uv|python|accelerate|torchrun|sbatch|git|pytest|cp|sed)\s"
+# programs that hand flags on to scripts
+HAND_ON = {"benchmark/compare.py": compare.Args, "benchmark/memory.py": memory.Options}
 LAUNCHERS = {"torchrun": get_args_parser(), "launch": launch_command_parser()}
 
 
@@ -143,20 +145,19 @@ def check_command(command, folder):
     words = shlex.split(re.sub(r"(?<!\S)([A-Z_]+=\S+|\.\.\.)(?!\S)", "", command))
     if not words or words[0] in ("git", "sed"):
         return
-    if "benchmark/compare.py" in words:
-        after = words[words.index("benchmark/compare.py") + 1 :]
-        options, flags = tyro.cli(compare.Args, args=after, return_unknown_args=True)
-        for method in options.methods:
-            name, *own = shlex.split(method.removeprefix("my_"))
-            tyro.cli(MODULES[name.removesuffix(".py")].Args, args=[*flags, *own])
-        return
+    for program in words:
+        if program in HAND_ON:
+            after = words[words.index(program) + 1 :]
+            options, flags = tyro.cli(HAND_ON[program], args=after, return_unknown_args=True)
+            for method in vars(options).get("methods") or [str(options.script)]:
+                name, *own = shlex.split(method.removeprefix("my_"))
+                own = ["--dataset", "none", *flags, *own]
+                tyro.cli(MODULES[name.removesuffix(".py")].Args, args=own)
+            return
     for number in reversed(range(len(words))):
         word, after = words[number], words[number + 1 :]
         name = word.removesuffix(".py")
         if name in scripts:
-            if words[number - 1].endswith("memory.py"):  # It takes its own flags out of these.
-                _, after = tyro.cli(memory.Options, args=[word, *after], return_unknown_args=True)
-                after = ["--dataset", "none", *after]
             tyro.cli(scripts[name].Args, args=after)
             del words[number + 1 :]  # A program before the script has other flags.
         elif word in LAUNCHERS:

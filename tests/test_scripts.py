@@ -219,8 +219,10 @@ def test_every_flag_is_tried():
     assert set(TRIED) == other_values.keys(), about
     assert {*needed_flags, *ELSEWHERE} <= FIRST_WITH.keys()
     # A run that goes on may change these, and what is shown or kept.
-    shown = "dataset eval_dataset eval_every eval_temperature eval_k eval_reward save_rollouts"
-    shown += " processes versions"
+    shown = """
+        dataset eval_dataset eval_every eval_temperature eval_k eval_reward save_rollouts
+        processes versions
+    """
     for module in MODULES.values():
         assert set(module.FREE_FLAGS) == {*ELSEWHERE, *shown.split()}
 
