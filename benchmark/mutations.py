@@ -109,7 +109,7 @@ MUTATIONS = {
         "((advantages != 0) | (reference is not None))",
         "(advantages != 0)"),
     "rounding is trained": (
-        "rloo", "training/rounding_is_not_trained[rloo]",
+        "rloo", "processes/rounding_does_not_choose_what_is_trained[rloo]",
         "hardshrink(batch.logprobs - ref_logprobs, 1e-4)",
         "hardshrink(batch.logprobs - ref_logprobs, 0)"),
     # scores
