@@ -15,8 +15,8 @@ def run_program(folder, words, variables):
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
     program = os.path.abspath(words[0])
     sys.argv = [program, *words[1:]]
-    # The folders of pytest.ini are unknown to a program.
-    installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
+    # A program does not know the folders of pytest.ini. Those of Python have its name.
+    installed = [path for path in sys.path if "python3" in path]
     sys.path[:] = [os.path.dirname(program), *installed]
     try:
         runpy.run_path(program, run_name="__main__")
