@@ -391,7 +391,8 @@ class Args:
     copy: tyro.conf.Positional[Path]
     """the changed script; after it come its flags"""
     loss: str | None = None
-    """FILE.py:FUNCTION, the loss that it must train on; None: that of the script it came from"""
+    """FILE.py:FUNCTION, the loss that it must train on; None: the loss of its script is held beside
+    it, and another one is no fault"""
     beside: str | None = None
     """the commit whose script it came from; None: the one whose script is most like it"""
     changed: tuple[Literal[STAGES], ...] = ()

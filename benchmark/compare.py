@@ -119,7 +119,7 @@ def judge(table, looks=1):
         entry = dict(difference=difference, band=band)
         found.append(entry)
         if not differences.any():
-            entry["verdict"] = "equal in all seeds; did the other lines run?"
+            entry["verdict"] = "equal in all seeds: other lines did not run, or change no score"
             continue
         p = min(1, p * looks)
         entry |= dict(p=p, uncorrected_p=float(alone), worth=worth(first, scores))

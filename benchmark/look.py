@@ -25,7 +25,7 @@ CURVES += ("time/reward_s",)
 
 @dataclass
 class Args:
-    folders: tyro.conf.Positional[tuple[Path, ...]] = ()  # of runs; none: the newest in runs/
+    folders: tyro.conf.Positional[tuple[Path, ...]] = ()  # none: the newest run with rollouts
     output: Path = Path("runs/look.html")  # the page
 
 
@@ -248,7 +248,8 @@ def main(args):
         page, about = make_page(folders, places, fit)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_bytes(page)
-    print(f"{args.output}: {about}; {len(page) / 1e6:.1f} MB")
+    names = ", ".join(map(str, folders))
+    print(f"{args.output}: {names}: {about}; {len(page) / 1e6:.1f} MB")
 
 
 PAGE = r"""<!doctype html>
