@@ -149,10 +149,10 @@ def check_command(command, folder):
         if program in HAND_ON:
             after = words[words.index(program) + 1 :]
             options, flags = tyro.cli(HAND_ON[program], args=after, return_unknown_args=True)
-            for method in vars(options).get("methods") or [str(options.script)]:
+            # memory.py reads no dataset.
+            for method in vars(options).get("methods") or [f"{options.script} --dataset none"]:
                 name, *own = shlex.split(method.removeprefix("my_"))
-                own = ["--dataset", "none", *flags, *own]
-                tyro.cli(MODULES[name.removesuffix(".py")].Args, args=own)
+                tyro.cli(MODULES[name.removesuffix(".py")].Args, args=[*flags, *own])
             return
     for number in reversed(range(len(words))):
         word, after = words[number], words[number + 1 :]
